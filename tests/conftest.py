@@ -1,0 +1,49 @@
+"""Test set-up: 8 fake CPU devices before JAX starts, strict ranks, and the seconds of each test file."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    + ["--xla_force_host_platform_device_count=8"]
+)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+FILE_SECONDS: dict[str, float] = defaultdict(float)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    """Every test runs where 8 devices are."""
+    assert jax.device_count() == 8, f"tests need 8 fake CPU devices, found {jax.devices()}"
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A fixed random key."""
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def x64():
+    """64-bit numbers for one test; restored afterwards."""
+    with jax.enable_x64(True):
+        yield
+
+
+def pytest_runtest_logreport(report):
+    FILE_SECONDS[report.nodeid.split("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("seconds per test file")
+    for name, seconds in sorted(FILE_SECONDS.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(FILE_SECONDS.values()):8.1f}  total")

@@ -1,0 +1,212 @@
+"""The configuration: YAML, overrides, one-line errors, help without JAX, and the environment that JAX starts in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tlt_jax import checks, config, environment, settings
+from tlt_jax.config import Config, differences, load, parse, read, to_yaml
+from tlt_jax.settings import ConfigError
+
+MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a configuration file and returns the arguments that name it."""
+
+    def write(text: str = "") -> list[str]:
+        path = tmp_path / "config.yaml"
+        path.write_text(MODEL + text)
+        return ["--config", str(path)]
+
+    return write
+
+
+def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):
+    got = parse([*write("rollout: {temperature: 0.5, samples: 4}"), "--rollout.samples", "2", "--log.progress=false"])
+    assert (got.rollout.temperature, got.rollout.samples, got.rollout.prompts, got.log.progress) == (0.5, 2, 8, False)
+
+
+def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
+    arguments = ["--rollout.batch_buckets", "[1, 64]", "--run", "0012", "--rollout.stop=['\\n\\n', 'yes']"]
+    arguments += ["--model.init.rope_scaling.factor", "2.0", "--reward.terms.my.module:score", "1e-1", "--run=on"]
+    got = parse([*write(), *arguments])
+    assert got.rollout.batch_buckets == [1, 64] and got.run == "on"
+    assert got.model.init == {"model_type": "qwen2", "hidden_size": 32, "rope_scaling": {"factor": 2.0}}
+    assert got.reward.terms == {"task": 1.0, "my.module:score": 0.1}
+    assert parse([*write(), "--reward.terms", "{format: 1}"]).reward.terms == {"format": 1.0}
+    assert parse([*write(), "--run", "0012"]).run == "0012"
+
+
+def test_small_numbers_without_a_point_are_numbers(write):
+    got = parse([*write("optim: {learning_rate: 1e-4}"), "--model.init", "{rms_norm_eps: 1e-6}"])
+    assert got.optim.learning_rate == 1e-4 and got.model.init == {"rms_norm_eps": 1e-6}
+
+
+def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
+    got = parse([*write(), "--rollout.stop", "['a: b', '#']", "--mesh.xla_flags", "--a=1 --b=2", "--run", "1e3"])
+    (tmp_path / "resolved.yaml").write_text(to_yaml(got))
+    assert read(tmp_path / "resolved.yaml") == got
+
+
+WRONG = [
+    ("--rollout.temprature 1", "unknown knob rollout.temprature: did you mean rollout.temperature?"),
+    ("--temperature 1", "unknown knob temperature: did you mean rollout.temperature?"),
+    ("--rollout 1", "rollout is a section"),
+    ("--rollout.samples", "--rollout.samples has no value"),
+    ("--rollout.samples --run x", "--rollout.samples has no value"),
+    ("rollout.samples 4", "unexpected argument 'rollout.samples'"),
+    ("--rollout.samples 2.5", "rollout.samples 2.5 has the wrong type: write a whole number"),
+    ("--rollout.samples many", "rollout.samples 'many' has the wrong type"),
+    ("--rollout.temperature warm", "rollout.temperature 'warm' has the wrong type: write a finite number"),
+    ("--rollout.temperature .nan", "a finite number"),
+    ("--log.progress 1", "log.progress 1 has the wrong type: write true or false"),
+    ("--rollout.batch_buckets 4", "rollout.batch_buckets 4 has the wrong type: write a list"),
+    ("--reward.terms [task]", "reward.terms ['task'] has the wrong type: write a mapping"),
+    ("--rollout.stop [1", "is not valid YAML"),
+    ("--rollout.top_p 0", "rollout.top_p 0.0 is too small: use more than 0"),
+    ("--rollout.top_p 1.5", "rollout.top_p 1.5 is too large: use at most 1"),
+    ("--rollout.prompts 0", "rollout.prompts 0 is too small: use at least 1"),
+    ("--algorithm.advantage gae", "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo"),
+    ("--model.init {}", "model.path and model.init are both empty"),
+    ("--data.train x.jsonl --reward.terms {\"gsm8k\":1}", "data.train 'x.jsonl' needs a tokenizer"),
+    ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
+    ("--data.eval x.jsonl", "data.eval 'x.jsonl' without data.train"),
+    ("--reward.terms {}", "reward.terms is empty"),
+    ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is no reward"),
+    ("--rollout.stop ['']", "rollout.stop holds an empty text"),
+    ("--train.epochs 2", "train.steps 100 and train.epochs 2 are both set"),
+    ("--train.steps 0", "train.steps 0 and train.epochs 0 are both 0"),
+    ("--rollout.samples 1", "rollout.samples 1: grpo advantages compare"),
+    ("--algorithm.minibatches 3", "does not divide into algorithm.minibatches 3: use one of [1, 2, 4, 8]"),
+    ("--checkpoint.best_metric eval/pass@4", "is not measured: use one of eval/mean@1, eval/pass@1"),
+    ("--checkpoint.best_metric eval/mean@1 --eval.every 0", "needs evaluations, and eval.every is 0"),
+    ("--mesh.data 2 --mesh.model 2 --mesh.fake_devices 2", "set mesh.fake_devices 4"),
+    ("--mesh.data 2 --train.rows 3", "train.rows 3 does not divide by mesh.data 2"),
+    ("--train.row_tokens 128", "use at least 768, or 0"),
+    ("--rollout.batch_buckets [4,1]", "rollout.batch_buckets [4, 1] must grow: use [1, 4]"),
+    ("--rollout.batch_buckets [1,16]", "add 64, or set rollout.slots 16"),
+    ("--rollout.cache_buckets [64]", "add a bucket of at least 768"),
+    ("--profile.steps 5-3", "profile.steps '5-3' is no range of steps"),
+    ("--config a.yaml", "--config is given 2 times"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_mistake_is_one_line_that_names_the_value_and_the_change(words, message, write, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load([*write(), *words.split(" ")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+FILES = [
+    ("rollouts: {samples: 2}", "unknown knob rollouts"),
+    ("rollout: {sample: 2}", "unknown knob rollout.sample: did you mean rollout.samples?"),
+    ("rollout: 3", "rollout is a section, not 3"),
+    ("rollout:\n  samples: 2\n  samples: 4", "line 4: rollout.samples is given twice"),
+    ("rollout: [", "not valid YAML: line 2"),
+    ("rollout: {compile_cache: off}", "rollout.compile_cache False has the wrong type: write text (quote it)"),
+    ("rollout: {samples: }", "rollout.samples None has the wrong type"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_a_mistake_in_the_file_is_one_line(text, message, write):
+    with pytest.raises(ConfigError) as error:
+        parse(write(text))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1")
+    (tmp_path / "latin.yaml").write_bytes(b"run: \xe9")
+    for name, message in [("none.yaml", "no such file"), ("list.yaml", "holds a list"), ("latin.yaml", "not UTF-8")]:
+        with pytest.raises(ConfigError, match=message):
+            parse(["--config", str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="--config is missing"):
+        parse([])
+
+
+def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
+    code = (
+        "import sys, json\n"
+        "from tlt_jax import config, environment\n"
+        "try: config.load(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "print(json.dumps([name for name in sys.modules if name.split('.')[0] in ('jax', 'flax', 'orbax', 'torch')]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *lines, modules = run.stdout.strip().splitlines()
+    assert json.loads(modules) == []
+    text = "\n".join(lines)
+    for name, item in settings.knobs(Config).items():
+        assert f"--{name} " in text and item.help.split()[0] in text
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_configuration_that_comes_with_the_package_is_valid(path):
+    assert read(path).run.startswith("runs/")
+
+
+def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write):
+    ours = parse(write())
+    theirs = parse([*write(), "--rollout.samples", "4", "--mesh.data", "2", "--log.every", "7", "--train.seed", "1"])
+    assert differences(ours, theirs) == ["rollout.samples", "train.seed"]
+    assert all(any(name.startswith(free) for name in settings.knobs(Config)) for free in config.FREE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rollout.max_new_tokens 2000", "= 2512, and the model has 2048 positions"),
+        ("--eval.max_new_tokens 1600", "= 2112, and the model has 2048 positions"),
+        ("--mesh.model 3", "mesh.model 3 does not divide the model .*use one of \\[1, 2, 4\\]"),
+        ("--mesh.data 5", "mesh.data 5 does not divide the model's width 32: use one of \\[1, 2, 4, 8\\]"),
+    ],
+)
+def test_sizes_of_the_model_that_do_not_fit_are_refused_with_those_that_do(words, message, write):
+    sizes = SimpleNamespace(hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048)
+    checks.validate_model(parse(write()), sizes)
+    with pytest.raises(ConfigError, match=message):
+        checks.validate_model(parse([*write(), *words.split()]), sizes)
+
+
+def test_fake_devices_and_flags_are_set_before_jax_starts(write):
+    code = (
+        "import sys\n"
+        "from tlt_jax import config, environment\n"
+        "environment.set_environment(config.parse(sys.argv[1:]))\n"
+        "assert 'jax' not in sys.modules\n"
+        "import jax\n"
+        "print(jax.device_count(), jax.default_backend(), jax.config.jax_enable_x64,"
+        " jax.config.jax_default_matmul_precision)"
+    )
+    words = "--mesh.fake_devices 3 --mesh.xla_flags --xla_cpu_enable_fast_math=false --model.matmul_precision highest"
+    arguments = [*write(), *words.split(), "--model.param_dtype", "float64"]
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert run.stdout.split() == ["3", "cpu", "True", "highest"], run.stderr
+
+
+def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    environment.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))
+    with pytest.raises(ConfigError, match="mesh.fake_devices 9, but JAX has made 8 devices"):
+        environment.set_environment(parse([*write(), "--mesh.fake_devices", "9"]))
+
+
+def test_every_knob_has_a_meaning_and_is_frozen():
+    for name, item in settings.knobs(Config).items():
+        assert item.help, name
+        settings.checked(name, item, item.default)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().run = "x"
