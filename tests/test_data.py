@@ -1,0 +1,282 @@
+"""Prompts as a function of (seed, step), and every mistake of a data file reported at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tlt_jax import data, tasks
+from tlt_jax.config import Config
+from tlt_jax.data import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}{{ mark }}"
+)
+
+
+def make_config(train: Path | str = "", prompts: int = 4, sft_steps: int = 0, seed: int = 0, **knobs) -> Config:
+    config = Config()
+    return replace(
+        config,
+        data=replace(config.data, train=str(train), **{"eval_size": 3, **knobs}),
+        rollout=replace(config.rollout, prompts=prompts),
+        sft=replace(config.sft, steps=sft_steps),
+        train=replace(config.train, seed=seed),
+    )
+
+
+def make_tokenizer(template: str = ""):
+    tokenizer = tasks.Fold(modulus=36).tokenizer()
+    tokenizer.chat_template = template or None
+    return tokenizer
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def number_rows(count: int) -> list[dict]:
+    return [{"prompt": f"p{i}", "answer": i, "solution": f"s{i}"} for i in range(count)]
+
+
+def ids(prompts) -> list[str]:
+    return [prompt.row["id"] for prompt in prompts]
+
+
+def failure(config: Config, tokenizer=None) -> str:
+    with pytest.raises(DataError) as error:
+        data.load(config, tokenizer or make_tokenizer())
+    return str(error.value)
+
+
+def test_the_generated_task_gives_the_same_step_to_every_process():
+    first, second = (data.load(make_config(prompts=5), make_tokenizer()) for _ in range(2))
+    for step in (7, 0, 7):
+        for a, b in zip(first.prompts(step), second.prompts(step), strict=True):
+            assert (a.index, a.text, a.row) == (b.index, b.text, b.row)
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+    assert ids(first.prompts(2)) == [f"train-{i}" for i in range(10, 15)]
+    assert ids(first.eval_prompts()) == ["eval-0", "eval-1", "eval-2"]
+    assert first.rows is None
+
+
+def test_solutions_of_the_task_end_in_eos_and_are_not_the_prompts_of_training():
+    dataset = data.load(make_config(), tokenizer := make_tokenizer())
+    pairs = dataset.solutions(0, 50)
+    for prompt, solution in pairs:
+        assert solution[-1] == tokenizer.eos_token_id
+        assert worked_answer(tokenizer, prompt) == tokenizer.decode(solution[-2:-1])
+    texts = {tokenizer.decode(prompt) for prompt, _ in pairs}
+    assert len(texts & {p.text for step in range(12) for p in dataset.prompts(step)}) < 10
+
+
+def worked_answer(tokenizer, prompt: np.ndarray) -> str:
+    return tasks.DIGITS[sum(int(c) for c in tokenizer.decode(prompt)[:-1]) % 10]
+
+
+def test_each_epoch_has_every_row_once_in_a_new_order_across_step_borders(tmp_path):
+    source = write(tmp_path / "a.jsonl", number_rows(13))
+    dataset = data.load(make_config(source, prompts=4), make_tokenizer())
+    stream = [i for step in range(5) for i in ids(dataset.prompts(step))]
+    assert dataset.rows == 10
+    first, second = stream[:10], stream[10:]
+    assert len(set(first)) == len(set(second)) == 10
+    assert first != second
+    again = data.load(make_config(source, prompts=4), make_tokenizer())
+    assert ids(again.prompts(2)) == stream[8:12]
+    assert [p.index for p in again.prompts(2)] == [0, 1, 2, 3]
+    other = data.load(make_config(source, prompts=4, seed=1), make_tokenizer())
+    assert ids(other.prompts(0)) != stream[:4]
+
+
+def test_rows_keep_their_order_without_shuffling(tmp_path):
+    source = write(tmp_path / "a.jsonl", number_rows(5))
+    dataset = data.load(make_config(source, prompts=3, eval=str(source), shuffle=False), make_tokenizer())
+    assert ids(dataset.prompts(1)) == ["a.jsonl:4", "a.jsonl:5", "a.jsonl:1"]
+
+
+def test_the_split_is_a_function_of_the_seed_and_the_parts_are_disjoint(tmp_path):
+    source = write(tmp_path / "a.jsonl", number_rows(40))
+    first, second, other = (data.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1))
+    assert ids(first.eval_prompts()) == ids(second.eval_prompts()) != ids(other.eval_prompts())
+    assert len(first.eval_prompts()) == 3
+    assert not set(ids(first.eval_prompts())) & set(ids(first.train))
+    assert first.rows == 37
+
+
+def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
+    rows = [{"q": f"p{i}", "a": 0.5 + i, "key": i, "level": "hard"} for i in range(9)]
+    source = write(tmp_path / "a.jsonl", rows)
+    knobs = {"prompt_column": "q", "answer_column": "a", "id_column": "key", "shuffle": False, "eval": str(source)}
+    row = data.load(make_config(source, **knobs), make_tokenizer()).prompts(0)[2].row
+    assert row == {"q": "p2", "a": 2.5, "key": 2, "level": "hard", "id": "2", "prompt": "p2", "answer": "2.5"}
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path):
+    rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
+    source = write(tmp_path / "a.jsonl", rows)
+    dataset = data.load(make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer())
+    assert dataset.counts == {"train_rows": 7, "train_too_long": 3, "eval_rows": 7, "eval_too_long": 3}
+    assert all(len(p.tokens) <= 7 for p in dataset.train)
+    assert "longer than data.max_prompt_tokens 0" in failure(make_config(source, max_prompt_tokens=0))
+
+
+def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}, {"role": "user", "content": "c"}]
+    rows = [{"prompt": "hi", "answer": "1"}, {"prompt": chat, "answer": "1"}]
+    source = write(tmp_path / "a.jsonl", rows)
+    knobs = {"chat_template": True, "chat_template_kwargs": {"mark": "!"}, "system": "sys", "prompt_suffix": "?"}
+    tokenizer = make_tokenizer(TEMPLATE)
+    config = make_config(source, prompts=2, shuffle=False, eval=str(source), **knobs)
+    texts = [p.text for p in data.load(config, tokenizer).prompts(0)]
+    assert texts == ["[system]sys[user]hi?[a]!", "[system]sys[user]a[x]b[user]c?[a]!"]
+    assert "no chat template" in failure(config)
+    strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    assert "the chat template refuses row a.jsonl:1: roles must alternate" in failure(config, strict)
+    assert "set data.chat_template true" in failure(make_config(source), tokenizer)
+
+
+def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, monkeypatch):
+    import huggingface_hub
+    import pyarrow
+    import pyarrow.parquet
+
+    rows, asked = number_rows(6), []
+    folder = tmp_path / "set"
+    (folder / "main").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:4]), folder / "main" / "train-0.parquet")
+    write(folder / "main" / "train-1.jsonl", rows[4:])
+    (folder / "README.md").write_text("not data")
+
+    def fake_snapshot(repo_id, repo_type, allow_patterns):
+        asked.append((repo_id, repo_type, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_snapshot)
+    monkeypatch.setenv("MY_SET", str(folder))
+    hub = "hf://datasets/someone/set/main/train-*"
+    for source in (folder, "$MY_SET", "${MY_SET}/main/*", f"{folder}/main/train-*", "someone/set", hub):
+        config = make_config(source, prompts=6, shuffle=False, eval=str(folder))
+        assert [p.text for p in data.load(config, make_tokenizer()).prompts(0)] == [row["prompt"] for row in rows]
+    assert asked == [
+        ("someone/set", "dataset", ["*.jsonl", "*.parquet"]),
+        ("someone/set", "dataset", ["main/train-*"]),
+    ]
+
+
+def test_a_hub_that_does_not_answer_is_a_data_error(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*_, **__):
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert "someone/set: no local path, and the hub does not give it (no network)" in failure(
+        make_config("someone/set")
+    )
+
+
+def test_an_unset_variable_is_named(monkeypatch):
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    message = failure(make_config("$NOT_THERE/train.jsonl"))
+    assert "data.train '$NOT_THERE/train.jsonl'" in message
+    assert "NOT_THERE is not set: export NOT_THERE=" in message
+
+
+def test_all_mistakes_of_all_files_are_reported_at_once(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = [
+        b'{"prompt": "fine", "answer": "1", "id": 1}',
+        b'{"prompt": "cut", "answer',
+        b'{"prompt": "\xe9", "answer": "1", "id": 2}',
+        b'{"prompt": "  ", "answer": "1", "id": 3}',
+        b'{"prompt": "p", "answer": null, "id": 4}',
+        b'{"prompt": "p", "answer": "1", "id": 1}',
+        b'["prompt"]',
+        b'{"question": "p", "answer": "1", "id": 7}',
+        b'{"prompt": 5, "answer": [1], "id": 8}',
+        b"",
+    ]
+    bad.write_bytes(b"\n".join(lines))
+    wide = tmp_path / "wide.jsonl"
+    wide.write_bytes('{"prompt": "p"}'.encode("utf-16"))
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    message = failure(make_config(tmp_path, eval=str(tmp_path / "gone.jsonl"), id_column="id"))
+    for part in (
+        "the data has 12 problems",
+        "bad.jsonl:2: bad JSON (Unterminated string",
+        "bad.jsonl:3: not UTF-8 (byte 0xe9 at column 13): save the file as UTF-8",
+        "bad.jsonl:4: empty prompt: fill in column 'prompt' or drop the row",
+        "bad.jsonl:5: no answer: fill in column 'answer'",
+        f"bad.jsonl:6: duplicate id ('1', first at {bad}:1): make data.id_column unique",
+        "bad.jsonl:7: not a JSON object (list)",
+        "bad.jsonl:8: no column 'prompt': set data.prompt_column to one of 'question', 'answer', 'id'",
+        "bad.jsonl:9: column 'prompt' holds a int: use text",
+        "bad.jsonl:9: column 'answer' holds a list",
+        "wide.jsonl: not UTF-8 but UTF-16",
+        "broken.parquet: not a readable Parquet file",
+        "gone.jsonl: no such file or folder: correct data.eval",
+    ):
+        assert part in message
+    assert len(message.splitlines()) == 13
+
+
+def test_a_mistake_in_every_line_is_listed_20_times_and_counted(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"question": "p", "answer": "1"}] * 500)
+    message = failure(make_config(source))
+    assert "the data has 500 problems, 20 shown" in message
+    assert "[and 480 more: no column 'prompt']" in message
+    assert len(message.splitlines()) == 21
+
+
+def test_empty_sources_are_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "notes.txt").write_text("x")
+    assert "no .jsonl or .parquet file there" in failure(make_config(tmp_path / "folder"))
+    assert "the file is empty" in failure(make_config(tmp_path / "empty.jsonl"))
+    assert "unknown kind of file '.txt'" in failure(make_config(tmp_path / "notes.txt"))
+    source = write(tmp_path / "few.jsonl", number_rows(3))
+    assert "data.eval_size 3 is not below the 3 rows" in failure(make_config(source))
+
+
+def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):
+    source = write(tmp_path / "a.jsonl", number_rows(5))
+    tokenizer = make_tokenizer()
+    config = make_config(source, sft_steps=1, eval=str(source))
+    pairs = data.load(config, tokenizer).solutions(0, 10)
+    texts = [(tokenizer.decode(prompt), tokenizer.decode(solution)) for prompt, solution in pairs]
+    expected = {(f"p{i}", f"s{i}{tokenizer.eos_token}") for i in range(5)}
+    assert set(texts[:5]) == set(texts[5:]) == expected
+    with pytest.raises(DataError, match="sft.steps is 0"):
+        data.load(replace(config, sft=replace(config.sft, steps=0)), tokenizer).solutions(0, 1)
+    no_solution = write(tmp_path / "b.jsonl", [{"prompt": "p", "answer": "1"}] * 5)
+    assert "set sft.solution_column to one of" in failure(make_config(no_solution, sft_steps=1))
+    short = replace(config, rollout=replace(config.rollout, max_new_tokens=2))
+    assert "every solution is longer than rollout.max_new_tokens 2" in failure(short)
+
+
+def test_a_task_that_does_not_fit_names_both_numbers():
+    assert "prompt has 13 tokens and data.max_prompt_tokens is 12" in failure(make_config(max_prompt_tokens=12))
+    short = replace(make_config(sft_steps=1), rollout=replace(Config().rollout, max_new_tokens=50))
+    assert "solution (with EOS) has 77 tokens and rollout.max_new_tokens is 50" in failure(short)
+
+
+def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
+    config = make_config()
+    assert data.tokenizer(config).eos_token == tasks.EOS
+    make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    loaded = data.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
+    assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE
+    with pytest.raises(DataError, match="set model.path or model.tokenizer"):
+        data.tokenizer(make_config("a.jsonl"))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="model.tokenizer .* has no tokenizer that loads"):
+        data.tokenizer(replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none"))))
