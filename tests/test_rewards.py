@@ -1,0 +1,315 @@
+"""Scores that are right, and scoring processes that survive whatever a reward does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tlt_jax.config import Config
+from tlt_jax.rewards import RewardError, Score, Scorer, answers, terms
+
+USER_REWARD = """
+import ctypes, os, subprocess, sys, time
+
+def probe(prompt, completion, row):
+    if completion == "hang":
+        time.sleep(1000)
+    if completion == "spin":
+        while True:
+            pass
+    if completion == "die":
+        os._exit(3)
+    if completion == "segfault":
+        ctypes.string_at(0)
+    if completion == "leave":
+        sys.exit()
+    if completion == "raise":
+        raise KeyError("lost")
+    if completion.startswith("child"):
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(completion.split()[1], "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+    if completion == "modules":
+        print("a reward may print")
+        heavy = {"jax", "jaxlib", "flax", "torch", "transformers"}
+        return {"score": os.getpid(), "heavy": len(heavy & {name.split(".")[0] for name in sys.modules})}
+    values = {"nan": float("nan"), "text": "1.0", "none": None, "complex": 1j, "dict": {"reward": 1.0}}
+    return values.get(completion, len(completion) == len(row["answer"]))
+"""
+
+
+def make_config(rewards: dict[str, float], timeout_s: float = 5.0, workers: int = 1, failure_score: float = -1.0):
+    config = Config()
+    knobs = {"terms": rewards, "timeout_s": timeout_s, "workers": workers, "failure_score": failure_score}
+    return replace(config, reward=replace(config.reward, **knobs))
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch) -> str:
+    (tmp_path / "their_rewards.py").write_text(USER_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "their_rewards:probe"
+
+
+def score_all(config: Config, completions: list[str], answer: str = "abc") -> dict[str, Score]:
+    with Scorer(config) as scorer:
+        for completion in completions:
+            scorer.submit(completion, "p", completion, {"answer": answer})
+        return scorer.collect()
+
+
+def test_failures_are_counted_by_kind_and_leave_other_scores_alone(user_module):
+    expected = {
+        "hang": ("timeout", "no answer after 0.4 s"),
+        "spin": ("timeout", "no answer after 0.4 s"),
+        "die": ("crash", "exit code 3"),
+        "segfault": ("crash", "signal 11"),
+        "leave": ("crash", "exit code 0"),
+        "raise": ("error", "KeyError: 'lost'"),
+        "nan": ("error", "gave nan"),
+        "text": ("error", "gave str, not a number"),
+        "none": ("error", "gave NoneType, not a number"),
+        "complex": ("error", "gave complex, not a number"),
+        "dict": ("error", "a dict without 'score': its keys are ['reward']"),
+    }
+    config = make_config({user_module: 2.0, "exact": 0.5}, timeout_s=0.4, workers=2)
+    mixed = [text for failing in expected for text in (failing, failing + "?")] + ["abc"]
+    scores = score_all(config, mixed)
+    assert set(scores) == set(mixed)
+    for completion, (failure, detail) in expected.items():
+        score = scores.pop(completion)
+        assert (score.value, score.parts, score.failure) == (-1.0, {}, failure)
+        assert score.detail.startswith(f"{user_module}: ") and detail in score.detail
+    assert scores.pop("abc") == Score(2.5, {user_module: 1.0, "exact": 1.0})
+    assert all(s.failure is None for s in scores.values())
+
+
+def test_workers_import_no_jax_and_start_once(user_module):
+    assert "jax" in sys.modules
+    seen = set()
+    with Scorer(make_config({user_module: 1.0, "task": 1.0})) as scorer:
+        for step in range(5):
+            scorer.submit(step, "p", "modules", {"answer": "abc"})
+            (score,) = scorer.collect().values()
+            assert score.parts[f"{user_module}/heavy"] == 0
+            seen.add(score.parts[user_module])
+    assert len(seen) == 1
+
+
+def test_scoring_goes_on_while_the_caller_does_not_look(user_module):
+    with Scorer(make_config({user_module: 1.0})) as scorer:
+        for key in range(500):
+            scorer.submit(key, "p", "abc", {"answer": "abc"})
+        with pytest.raises(ValueError, match="0 is already being scored"):
+            scorer.submit(0, "p", "abc", {"answer": "abc"})
+        time.sleep(1.0)
+        assert len(scorer.collect(timeout=0)) == 500
+        assert scorer.collect() == {}
+
+
+def test_a_poll_returns_at_once_while_a_reward_hangs(user_module):
+    with Scorer(make_config({user_module: 1.0}, timeout_s=60.0)) as scorer:
+        scorer.submit("a", "p", "hang", {"answer": "abc"})
+        start = time.monotonic()
+        assert scorer.collect(timeout=0.1) == {}
+        assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 5.0
+
+
+def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
+    completion = f"child {tmp_path / 'pid'}"
+    assert score_all(make_config({user_module: 1.0}, timeout_s=0.5), [completion])[completion].failure == "timeout"
+    pid = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until and is_running(pid):
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_worker_killed_from_outside_is_replaced(user_module):
+    with Scorer(make_config({user_module: 1.0})) as scorer:
+        for step in range(3):
+            scorer.submit(step, "p", "modules", {"answer": "abc"})
+            (score,) = scorer.collect().values()
+            assert score.failure is None
+            os.kill(int(score.parts[user_module]), 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("their_rewards:f", "module 'their_rewards' has no function 'f'"),
+        ("exakt", "no reward 'exakt': use task, math, gsm8k, exact, format or module:function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_stops_at_start(user_module, name, part):
+    with pytest.raises(RewardError) as error:
+        Scorer(make_config({"exact": 1.0, name: 1.0}))
+    assert part in str(error.value)
+
+
+def test_rewards_that_make_no_sense_are_refused():
+    config = make_config({"task": 1.0})
+    with pytest.raises(RewardError, match="'task' needs a generated task, but data.train is set"):
+        Scorer(replace(config, data=replace(config.data, train="a.jsonl")))
+    with pytest.raises(RewardError, match="reward.terms is empty"):
+        Scorer(make_config({}))
+
+
+def test_a_script_that_imports_jax_without_a_main_guard_can_score(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        textwrap.dedent("""
+        import jax
+        from tlt_jax.config import Config
+        from tlt_jax.rewards import Scorer
+        with Scorer(Config()) as scorer:
+            scorer.submit(0, "12:", "=3", {"answer": "3"})
+            print(scorer.collect()[0].value)
+        """)
+    )
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.stdout, done.returncode) == ("1.0\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It costs $1,234.50 in all.", "1234.5"),
+        ("5-3=2", "2"),
+        ("it is -7", "-7"),
+        ("-$7", "-7"),
+        ("$ -5", "-5"),
+        ("= −4", "-4"),
+        ("x - 5", "5"),
+        ("(5)-3", "3"),
+        ("18.00 dollars.", "18"),
+        ("50%", "50"),
+        (".5 of it", "0.5"),
+        ("1,2345", "2345"),
+        ("10 m2 of CO2", "10"),
+        ("#### 42 and 3", "42"),
+        ("\\boxed{12} in 3 days", "12"),
+        ("none", "0.1"),
+        ("####", "0.1"),
+    ],
+)
+def test_the_final_number_of_a_text(text, number):
+    assert terms.gsm8k("", text, {"answer": f"#### {number}"}) == float(number != "0.1")
+
+
+def test_gold_answers_score_one_and_perturbed_ones_zero():
+    folder = os.environ.get("GSM8K_DIR")
+    if not folder:
+        print("not run: GSM8K_DIR is not set")
+        return
+    lines = [line for name in ("train", "test") for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")]
+    assert len(lines) == 8792
+    for i, line in enumerate(lines):
+        row = json.loads(line)
+        solution, _, gold = row["answer"].rpartition("####")
+        value = int(gold.replace(",", ""))
+        wrong = (value + 1, value - 1, value * 10 + 3, value + 100)[i % 4]
+        for given, score in ((value, 1.0), (wrong, 0.0)):
+            for form in (f"{solution}#### {given:,}", f"The answer is {given:,}.00 dollars.", f"\\boxed{{{given}}}"):
+                assert terms.gsm8k("", form, row) == score, (form, row)
+        assert terms.gsm8k("", row["answer"], row) == 1.0
+
+
+def test_boxed_content_needs_balanced_braces():
+    assert answers.boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
+    assert answers.boxed("\\boxed{1} then \\boxed{2") == "1"
+    assert answers.boxed("boxed{1}") is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("Thus $x=3$. Final answer: $\\frac{3}{4}$.", "\\frac34", 1),
+        ("It costs $18 and $20. The answer is $38.", "38", 1),
+        ("**Answer:** 7", "7", 1),
+        ("2x+3", "3+2x", 1),
+        ("\\[ x = 4 \\]", "4", 1),
+        ("\\boxed{1,234}", "1234", 1),
+        ("\\boxed{\\text{Monday}}", "Monday", 1),
+        ("\\boxed{(1,2)}", "(1,2)", 1),
+        ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", 1),
+        ("<think>\\boxed{3}</think> \\boxed{4}", "4", 1),
+        ("#### 72", "The long way. #### 72", 1),
+        ("the answer is -3", "-3", 1),
+        ("\\boxed{\\frac{1}{3}}", "0.5", 0),
+        ("\\boxed{4", "5", 0),
+        ("no idea", "4", 0),
+        ("", "4", 0),
+        ("\\boxed{__import__('os').system('true')}", "4", 0),
+    ],
+)
+def test_math_compares_values_not_texts(completion, reference, score):
+    assert terms.math_reward()("", completion, {"answer": reference}) == score
+
+
+def test_no_model_text_is_compiled(monkeypatch):
+    import sympy.parsing.sympy_parser as parser
+
+    def refuse(*_, **__):
+        raise AssertionError("sympy was about to evaluate text")
+
+    monkeypatch.setattr(parser, "eval_expr", refuse)
+    compiled = []
+    is_watching = True
+    sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if is_watching and event == "compile" else None)
+    attack = "__import__('os').system('marker')"
+    texts = [attack, f"\\boxed{{{attack}}}", f"${attack}$", f"#### {attack}", f"the answer is {attack}", "1/2*(marker)"]
+    for name in ("math", "gsm8k", "exact", "format", "task"):
+        reward = terms.resolve(name, Config())
+        for text in texts:
+            assert terms.evaluate(name, reward, "", text, {"answer": "4"})[name] in (0.0, 0.5)
+    is_watching = False
+    assert not [source for source in compiled if "marker" in source]
+
+
+def test_a_reference_that_math_verify_cannot_read_is_an_error_not_a_zero():
+    scores = score_all(make_config({"math": 1.0}), ["\\boxed{4}"], answer="$$")
+    assert scores["\\boxed{4}"].failure == "error"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "think", "answer"),
+    [
+        ("", "<think>a</think> \\boxed{3}", 1, 1),
+        ("Go. <think>\n", "a</think>#### 3", 1, 1),
+        ("", "<think>a</think> 3", 1, 0),
+        ("", "\\boxed{3}", 0, 1),
+        ("", "x <think>a</think> \\boxed{3}", 0, 1),
+        ("", "<think> </think> 3", 0, 0),
+        ("", "<think>a</think>b</think> #### 3", 0, 1),
+        ("", "<think>\\boxed{3}</think> ####", 1, 0),
+        ("", "<think>a \\boxed{3}", 0, 1),
+    ],
+)
+def test_format_wants_thoughts_in_tags_and_a_marked_answer(prompt, completion, think, answer):
+    expected = {"score": (think + answer) / 2, "think": think, "answer": answer}
+    assert terms.tagged(prompt, completion, {}) == expected
+
+
+def test_exact_ignores_thoughts_and_outer_whitespace():
+    assert terms.exact("", "<think>no</think>\n yes \n", {"answer": "yes"}) == 1.0
+    assert terms.exact("", "yes!", {"answer": "yes"}) == 0.0

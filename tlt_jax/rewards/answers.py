@@ -1,0 +1,59 @@
+"""The final answer inside a text, without evaluating any of it; knows the field's answer formats and no reward."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+MARK = "####"
+BOXED = "\\boxed{"
+CLOSE_THINK = "</think>"
+# A number does not start inside a word or another number ("m2", "CO2").
+NUMBER = re.compile(
+    r"(?<![A-Za-z_0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z_0-9])\.[0-9]+"
+)
+CURRENCY = "$€£¥\\ "
+
+
+def visible(completion: str) -> str:
+    """The part of a completion after its thoughts: what follows the last </think>, or everything."""
+    return completion.rpartition(CLOSE_THINK)[2]
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...} whose braces balance, else None."""
+    start = text.rfind(BOXED)
+    while start >= 0:
+        depth = 1
+        for end in range(start + len(BOXED), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start + len(BOXED) : end]
+        start = text.rfind(BOXED, 0, start)
+    return None
+
+
+def numbers(text: str) -> list[Decimal]:
+    """The numbers of a text: "-$1,234.50" is -1234.50; the "-" of "5-3" is a minus between two numbers."""
+    return [_signed(text, match) for match in NUMBER.finditer(text)]
+
+
+def final_number(text: str) -> Decimal | None:
+    """The first number after the last "####", else the last one of the last \\boxed{...}, else the last of the text."""
+    _, mark, tail = text.rpartition(MARK)
+    if mark:
+        return next(iter(numbers(tail)), None)
+    found = numbers(boxed(text) or "") or numbers(text)
+    return found[-1] if found else None
+
+
+def _signed(text: str, match: re.Match[str]) -> Decimal:
+    value = Decimal(match[0].replace(",", ""))
+    start = match.start()
+    while start and text[start - 1] in CURRENCY:
+        start -= 1
+    # "- 5" has a dash; "-5", "-$5" and "$ -5" have signs, unless a number, word or bracket comes right before.
+    has_sign = start > 0 and text[start - 1] in "-−" and not text[start:].startswith(" ")
+    if not has_sign or (start > 1 and (text[start - 2].isalnum() or text[start - 2] in ")]}")):
+        return value
+    return -value

@@ -1,0 +1,236 @@
+"""Keeps worker processes busy with scores, kills what hangs and starts it again; knows no reward and imports no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from tlt_jax.config import Config
+
+START_S = 120.0  # a worker that imports its rewards for longer does not start
+MAX_FAILED_STARTS = 5
+
+
+class RewardError(ValueError):
+    """The rewards of the configuration cannot run."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The weighted sum of the reward terms, or reward.failure_score with `failure` saying how and `detail` why."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None  # "timeout" | "crash" | "error"
+    detail: str = ""
+
+
+@dataclass
+class Worker:
+    """One process and the job it has. `deadline` is that of its start until it is ready, then that of its job."""
+
+    process: subprocess.Popen
+    pipe: Connection
+    deadline: float
+    is_ready: bool = False
+    job: tuple[Hashable, bytes] | None = None
+    term: str = ""  # the reward that runs; empty while the job is on its way
+
+
+class Scorer:
+    """Scores completions in reward.workers processes while the caller does other work. Use it as a context manager.
+
+    The workers are fresh interpreters that import this package and the rewards, never the caller's main module, so they
+    stay free of JAX whatever started the run. A thread of its own moves jobs and scores; it never touches JAX.
+    """
+
+    def __init__(self, config: Config):
+        if not config.reward.terms:
+            raise RewardError("reward.terms is empty: name at least one reward, for example {task: 1.0}")
+        self.config = config
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Hashable, bytes]] = deque()
+        self._unfinished: set[Hashable] = set()
+        self._scores: dict[Hashable, Score] = {}
+        self._fatal = ""
+        self._is_closing = False
+        self._failed_starts = 0
+        self._awake, self._wake = Pipe(duplex=False)
+        self._workers = [self._start() for _ in range(config.reward.workers)]
+        self._thread = threading.Thread(target=self._serve, name="reward-scorer", daemon=True)
+        self._thread.start()
+        with self._changed:
+            while not self._fatal and not all(worker.is_ready for worker in self._workers):
+                self._wait(None)
+        if self._fatal:
+            self.close()
+            raise RewardError(self._fatal)
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def submit(self, key: Hashable, prompt: str, completion: str, row: dict[str, Any]) -> None:
+        """Queues one completion; its score comes from `collect` under the key."""
+        job = pickle.dumps((prompt, completion, row))
+        with self._changed:
+            if key in self._unfinished or key in self._scores:
+                raise ValueError(f"completion {key!r} is already being scored")
+            self._unfinished.add(key)
+            self._waiting.append((key, job))
+        self._wake.send_bytes(b".")
+
+    def collect(self, timeout: float | None = None) -> dict[Hashable, Score]:
+        """The scores that are new since the last call: all submitted ones, or those there after `timeout` seconds."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while self._unfinished and not self._fatal and time.monotonic() < until:
+                self._wait(until - time.monotonic())
+            if self._fatal:
+                raise RewardError(self._fatal)
+            scores, self._scores = self._scores, {}
+        return scores
+
+    def close(self) -> None:
+        """Ends the workers; scores that were not collected are lost."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.send_bytes(b".")
+        self._thread.join()
+        for worker in self._workers:
+            _end(worker)
+        self._wake.close()
+        self._awake.close()
+
+    def _wait(self, seconds: float | None) -> None:
+        """Waits for news with the lock held; never longer than a second, to see that the thread lives."""
+        self._changed.wait(1.0 if seconds is None else min(seconds, 1.0))
+        if not (self._thread.is_alive() or self._is_closing or self._fatal):
+            raise RuntimeError("the scoring thread died: its error is printed above")
+
+    def _start(self) -> Worker:
+        """A new worker: a fresh interpreter, since multiprocessing's spawn would import the caller's main module."""
+        ours, theirs = Pipe()
+        ours.send(self.config)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from tlt_jax.rewards import worker; worker.main({theirs.fileno()})"],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # so that what a reward starts can be killed with it
+            )
+        return Worker(process, ours, time.monotonic() + START_S)
+
+    def _serve(self) -> None:
+        """The thread: deals jobs to idle workers and takes their answers until `close` or a fatal error."""
+        while not self._is_closing and not self._fatal:
+            pipes = {worker.pipe: i for i, worker in enumerate(self._workers)}
+            nearest = min((worker.deadline for worker in self._workers), default=math.inf)
+            patience = None if nearest == math.inf else max(0.0, nearest - time.monotonic())
+            for pipe in wait([self._awake, *pipes], patience):
+                if pipe is self._awake:
+                    self._awake.recv_bytes()
+                else:
+                    self._hear(pipes[pipe])
+            now = time.monotonic()
+            for i, worker in enumerate(self._workers):
+                if worker.deadline <= now:
+                    self._replace(i, "timeout")
+            self._deal()
+
+    def _deal(self) -> None:
+        for i, worker in enumerate(self._workers):
+            with self._changed:
+                if not (self._waiting and worker.is_ready and worker.job is None):
+                    continue
+                worker.job = self._waiting.popleft()
+            worker.term, worker.deadline = "", time.monotonic() + self.config.reward.timeout_s
+            try:
+                worker.pipe.send_bytes(worker.job[1])
+            except OSError:
+                self._replace(i, "crash")
+
+    def _hear(self, i: int) -> None:
+        """Takes one message of worker i."""
+        worker = self._workers[i]
+        try:
+            kind, *content = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._replace(i, "crash")
+            return
+        if kind == "ready":
+            with self._changed:
+                worker.is_ready, worker.deadline, self._failed_starts = True, math.inf, 0
+                self._changed.notify_all()
+        elif kind == "refused":
+            self._fail(f"reward.terms: a reward cannot be loaded: {content[0]}")
+        elif kind == "term":
+            worker.term = content[0]
+        elif kind == "score":
+            weights = self.config.reward.terms
+            self._finish(worker, Score(sum(weight * content[0][name] for name, weight in weights.items()), content[0]))
+        else:
+            self._finish(worker, self._failed("error", worker, content[0]))
+
+    def _replace(self, i: int, failure: str) -> None:
+        """Kills worker i, scores its job as failed and starts another; a worker that never started counts apart."""
+        worker = self._workers[i]
+        code = _end(worker, grace_s=1.0 if failure == "crash" else 0.0)
+        detail = f"the worker died of {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        if failure == "timeout":
+            detail = f"no answer after {self.config.reward.timeout_s if worker.is_ready else START_S:g} s"
+        if worker.job is not None and failure == "crash" and not worker.term:
+            with self._changed:  # it died before any reward ran: the job is not to blame
+                self._waiting.appendleft(worker.job)
+        elif worker.job is not None:
+            self._finish(worker, self._failed(failure, worker, detail))
+        elif not worker.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                self._fail(f"the reward workers do not start: {detail}, {self._failed_starts} times in a row")
+                return
+        self._workers[i] = self._start()
+
+    def _failed(self, failure: str, worker: Worker, detail: str) -> Score:
+        return Score(
+            self.config.reward.failure_score, {}, failure, f"{worker.term}: {detail}" if worker.term else detail
+        )
+
+    def _finish(self, worker: Worker, score: Score) -> None:
+        with self._changed:
+            key, _ = worker.job
+            worker.job, worker.deadline = None, math.inf
+            self._unfinished.discard(key)
+            self._scores[key] = score
+            self._changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._fatal = reason
+            self._changed.notify_all()
+
+
+def _end(worker: Worker, grace_s: float = 0.0) -> int:
+    """Kills the process and what it started; its exit code is its own when it ended within the grace."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of the group is left
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.pipe.close()
+    return worker.process.wait()
