@@ -1,0 +1,225 @@
+"""Checkpoints come back on any mesh, the best one stays, and what is damaged or foreign is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tlt_jax.checkpoint import CheckpointError, Preemption, Store
+from tlt_jax.mesh import make_mesh
+
+
+@struct.dataclass
+class State:
+    """A state with the kinds of leaves that a run has."""
+
+    weights: dict
+    moments: optax.OptState
+    step: jax.Array
+
+
+def state(mesh, offset: float = 0.0) -> State:
+    def put(array, *axes):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    weights = {
+        "w": put(np.arange(64, dtype=np.float32).reshape(8, 8) + offset, "data", "model"),
+        "half": put(np.arange(16).astype(jnp.bfloat16), "model"),
+        "mask": put(np.arange(8) % 3 == 0),
+    }
+    return State(weights, optax.adam(1e-3).init({"w": weights["w"]}), put(np.int32(7)))
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+
+
+def assert_equal(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run with steps 1 and 2 saved on a (4, 2) mesh."""
+    mesh = make_mesh(4, 2)
+    with Store(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, {"policy": state(mesh, step)}, {"config": "a: 1"})
+    return tmp_path
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 2), (1, 1)])
+def test_a_checkpoint_restores_on_another_mesh_bit_for_bit(shape, saved):
+    target = state(make_mesh(*shape))
+    with Store(saved) as store:
+        got = store.restore(None, {"policy": abstract(target)})
+    assert (got.step, got.meta) == (2, {"config": "a: 1"})
+    assert_equal(got.items["policy"], state(make_mesh(4, 2), 2))
+    assert jax.tree.map(lambda leaf: leaf.sharding, got.items["policy"]) == jax.tree.map(
+        lambda leaf: leaf.sharding, target
+    )
+
+
+def test_a_saved_state_may_be_donated_at_once(tmp_path):
+    bump = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), tree), donate_argnums=0)
+    mesh = make_mesh(2, 2)
+    tree, target = {"w": jnp.zeros((256, 256)), "n": jnp.int32(0)}, {}
+    tree = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    target = abstract(tree)
+    with Store(tmp_path, keep=4) as store:
+        for step in range(3):
+            store.save(step, {"policy": tree})
+            tree = bump(tree)
+        store.wait()
+        for step in range(3):
+            assert float(store.restore(step, {"policy": target}).items["policy"]["w"].max()) == step
+
+
+def test_items_are_restored_alone_and_a_missing_one_is_named(saved):
+    with Store(saved) as store:
+        store.save(3, {"policy": {"w": jnp.ones(2)}, "drafter": {"v": jnp.ones(3)}})
+        store.wait()
+        target = {"v": jax.ShapeDtypeStruct((3,), jnp.float32)}
+        assert list(store.restore(3, {"drafter": target}).items) == ["drafter"]
+        with pytest.raises(CheckpointError, match="2 has no item 'drafter'"):
+            store.restore(2, {"drafter": target})
+
+
+def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
+    scores = {1: 0.1, 2: 0.7, 3: 0.2, 4: None, 5: 0.7, 6: 0.3, 7: 0.1, 8: 0.2}
+    for part in ((1, 2, 3), (4, 5, 6), (7, 8)):
+        with Store(tmp_path, keep=2, best_metric="eval/mean@1") as store:
+            for step in part:
+                metrics = {"eval/mean@1": scores[step]} if scores[step] is not None else {}
+                assert store.improves(metrics) == (step in (1, 2)), step
+                store.save(step, {"policy": {"w": jnp.ones(2)}}, metrics=metrics)
+                store.wait()
+            assert store.best() == (2 if part[-1] == 3 else 5)  # the later of equals
+    assert store.steps() == [5, 7, 8] and store.latest() == 8
+
+
+def test_a_step_that_is_saved_is_left_alone(saved):
+    with Store(saved) as store:
+        store.save(2, {"policy": {"w": jnp.zeros(1)}})
+        store.wait()
+        store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
+
+
+def damage(folder, kind: str):
+    """Damages one checkpoint folder."""
+    files = [path for path in (folder / "policy").rglob("d/*") if path.is_file()]
+    if kind == "flipped":
+        for path in files:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            path.write_bytes(content)
+    elif kind == "truncated":
+        for path in files:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif kind == "removed":
+        for path in files:
+            path.unlink()
+    elif kind == "unlisted":
+        (folder / "policy" / "_METADATA").unlink()
+    elif kind == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif kind == "garbled":
+        (folder / "meta" / "metadata").write_text("{")
+    elif kind == "foreign":
+        (folder / "meta" / "metadata").write_text("{}")
+    elif kind == "changed":
+        meta = json.loads((folder / "meta" / "metadata").read_text())
+        meta["items"]["policy"][".weights['w']"]["checksum"] += 1
+        (folder / "meta" / "metadata").write_text(json.dumps(meta))
+
+
+KINDS = ("flipped", "truncated", "removed", "unlisted", "empty", "garbled", "foreign", "changed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_it_works(kind, saved):
+    folder = saved / "checkpoints" / "2"
+    damage(folder, kind)
+    target = {"policy": abstract(state(make_mesh(1, 1)))}
+    with Store(saved) as store:
+        with pytest.raises(CheckpointError) as error:
+            store.restore(None, target)
+        message = str(error.value)
+        assert message.startswith(f"{folder} ") and "\n" not in message and "to go on from step 1" in message
+        assert_equal(store.restore(1, target).items["policy"], state(make_mesh(1, 1), 1))
+
+
+def test_a_newer_format_another_shape_and_another_dtype_are_refused(saved):
+    path = saved / "checkpoints" / "1" / "meta" / "metadata"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    target = abstract(state(make_mesh(1, 1)))
+    with Store(saved) as store:
+        with pytest.raises(CheckpointError, match="format 99, this version reads up to 1"):
+            store.restore(1, {"policy": target})
+        wide = target.replace(step=jax.ShapeDtypeStruct((2,), jnp.int32))
+        with pytest.raises(CheckpointError, match=r"policy.step is int32\[\] there and int32\[2\] here"):
+            store.restore(2, {"policy": wide})
+        half = target.replace(step=jax.ShapeDtypeStruct((), jnp.int8))
+        with pytest.raises(CheckpointError, match=r"int32\[\] there and int8\[\] here"):
+            store.restore(2, {"policy": half})
+        with pytest.raises(CheckpointError, match="is missing there|and missing here"):
+            store.restore(2, {"policy": {"w": target.step}})
+
+
+def test_an_absent_checkpoint_is_an_error_that_lists_the_others(saved, tmp_path):
+    with Store(saved) as store, pytest.raises(CheckpointError, match=r"has no checkpoint 9; it has \[1, 2\]"):
+        store.restore(9, {})
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Store(tmp_path / "nothing", create=False)
+    with Store(tmp_path / "new") as store, pytest.raises(CheckpointError, match="has no checkpoint; it has none"):
+        store.restore(None, {})
+
+
+KILLED = """
+import sys
+import jax.numpy as jnp
+from tlt_jax.checkpoint import Store
+
+store = Store(sys.argv[1], keep=3)
+print("ready", flush=True)
+for step in range(1, 10_000):
+    store.save(step, {"policy": {"w": jnp.full((512, 1024), step, jnp.float32)}})
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_during_saves_leaves_only_whole_checkpoints(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    while process.stdout.readline().strip() not in ("5", ""):
+        pass
+    time.sleep(0.005)
+    process.kill()
+    process.wait()
+    target = {"policy": {"w": jax.ShapeDtypeStruct((512, 1024), jnp.float32)}}
+    with Store(tmp_path, create=False) as store:
+        assert store.latest() >= 3
+        for step in store.steps():
+            assert (np.asarray(store.restore(step, target).items["policy"]["w"]) == step).all()
+
+
+def test_sigterm_is_noted_and_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Preemption() as preemption:
+        assert not preemption.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested and preemption()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,189 @@
+"""What a run shows: the closed list of names, each step once also after a resume, the timeline, the progress line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tlt_jax.config import Config, Log, Mesh
+from tlt_jax.metrics import NAMES, MetricError, Record, Writer, console, idle_share, names, timeline
+
+SPANS = [
+    SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
+    SimpleNamespace(group=0, kind="decode", start=11.0, end=14.0),
+    SimpleNamespace(group=1, kind="decode", start=10.0, end=12.0),
+    SimpleNamespace(group=1, kind="decode", start=11.0, end=12.0),
+    SimpleNamespace(group=1, kind="wait", start=12.0, end=14.0),
+]
+
+
+def records(step: int, count: int = 3) -> list[Record]:
+    return [Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0}) for uid in range(count)]
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return Config(run=str(tmp_path / "run"), mesh=Mesh(data=2), log=Log(texts=2, texts_every=2))
+
+
+def write(config: Config, steps, resumed_from: int | None = None):
+    with Writer(config, 10, resumed_from) as writer:
+        for step in steps:
+            writer.step(step, {"reward/mean": step / 10, "actor/lr": 1e-3}, records(step), SPANS)
+            if step % 2 == 0:
+                writer.scalars(step, {"eval/mean@1": step / 10, "eval/pass@16": 0.5})
+
+
+def read(config: Config) -> EventAccumulator:
+    events = EventAccumulator(str(Path(config.run) / "tensorboard"), {"tensors": 0, "images": 0, "histograms": 0})
+    return events.Reload()
+
+
+def steps_of(events) -> list[int]:
+    return [event.step for event in events]
+
+
+def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
+    write(config, range(1, 5))
+    events = read(config)
+    assert [(e.step, round(10 * e.value)) for e in events.Scalars("reward/mean")] == [(n, n) for n in range(1, 5)]
+    assert steps_of(events.Scalars("eval/pass@16")) == [2, 4]
+    histogram = events.Histograms("response_length/histogram")[0]
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (2, 3, 12)
+    image = events.Images("rollout/timeline")[-1]
+    assert (image.step, image.width, image.height) == (4, timeline.WIDTH, 116)
+    text = events.Tensors("rollout/samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    <b>2" in text and text.count("**reward") == 2
+    assert "prompts: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    lines = (Path(config.run) / "completions" / "000003.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {
+        "step": 3, "uid": 1, "prompt": "2+2=", "completion": "<b>3\n", "reward": 1.0, "length": 11, "finish": "stop",
+        "parts": {"task": 1.0}, "failure": None,
+    }  # fmt: skip
+
+
+def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
+    write(config, range(1, 8))
+    torn = Path(config.run) / "completions" / "000008.tmp"
+    torn.write_text('{"step": 8')
+    events = next((Path(config.run) / "tensorboard").iterdir())
+    events.write_bytes(events.read_bytes() + events.read_bytes()[-40:-3])
+    write(config, range(5, 10), resumed_from=4)
+    write(config, range(5, 9), resumed_from=4)
+    events = read(config)
+    assert steps_of(events.Scalars("reward/mean")) == list(range(1, 9))
+    assert steps_of(events.Scalars("eval/mean@1")) == [2, 4, 6, 8]
+    assert steps_of(events.Histograms("reward/histogram")) == [2, 4, 6, 8]
+    assert steps_of(events.Images("rollout/timeline")) == [2, 4, 6, 8]
+    assert steps_of(events.Tensors("rollout/samples/text_summary")) == [2, 4, 6, 8]
+    assert steps_of(events.Tensors("config/text_summary")) == [0, 5]
+    files = sorted(path.name for path in (Path(config.run) / "completions").iterdir())
+    assert files == [f"{step:06d}.jsonl" for step in range(1, 9)]
+
+
+def test_a_new_start_removes_what_an_attempt_without_checkpoint_left(config):
+    with Writer(config, 10) as writer:
+        writer.scalars(0, {"eval/mean@1": 0.5})
+    write(config, range(1, 4))
+    write(config, range(1, 3))
+    events = read(config)
+    assert steps_of(events.Scalars("reward/mean")) == [1, 2] and steps_of(events.Scalars("eval/mean@1")) == [2]
+
+
+def test_what_is_written_survives_a_kill(config, tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from tlt_jax.config import Config\n"
+        "from tlt_jax.metrics import Writer\n"
+        "writer = Writer(Config(run=sys.argv[1]), 10)\n"
+        "for step in range(1, 6): writer.step(step, {'reward/mean': 1.0}, [], [])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, config.run], capture_output=True)
+    assert steps_of(read(config).Scalars("reward/mean")) == [1, 2, 3, 4, 5]
+
+
+def test_scalars_are_written_as_often_as_the_configuration_says(config):
+    write(replace(config, log=Log(every=3, texts=0)), range(1, 8))
+    assert steps_of(read(config).Scalars("reward/mean")) == [3, 6]
+
+
+def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
+    with Writer(config, 10) as writer:
+        with pytest.raises(MetricError, match="no scalar is called 'reward/meen': did you mean reward/mean?"):
+            writer.scalars(1, {"reward/meen": 1.0})
+        with pytest.raises(MetricError, match="no histogram is called 'reward/mean'"):
+            writer.histogram(1, "reward/mean", [1.0])
+        with pytest.raises(MetricError):
+            writer.scalars(1, {"eval/mean@k": 1.0})
+        writer.scalars(1, {"reward/terms/my.module:score": 1.0, "eval/mean@8": 1.0})
+
+
+def test_the_names_are_unique_and_their_page_is_in_step():
+    assert len({metric.name for metric in NAMES}) == len(NAMES)
+    assert {metric.kind for metric in NAMES} == {"scalar", "histogram", "image", "text"}
+    page = Path(__file__).parent.parent / "docs" / "metrics.md"
+    assert page.read_text() == names.page(), "run: python -m tlt_jax.metrics > docs/metrics.md"
+
+
+def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact():
+    pixels = timeline.draw(SPANS, 2)
+    middle = timeline.LEFT + (timeline.WIDTH - timeline.LEFT - 10) // 4
+
+    def color(fraction: float, group: int) -> tuple[int, ...]:
+        column = timeline.LEFT + int((timeline.WIDTH - timeline.LEFT - 10) * fraction)
+        return tuple(pixels[timeline.TOP + timeline.LANE * group + timeline.LANE // 2, column])
+
+    assert middle and pixels.dtype == np.uint8
+    assert color(0.1, 0) == timeline.COLORS["prefill"] and color(0.6, 0) == timeline.COLORS["decode"]
+    assert color(0.1, 1) == timeline.COLORS["decode"] and color(0.8, 1) == timeline.COLORS["wait"]
+    assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
+    assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
+
+
+@pytest.mark.parametrize("seconds", [0.003, 0.9, 1.0, 7.0, 59.0, 12345.0])
+def test_ticks_are_few_and_inside(seconds):
+    ticks = timeline.ticks(seconds)
+    assert 2 <= len(ticks) <= 10 and ticks[0] == 0 and ticks[-1] <= seconds
+
+
+VALUES = {"reward/mean": 0.25, "response_length/mean": 31.6, "response_length/max": 90, "perf/tokens_per_second": 1234}
+
+
+def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
+    out = io.StringIO()
+    progress = console.Progress(100, 90, live=True, console=Console(file=out, width=200))
+    progress.step(91, {**VALUES, "timing_s/step": 10.0})
+    progress.step(92, {**VALUES, "timing_s/step": 20.0})
+    logging.getLogger("tlt_jax.engine").info("compiled chunk [4, 256]")
+    progress.close()
+    logging.getLogger("tlt_jax.engine").info("after the end")
+    assert out.getvalue().splitlines() == [
+        "step 91/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  10.0 s/step  1:30 to go",
+        "step 92/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  15.0 s/step  2:00 to go",
+        "compiled chunk [4, 256]",
+    ]
+
+
+def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
+    for live in (True, False):
+        out = io.StringIO()
+        progress = console.Progress(10, 0, live, console=Console(file=out, width=160, force_terminal=True))
+        progress.step(1, VALUES)
+        progress.close()
+        assert "reward 0.250" in out.getvalue() and ("\x1b[" in out.getvalue()) == live
+
+
+def test_clocks_read_as_people_write_them():
+    assert [console.clock(seconds) for seconds in (0, 59.6, 61, 3723)] == ["0:00", "1:00", "1:01", "1:02:03"]

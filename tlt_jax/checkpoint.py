@@ -1,0 +1,254 @@
+"""Checkpoints of a run: asynchronous, atomic, the newest few and the best; the only file that knows orbax."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+FORMAT = 1
+FOLDER = "checkpoints"
+META = "meta"
+BROKEN = (OSError, ValueError, KeyError)  # what orbax raises when files are missing or damaged
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used: one line with the folder, what is wrong, and what to do."""
+
+
+class Restored(NamedTuple):
+    """One checkpoint: its step, the items that were asked for, and what the caller saved beside them."""
+
+    step: int
+    items: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class Store:
+    """The checkpoints of one run folder. Items are pytrees of arrays, one per concern, so that one can be read alone.
+
+    Keeps the newest `keep`, and the best by `best_metric` (highest; the later of equals). Saving returns when the
+    arrays are copied to the host; a save that is cut short leaves nothing that `restore` would find.
+    """
+
+    def __init__(self, run: str | Path, keep: int = 2, best_metric: str = "", create: bool = True):
+        self.folder = Path(run).absolute() / FOLDER
+        self.best_metric = best_metric
+        if not create and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} does not exist: give the folder of a run that has saved")
+        policies = [LatestN(n=keep)]
+        if best_metric:
+            policies.append(BestN(get_metric_fn=self._metric, n=1, keep_checkpoints_without_metrics=False))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(policies),
+            best_fn=self._metric if best_metric else None,
+            cleanup_tmp_directories=create,
+            create=create,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        meta: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Starts to save; the arrays may be donated as soon as this returns. A step that is there is left alone."""
+        if step in self._manager.all_steps():
+            return
+        described = {
+            "format": FORMAT,
+            "step": step,
+            "items": {name: describe(tree) for name, tree in items.items()},
+            "metrics": {name: float(value) for name, value in (metrics or {}).items()},
+            "meta": dict(meta or {}),
+        }
+        arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        ranked = {self.best_metric: described["metrics"][self.best_metric]} if self._is_ranked(metrics) else None
+        try:
+            self._manager.save(
+                step, metrics=ranked, args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)})
+            )
+        except OSError as error:
+            raise CheckpointError(f"cannot save {self.folder / str(step)}: {one_line(error)}: free the disk") from error
+
+    def wait(self) -> None:
+        """Returns when every save is on the disk."""
+        try:
+            self._manager.wait_until_finished()
+        except OSError as error:
+            raise CheckpointError(f"cannot save below {self.folder}: {one_line(error)}: free the disk") from error
+
+    def close(self) -> None:
+        """Waits for the saves and frees the threads."""
+        self.wait()
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        """The saved steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int | None:
+        """The newest saved step."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The saved step with the highest best metric; None when none was measured."""
+        ranked = [(self.describe(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
+        return max(((value, step) for value, step in ranked if value is not None), default=(None, None))[1]
+
+    def improves(self, metrics: Mapping[str, float]) -> bool:
+        """True when no saved step has as high a best metric: worth a checkpoint outside the schedule."""
+        if not self._is_ranked(metrics):
+            return False
+        best = self.best()
+        return best is None or metrics[self.best_metric] > self.describe(best)["metrics"][self.best_metric]
+
+    def describe(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds: format, step, items (leaf -> dtype, shape, checksum), metrics, the caller's meta."""
+        folder = self.folder / str(step)
+        path = folder / META / "metadata"
+        try:
+            described = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            reason = f"was not written by tlt_jax ({META} is missing)"
+            raise CheckpointError(f"{folder} {reason}: {self._remedy(step)}") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}") from error
+        if not isinstance(described, dict) or "format" not in described or "items" not in described:
+            raise CheckpointError(f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}")
+        if described["format"] > FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
+            )
+        return described
+
+    def restore(self, step: int | None, targets: Mapping[str, Any]) -> Restored:
+        """The items of a step (None: the newest), sharded over any mesh as the abstract pytrees say."""
+        step = self.latest() if step is None else step
+        folder = self.folder / str(step)
+        if step is None or step not in self.steps():
+            raise CheckpointError(f"{folder.parent} has no checkpoint{f' {step}' if step is not None else ''}; "
+                                  f"it has {self.steps() or 'none'}")  # fmt: skip
+        described = self.describe(step)
+        for name, target in targets.items():
+            compare(folder, name, described["items"].get(name), target)
+        try:
+            arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        except BROKEN as error:
+            raise CheckpointError(f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}") from error
+        items = {name: restored[name] for name in targets}
+        for name, tree in items.items():
+            for leaf, entry in describe(tree).items():
+                if entry["checksum"] != described["items"][name][leaf]["checksum"]:
+                    raise CheckpointError(f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}")
+        return Restored(step, items, described["meta"])
+
+    def _is_ranked(self, metrics: Mapping[str, float] | None) -> bool:
+        return bool(self.best_metric) and self.best_metric in (metrics or {})
+
+    def _metric(self, metrics: Mapping[str, float]) -> float:
+        return metrics[self.best_metric]
+
+    def _remedy(self, step: int) -> str:
+        others = [other for other in self.steps() if other != step]
+        return f"delete the folder to go on from {f'step {max(others)}' if others else 'the start'}"
+
+
+def describe(tree) -> dict[str, dict[str, Any]]:
+    """Path of each leaf -> its dtype, shape and checksum."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    places = defaultdict(dict)  # one program per set of devices: JAX refuses to mix them
+    for path, leaf in leaves:
+        devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
+        places[devices][jax.tree_util.keystr(path)] = leaf
+    sums = jax.device_get([checksums(place) for place in places.values()])
+    sums = {name: int(one) for place in sums for name, one in place.items()}
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return {name: {**signature(leaf), "checksum": sums[name]} for name, (_, leaf) in zip(names, leaves, strict=True)}
+
+
+def signature(leaf) -> dict[str, Any]:
+    """Dtype and shape as they stand in the description of a checkpoint."""
+    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+
+
+@jax.jit
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Per array the sum, modulo 2^32, of its words times an odd number of their position: the same on every mesh."""
+    return {name: checksum(array) for name, array in arrays.items()}
+
+
+def checksum(array: jax.Array) -> jax.Array:
+    """See checksums; computed where the shards are, so only one word per array leaves the devices."""
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    words = jax.lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32))
+    weight = jnp.ones((), jnp.uint32)
+    stride = 1
+    for axis in reversed(range(words.ndim)):
+        weight = weight + 2 * np.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        stride *= words.shape[axis]
+    return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
+
+
+def compare(folder: Path, name: str, saved: Mapping[str, Any] | None, target) -> None:
+    """Raises CheckpointError when an item is missing or a leaf has another shape or dtype than the target."""
+    if saved is None:
+        raise CheckpointError(f"{folder} has no item {name!r}: it was saved without it")
+    leaves, _ = jax.tree_util.tree_flatten_with_path(target)
+    wanted = {jax.tree_util.keystr(path): signature(leaf) for path, leaf in leaves}
+    for leaf in [*wanted, *saved]:
+        ours, theirs = wanted.get(leaf), saved.get(leaf)
+        if ours is None or theirs is None or any(ours[key] != theirs[key] for key in ours):
+            raise CheckpointError(
+                f"{folder} holds another model: {name}{leaf} is {spell(theirs)} there and {spell(ours)} here: "
+                "use the configuration that it was saved with"
+            )
+
+
+def spell(entry: Mapping[str, Any] | None) -> str:
+    """float32[8,4], or `missing`."""
+    return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]" if entry else "missing"
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's text, cut to 200 characters."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+class Preemption:
+    """Context that turns SIGTERM into a claim to look at: `requested` is True once the signal has come."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> Preemption:
+        self._previous = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def _note(self, *_) -> None:
+        self.requested = True

@@ -1,0 +1,7 @@
+"""What a run shows: TensorBoard, console progress, completions and the closed list of names; imports no JAX."""
+
+from tlt_jax.metrics.names import NAMES, MetricError
+from tlt_jax.metrics.timeline import idle_share
+from tlt_jax.metrics.writer import Record, Writer
+
+__all__ = ["NAMES", "MetricError", "Record", "Writer", "idle_share"]

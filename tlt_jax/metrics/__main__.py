@@ -1,0 +1,5 @@
+"""Prints docs/metrics.md."""
+
+from tlt_jax.metrics.names import page
+
+print(page(), end="")

@@ -1,0 +1,95 @@
+"""Progress on the console: a live display on a terminal, one line per step elsewhere; knows no files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
+
+RECENT = 20  # steps whose mean duration predicts the time to go
+
+
+class Progress:
+    """Shows the step, reward, answer length, tokens per second and time to go; messages appear above the display.
+
+    Messages are what the package's loggers say while the progress is open.
+    """
+
+    def __init__(self, total_steps: int, first_step: int, live: bool, console: Console | None = None):
+        self.console = console or Console(soft_wrap=True)
+        self._total, self._done = total_steps, first_step
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._last = time.monotonic()
+        self._bar = None
+        if live and self.console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[status]}"))
+            self._bar = Bar(*columns, console=self.console)
+            self._task = self._bar.add_task("train", total=total_steps, completed=first_step, status="starting")
+            self._bar.start()
+        self._handler = Messages(self.console)
+        logger = logging.getLogger("tlt_jax")
+        logger.addHandler(self._handler)
+        self._level = logger.level
+        logger.setLevel(logging.INFO)
+        self._propagates, logger.propagate = logger.propagate, False  # a root handler would print everything twice
+
+    def step(self, step: int, values: dict[str, float]) -> None:
+        """Shows that a step is done; `values` are its scalars, whatever of them is there."""
+        now = time.monotonic()
+        self._durations.append(values.get("timing_s/step", now - self._last))
+        self._last = now
+        status = self.status(step, values)
+        if self._bar:
+            self._bar.update(self._task, completed=step, status=status)
+        else:
+            self.say(f"step {step}/{self._total}  {status}")
+
+    def status(self, step: int, values: dict[str, float]) -> str:
+        """The line beside the step number."""
+        pieces = []
+        if "reward/mean" in values:
+            pieces.append(f"reward {values['reward/mean']:.3f}")
+        if "response_length/mean" in values:
+            longest = values.get("response_length/max", float("nan"))
+            pieces.append(f"length {values['response_length/mean']:.0f} (max {longest:.0f})")
+        if "perf/tokens_per_second" in values:
+            pieces.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
+        per_step = sum(self._durations) / max(len(self._durations), 1)
+        pieces.append(f"{per_step:.1f} s/step")
+        pieces.append(f"{clock(per_step * (self._total - step))} to go")
+        return "  ".join(pieces)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the display."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Ends the display."""
+        logger = logging.getLogger("tlt_jax")
+        logger.removeHandler(self._handler)
+        logger.setLevel(self._level)
+        logger.propagate = self._propagates
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+
+class Messages(logging.Handler):
+    """Prints log records through the console that owns the live display."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False, highlight=False)
+
+
+def clock(seconds: float) -> str:
+    """1:02:03, or 2:03 below an hour."""
+    minutes, seconds = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,133 @@
+"""The closed list of metric names, close to verl's and TRL's vocabulary; knows no values."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import NamedTuple
+
+
+class MetricError(ValueError):
+    """A metric name that is not in the list."""
+
+
+class Metric(NamedTuple):
+    """A name ({k} stands for a number, {term} for the name of a reward), how it is written, and what it says."""
+
+    name: str
+    kind: str  # scalar | histogram | image | text
+    help: str
+
+
+NAMES = tuple(
+    Metric(*row)
+    for row in [
+        # rewards and groups
+        ("reward/mean", "scalar", "mean reward of the step's answers"),
+        ("reward/std", "scalar", "standard deviation of the rewards over the step"),
+        ("reward/min", "scalar", "lowest reward of the step"),
+        ("reward/max", "scalar", "highest reward of the step"),
+        ("reward/histogram", "histogram", "rewards of the step"),
+        ("reward/terms/{term}", "scalar", "mean of one reward term, or of a number that a reward reports, unweighted"),
+        ("reward/failures/timeout", "scalar", "answers of the step whose score took longer than reward.timeout_s"),
+        ("reward/failures/crash", "scalar", "answers of the step whose scoring process died"),
+        ("reward/failures/error", "scalar", "answers of the step whose reward raised"),
+        ("groups/zero_variance", "scalar", "share of prompts whose answers all got the same reward: no gradient"),
+        ("advantages/mean", "scalar", "mean advantage over the step's answers"),
+        ("advantages/max", "scalar", "largest advantage of the step"),
+        ("advantages/min", "scalar", "smallest advantage of the step"),
+        # lengths
+        ("prompt_length/mean", "scalar", "mean prompt length in tokens"),
+        ("prompt_length/max", "scalar", "longest prompt in tokens"),
+        ("response_length/mean", "scalar", "mean answer length in tokens, EOS included"),
+        ("response_length/min", "scalar", "shortest answer"),
+        ("response_length/max", "scalar", "longest answer"),
+        ("response_length/p50", "scalar", "median answer length"),
+        ("response_length/p75", "scalar", "75th percentile of the answer length"),
+        ("response_length/p90", "scalar", "90th percentile of the answer length"),
+        ("response_length/p99", "scalar", "99th percentile of the answer length"),
+        ("response_length/clip_ratio", "scalar", "share of answers cut at rollout.max_new_tokens"),
+        ("response_length/histogram", "histogram", "answer lengths of the step"),
+        # policy update
+        ("actor/loss", "scalar", "loss of the policy update, all terms"),
+        ("actor/pg_loss", "scalar", "policy-gradient term of the loss"),
+        ("actor/kl", "scalar", "k3 estimate of KL(policy, reference) per token; only with a reference"),
+        ("actor/entropy", "scalar", "mean entropy of the policy per token"),
+        ("actor/ratio_mean", "scalar", "mean probability ratio, new over old policy"),
+        ("actor/ratio_max", "scalar", "largest probability ratio"),
+        ("actor/pg_clipfrac", "scalar", "share of tokens whose ratio was clipped, either side"),
+        ("actor/pg_clipfrac_low", "scalar", "share of tokens clipped at 1 - algorithm.clip_low (negative advantage)"),
+        ("actor/pg_clipfrac_high", "scalar", "share of tokens clipped at 1 + algorithm.clip_high (positive advantage)"),
+        ("actor/importance_weight_mean", "scalar", "mean importance weight; only with algorithm.importance_cap"),
+        ("actor/grad_norm", "scalar", "global gradient norm before clipping"),
+        ("actor/lr", "scalar", "learning rate"),
+        ("actor/nonfinite", "scalar", "non-finite updates skipped since the start of the run"),
+        ("actor/packed_ratio", "scalar", "share of the packed rows that holds tokens, not padding"),
+        ("actor/rollout_logprob_diff_mean", "scalar", "mean |log-prob in the rollout - log-prob in the update|"),
+        ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - log-prob in the update|"),
+        # time and speed
+        ("timing_s/step", "scalar", "seconds of the whole step"),
+        ("timing_s/update_weights", "scalar", "seconds to hand the policy's weights to the rollout"),
+        ("timing_s/rollout", "scalar", "seconds of the rollout"),
+        ("timing_s/reward", "scalar", "seconds spent waiting for rewards after the rollout"),
+        ("timing_s/old_log_prob", "scalar", "seconds of the trainer's pass for old (and reference) log-probs"),
+        ("timing_s/update", "scalar", "seconds of the policy update"),
+        ("timing_s/eval", "scalar", "seconds of the evaluation"),
+        ("timing_s/save_checkpoint", "scalar", "seconds that saving held up the run"),
+        ("perf/tokens_per_second", "scalar", "answer tokens per second of rollout, all data groups"),
+        ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step"),
+        ("perf/total_num_tokens", "scalar", "prompt and answer tokens of the step"),
+        ("perf/idle_ratio", "scalar", "share of the data groups' rollout time in which they had no work"),
+        ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
+        ("perf/compiles", "scalar", "programs compiled during the step"),
+        ("perf/compile_s", "scalar", "seconds of compiling during the step"),
+        ("perf/max_memory_gib", "scalar", "peak memory of the process (on CPU) or of one device so far"),
+        ("training/epoch", "scalar", "passes over the training rows so far"),
+        # evaluation
+        ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
+        ("eval/pass@{k}", "scalar", "unbiased share of evaluation prompts that one of k answers solves"),
+        ("eval/response_length/mean", "scalar", "mean answer length of the evaluation"),
+        ("eval/response_length/max", "scalar", "longest answer of the evaluation"),
+        ("eval/response_length/clip_ratio", "scalar", "share of evaluation answers cut at the length limit"),
+        # supervised warm start
+        ("sft/loss", "scalar", "loss per token of the supervised warm start"),
+        ("sft/grad_norm", "scalar", "global gradient norm of the warm start before clipping"),
+        ("sft/lr", "scalar", "learning rate of the warm start"),
+        ("sft/tokens_per_second", "scalar", "target tokens per second of the warm start"),
+        # pictures and texts
+        ("rollout/timeline", "image", "what each data group did during the rollout, one lane per group"),
+        ("rollout/samples", "text", "sample prompts and answers with their rewards"),
+        ("config", "text", "the resolved configuration"),
+    ]
+)
+
+PATTERNS = [
+    (metric, re.compile(re.escape(metric.name).replace(r"\{k\}", r"\d+").replace(r"\{term\}", r"[\w.:/-]+")))
+    for metric in NAMES
+]
+
+
+def find(name: str, kind: str) -> Metric:
+    """The metric with this name and kind; MetricError, with the closest name, when there is none."""
+    for metric, pattern in PATTERNS:
+        if metric.kind == kind and pattern.fullmatch(name):
+            return metric
+    close = difflib.get_close_matches(name, [metric.name for metric in NAMES if metric.kind == kind], n=1)
+    hint = f"did you mean {close[0]}?" if close else "add it to tlt_jax/metrics/names.py"
+    raise MetricError(f"no {kind} is called {name!r}: {hint}")
+
+
+def page() -> str:
+    """The documentation page of the names."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every name that a run writes to TensorBoard, close to the vocabulary of verl and TRL. This page is made by",
+        "`python -m tlt_jax.metrics > docs/metrics.md`.",
+        "",
+        "| name | kind | meaning |",
+        "| --- | --- | --- |",
+    ]
+    escaped = ((metric.name, metric.kind, metric.help.replace("|", "\\|")) for metric in NAMES)
+    lines += [f"| `{name}` | {kind} | {help} |" for name, kind, help in escaped]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,92 @@
+"""The rollout as a picture, one lane per data group, and the share of it that was idle; knows spans only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+COLORS = {
+    "prefill": (242, 142, 43),
+    "decode": (78, 121, 167),
+    "speculate": (118, 183, 178),
+    "train": (89, 161, 79),
+    "compile": (225, 87, 89),
+    "wait": (225, 225, 225),
+}
+OTHER = (150, 150, 150)
+WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
+
+
+class Span(Protocol):
+    """What one data group did from start to end, in seconds of any clock."""
+
+    group: int
+    kind: str
+    start: float
+    end: float
+
+
+def idle_share(spans: Sequence[Span], groups: int) -> float:
+    """Share of the groups' time, from the first start to the last end, that no span but waiting covers."""
+    if not spans:
+        return 0.0
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    work = [span for span in spans if span.kind != "wait"]
+    busy = sum(covered([span for span in work if span.group == group]) for group in range(groups))
+    return 1.0 - busy / (groups * (last - first)) if last > first else 0.0
+
+
+def covered(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one span runs."""
+    total, until = 0.0, -np.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(until, span.start))
+        until = max(until, span.end)
+    return total
+
+
+def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
+    """Pixels [height, width, 3]: a lane per group, coloured by kind, with a legend above and seconds below."""
+    first = min((span.start for span in spans), default=0.0)
+    seconds = max((span.end for span in spans), default=0.0) - first or 1.0
+    image = Image.new("RGB", (WIDTH, TOP + LANE * groups + BOTTOM), "white")
+    canvas, font = ImageDraw.Draw(image), ImageFont.load_default()
+
+    def x(time: float) -> float:
+        return LEFT + (WIDTH - LEFT - 10) * time / seconds
+
+    for group in range(groups):
+        top = TOP + LANE * group
+        canvas.text((6, top + 8), f"group {group}", fill="black", font=font)
+        canvas.rectangle((x(0), top + 3, x(seconds), top + LANE - 3), fill=COLORS["wait"])
+    for span in sorted(spans, key=lambda span: (span.kind != "wait", span.start)):
+        top = TOP + LANE * span.group
+        left, right = x(span.start - first), x(span.end - first)
+        canvas.rectangle((left, top + 3, max(left, right), top + LANE - 3), fill=COLORS.get(span.kind, OTHER))
+        if right - left > 6:  # a seam between neighbours
+            canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
+    draw_legend(canvas, font, {*(span.kind for span in spans), "wait"})
+    for tick in ticks(seconds):
+        canvas.line((x(tick), TOP, x(tick), TOP + LANE * groups + 3), fill=(120, 120, 120))
+        canvas.text((x(tick) - 8, TOP + LANE * groups + 6), f"{tick:g} s", fill="black", font=font)
+    return np.asarray(image)
+
+
+def draw_legend(canvas: ImageDraw.ImageDraw, font, kinds: set[str]) -> None:
+    """One square and name per kind, in the order of COLORS."""
+    left = LEFT
+    for kind in [kind for kind in COLORS if kind in kinds] + sorted(kinds - set(COLORS)):
+        canvas.rectangle((left, 8, left + 12, 20), fill=COLORS.get(kind, OTHER))
+        canvas.text((left + 18, 8), kind, fill="black", font=font)
+        left += 40 + canvas.textlength(kind, font=font)
+
+
+def ticks(seconds: float) -> list[float]:
+    """Round times, at most ten, from 0 to the end."""
+    raw = seconds / 8
+    power = 10.0 ** np.floor(np.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    return [round(step * i, 9) for i in range(int(seconds / step) + 1)]

@@ -1,0 +1,155 @@
+"""The writer of a run folder: TensorBoard events and completions, each step once, also after a resume; no JAX."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+
+from tlt_jax.config import Config, to_yaml
+from tlt_jax.metrics import names, timeline
+from tlt_jax.metrics.console import Progress
+
+TENSORBOARD = "tensorboard"
+COMPLETIONS = "completions"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One answer of a step, as it stands in the completions file."""
+
+    uid: int
+    prompt: str
+    completion: str
+    reward: float
+    length: int
+    finish: str
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+class Writer:
+    """Writes a run folder and shows progress. Everything is on disk when a method returns.
+
+    `resumed_from` is the step of the checkpoint that the run goes on from: what an interrupted run left of later steps
+    is removed, so that each step is there once. None starts anew and removes what an earlier attempt left.
+    """
+
+    def __init__(self, config: Config, total_steps: int, resumed_from: int | None = None):
+        first_step = 0 if resumed_from is None else resumed_from + 1
+        self._config, folder = config, Path(config.run)
+        self._completions = folder / COMPLETIONS
+        self._completions.mkdir(parents=True, exist_ok=True)
+        for path in self._completions.iterdir():
+            if path.suffix == ".tmp" or path.stem.isdigit() and int(path.stem) >= first_step:
+                path.unlink()
+        events = folder / TENSORBOARD
+        events.mkdir(exist_ok=True)
+        earlier = sorted(events.iterdir())
+        for path in earlier:
+            forget(path, first_step)
+        self._events = EventsWriter(str(events / "events"), f".{len(earlier):04d}")  # sorts also within a second
+        self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
+        self.progress = Progress(total_steps, resumed_from or 0, config.log.progress)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes scalars, at every step they are given for."""
+        for name, value in values.items():
+            names.find(name, "scalar")
+            scalar = summary.scalar(name, float(value))
+            scalar.value[0].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
+            self._write(step, summary=scalar)
+        self._events.flush()
+
+    def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
+        """Writes a histogram of the values."""
+        names.find(name, "histogram")
+        self._write(step, summary=summary.histogram(name, np.asarray(values, np.float64), bins=30))
+        self._events.flush()
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text, shown as Markdown."""
+        names.find(name, "text")
+        self._write(step, summary=summary.text(name, markdown))
+        self._events.flush()
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Writes an image [height, width, 3] of bytes."""
+        names.find(name, "image")
+        self._write(step, summary=summary.image(name, pixels, dataformats="HWC"))
+        self._events.flush()
+
+    def step(
+        self, step: int, scalars: Mapping[str, float], records: Sequence[Record], spans: Sequence[timeline.Span]
+    ) -> None:
+        """Writes an RL step: completions always; scalars, and texts, histograms and timeline, as often as log says."""
+        self.completions(step, records)
+        log = self._config.log
+        if step % log.every == 0:
+            self.scalars(step, scalars)
+        if step % log.texts_every == 0:
+            self.histogram(step, "response_length/histogram", [record.length for record in records])
+            self.histogram(step, "reward/histogram", [record.reward for record in records])
+            self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
+            if log.texts:
+                self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))
+        self.progress.step(step, dict(scalars))
+
+    def completions(self, step: int, records: Sequence[Record]) -> None:
+        """Writes completions/STEP.jsonl, whole or not at all."""
+        path = self._completions / f"{step:06d}.jsonl"
+        lines = (json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records)
+        torn = path.with_suffix(".tmp")
+        torn.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+        torn.replace(path)
+
+    def close(self) -> None:
+        """Closes the files and ends the display."""
+        self.progress.close()
+        self._events.close()
+
+    def _write(self, step: int, **content) -> None:
+        self._events.write_event(Event(step=step, wall_time=time.time(), **content))
+
+
+def forget(path: Path, first_step: int) -> None:
+    """Removes the events of a step and of later ones, and a torn last event, from a file of TensorBoard events."""
+    content, kept, start = path.read_bytes(), [], 0
+    while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
+        end = start + 16 + struct.unpack_from("<Q", content, start)[0]
+        if end > len(content):
+            break
+        event = Event.FromString(content[start + 12 : end - 4])
+        if event.step < first_step or event.file_version:
+            kept.append(content[start:end])
+        start = end
+    if sum(map(len, kept)) < len(content):
+        torn = path.parent.with_suffix(".tmp")  # outside the folder that TensorBoard reads
+        torn.write_bytes(b"".join(kept))
+        torn.replace(path)
+
+
+def sample(record: Record) -> str:
+    """One answer as Markdown; indented, so that nothing in it is read as markup."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in record.parts.items())
+    head = f"**reward {record.reward:g}** ({parts or 'no parts'}), {record.length} tokens, {record.finish}"
+    return "\n\n".join([head, "prompt", indented(record.prompt), "answer", indented(record.completion)])
+
+
+def indented(text: str) -> str:
+    """The text as a Markdown code block."""
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
