@@ -1,0 +1,88 @@
+"""Tiny models of every family and config feature, with weights that any program makes alike from their names."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tlt_jax.models import hf
+
+GOLDENS = Path(__file__).parent / "goldens" / "models.npz"
+LENGTH = 11
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 3,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+OLD, NEW = {"torch_dtype": "float32"}, {"dtype": "float32"}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6, **OLD},
+    "qwen2_mha": {"model_type": "qwen2", "tie_word_embeddings": False, "num_key_value_heads": 4, **OLD},
+    "qwen2_yarn": {"model_type": "qwen2", "rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN}, **OLD},
+    "qwen2_wide_heads": {"model_type": "qwen2", "head_dim": 16, "rope_parameters": {"rope_theta": 500.0}, **NEW},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "rope_theta": 1e6, **OLD},
+    "qwen3_bias": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "beta_fast": 8.0, "truncate": False, **YARN},
+        **NEW,
+    },
+    "llama": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}, **OLD},
+    "llama_linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, **OLD},
+    "llama_bias": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
+        **NEW,
+    },
+    "llama_yarn_factor": {
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "yarn", "attention_factor": 0.7, **YARN},
+        **OLD,
+    },
+}
+FAMILIES = ("qwen2", "qwen3", "llama")
+TOKENS = np.random.RandomState(0).randint(0, SIZES["vocab_size"], (2, LENGTH))
+
+
+def raw_config(case: str) -> dict[str, Any]:
+    """The config.json of a case."""
+    return SIZES | CASES[case]
+
+
+def arrays(case: str) -> dict[str, np.ndarray]:
+    """Every tensor of a case's files, in float32: norms near 1, matrices that keep the size of what they multiply."""
+
+    def draw(tensor: hf.Tensor) -> np.ndarray:
+        noise = np.random.RandomState(zlib.crc32(tensor.name.encode())).randn(*tensor.shape)
+        if tensor.leaf.endswith("norm"):
+            noise = 1 + 0.3 * noise
+        elif len(tensor.shape) == 2 and tensor.leaf != "embed":
+            noise = 1.5 * noise / np.sqrt(tensor.shape[1])
+        return noise.astype(np.float32)
+
+    return {tensor.name: draw(tensor) for tensor in hf.tensors(hf.from_hf_config(raw_config(case)))}
+
+
+def write(case: str, directory: Path) -> Path:
+    """Writes the Hugging Face directory of a case."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw_config(case)))
+    save_file(arrays(case), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

@@ -1,0 +1,344 @@
+"""The policy equals transformers' numbers on every mesh, and its ways to compute the same thing agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import pytest
+
+from tlt_jax import mesh as meshes
+from tlt_jax.models import architecture, hf, kv_cache, transformer
+
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """The Hugging Face directory of a case, written once."""
+    root = tmp_path_factory.mktemp("models")
+    written = {}
+
+    def directory(case):
+        if case not in written:
+            written[case] = model_cases.write(case, root / case)
+        return written[case]
+
+    return directory
+
+
+@pytest.fixture(scope="module")
+def goldens():
+    return np.load(model_cases.GOLDENS)
+
+
+def load(directory, mesh, dtype="float64"):
+    config = hf.read_config(directory)
+    return config, hf.load(directory, config, mesh, dtype)
+
+
+@cache
+def program(config, dtype, **options):
+    """Logits, compiled once for each shape of rows."""
+
+    @jax.jit
+    def forward(params, tokens, positions, segments):
+        x = transformer.hidden(params, config, tokens, positions, segments, compute_dtype=dtype, **options)
+        return transformer.logits(params, config, x)
+
+    return forward
+
+
+def plain(params, config, tokens, positions=None, segments=None, dtype="float64", **options):
+    """Logits of rows of tokens, without vocabulary padding; by default one segment with positions from 0."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    positions = counted if positions is None else jnp.asarray(positions, jnp.int32)
+    segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
+    logits = program(config, dtype, **options)(params, tokens, positions, segments)
+    return np.asarray(logits)[..., : config.vocab_size]
+
+
+def last(params, config, line):
+    """Logits after the last token of a line; the padding behind it is seen by nobody."""
+    row = np.pad(line, (0, 16 - len(line)))[None]
+    return plain(params, config, row)[0, len(line) - 1]
+
+
+def rollout(params, config, mesh, dtype="float64"):
+    """The weights of the last data group."""
+    shardings = transformer.shardings(config, mesh, "rollout")
+    reshard = jax.jit(partial(transformer.to_rollout, config=config, mesh=mesh, dtype=dtype), out_shardings=shardings)
+    group = meshes.data_group(mesh, mesh.shape["data"] - 1)
+    return meshes.view(reshard(params), group), group
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", model_cases.CASES)
+def test_logits_equal_those_of_transformers(case, dtype, directories, goldens, x64):
+    config, params = load(directories(case), meshes.make_mesh(1, 1), dtype)
+    logits = plain(params, config, model_cases.TOKENS, dtype=dtype)
+    assert logits.dtype == dtype
+    np.testing.assert_allclose(logits, goldens[case], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("family", model_cases.FAMILIES)
+def test_logits_are_the_same_on_every_mesh(family, shape, dtype, directories, goldens, x64):
+    mesh = meshes.make_mesh(*shape)
+    config, params = load(directories(family), mesh, dtype)
+    tokens = np.repeat(model_cases.TOKENS, 2, axis=0)
+    logits = plain(params, config, tokens, dtype=dtype, mesh=mesh)
+    np.testing.assert_allclose(logits, np.repeat(goldens[family], 2, axis=0), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_goldens_tell_the_cases_apart(goldens):
+    untied = [goldens[case] for case in ("llama", "llama_linear", "llama_yarn_factor")]
+    for i, one in enumerate(untied):
+        assert all(np.abs(one - other).max() > 0.01 for other in untied[i + 1 :])
+
+
+# Node 0 is the root; 1 and 2 its children, 3 a child of 1, 4 junk that sees only itself and is seen by nobody.
+PARENTS = [0, 0, 0, 1, 4]
+DEPTHS = [0, 1, 1, 2, 0]
+PATHS = {1: [0, 1], 2: [0, 2], 3: [0, 1, 3]}
+
+
+def ancestors():
+    seen = np.eye(len(PARENTS), dtype=bool)
+    for node, parent in enumerate(PARENTS):
+        if node < 4:
+            seen[node] |= seen[parent]
+    return np.stack([seen, seen])
+
+
+def prefilled(weights, config, group, tokens, lengths, slots, width=0):
+    """A cache of two sequences that hold their first `lengths` tokens."""
+    tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    kept = jax.jit(lambda weights: transformer.prefill(weights, config, tokens, lengths, block=4))(weights)
+    cache = kv_cache.empty(config, 2, slots, width, weights.embed.dtype, group)
+    return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2))
+
+
+def grow(weights, config, cache, nodes, lengths, depths, seen):
+    positions = np.asarray(lengths)[:, None] + np.asarray(depths)
+    forward = jax.jit(lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths))
+    arrays = (jnp.asarray(nodes, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(seen))
+    lengths = jnp.asarray(lengths, jnp.int32)
+    return forward(weights, cache, *arrays)
+
+
+@pytest.mark.parametrize(("case", "shape"), [("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4))])
+def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x64):
+    mesh = meshes.make_mesh(*shape)
+    config, params = load(directories(case), mesh)
+    weights, group = rollout(params, config, mesh)
+    lengths, tokens = [6, 3], model_cases.TOKENS
+    cache = prefilled(weights, config, group, tokens[:, :7], lengths, slots=16)
+    nodes = np.array([[tokens[0, 6], 5, 8, 2, 9], [tokens[1, 3], 30, 1, 7, 9]])
+    logits, features, scratch = grow(weights, config, cache, nodes, lengths, DEPTHS, ancestors())
+    assert features.shape == (2, 5, 0)
+    for row in range(2):
+        for node, path in PATHS.items():
+            line = np.concatenate([tokens[row, : lengths[row]], nodes[row, path]])
+            expected = last(params, config, line)
+            np.testing.assert_allclose(logits[row, node, : config.vocab_size], expected, rtol=0, atol=1e-9)
+    check_commit(weights, config, params, cache, scratch, nodes, lengths)
+
+
+def check_commit(weights, config, params, cache, scratch, nodes, lengths):
+    """After the path 0, 1, 3 (then junk) is committed, the next token sees what a fresh forward pass sees."""
+    path, kept = jnp.array([[0, 1, 3], [0, 2, 2]], jnp.int32), np.array([3, 2])
+    cache = jax.jit(kv_cache.commit)(cache, scratch, path, jnp.asarray(lengths, jnp.int32))
+    following = np.array([[11], [12]])
+    logits, _, _ = grow(weights, config, cache, following, lengths + kept, [0], np.ones((2, 1, 1), bool))
+    for row in range(2):
+        line = [*model_cases.TOKENS[row, : lengths[row]], *nodes[row, path[row, : kept[row]]], following[row, 0]]
+        expected = last(params, config, line)
+        np.testing.assert_allclose(logits[row, 0, : config.vocab_size], expected, rtol=0, atol=1e-9)
+
+
+def test_features_of_the_cache_width_are_the_last_hidden_states(directories, x64):
+    mesh = meshes.make_mesh(1, 1)
+    config, params = load(directories("qwen2"), mesh)
+    weights, group = rollout(params, config, mesh)
+    tokens, lengths = model_cases.TOKENS, [4, 4]
+    cache = prefilled(weights, config, group, tokens[:, :4], lengths, slots=8, width=config.hidden_size)
+    chain = np.broadcast_to(np.tril(np.ones((2, 2), bool)), (2, 2, 2))
+    _, features, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain)
+    ones, positions = jnp.ones((2, 6), jnp.int32), jnp.broadcast_to(jnp.arange(6), (2, 6))
+    arrays = (jnp.asarray(tokens[:, :6], jnp.int32), positions, ones)
+    hidden = transformer.hidden(params, config, *arrays, compute_dtype="float64")
+    np.testing.assert_allclose(features, hidden[:, 4:6], rtol=0, atol=1e-9)
+    cache = kv_cache.commit(cache, scratch, jnp.array([[0, 1], [0, 1]]), jnp.asarray(lengths))
+    np.testing.assert_array_equal(cache.features[:, 4:6], features)
+
+
+def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directories, x64):
+    config, params = load(directories("qwen3"), meshes.make_mesh(1, 1))
+    first, second = model_cases.TOKENS[0, :7], model_cases.TOKENS[1, :4]
+    row = np.concatenate([first, [17], second, [0, 0, 0]])[None]
+    positions = np.array([[*range(7), 0, *range(4), 0, 0, 0]])
+    segments = np.array([[1] * 7 + [0] + [2] * 4 + [0] * 3])
+    for block in (4, 512):
+        packed = plain(params, config, row, positions, segments, block=block)[0]
+        np.testing.assert_allclose(packed[:7], plain(params, config, first[None])[0], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(packed[8:12], plain(params, config, second[None])[0], rtol=0, atol=1e-9)
+        assert np.isfinite(packed).all()
+
+
+def test_remat_and_blocks_leave_gradients_alone(directories, x64):
+    config, params = load(directories("llama_bias"), meshes.make_mesh(1, 1))
+    tokens = jnp.asarray(model_cases.TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def gradient(**options):
+        def total(params):
+            args = (params, config, tokens, positions, jnp.ones_like(tokens))
+            return jnp.sum(transformer.hidden(*args, compute_dtype="float64", **options) ** 3)
+
+        return jax.jit(jax.grad(total))(params)
+
+    for one, other in zip(*map(jax.tree.leaves, (gradient(), gradient(remat=True, block=4))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_padded_vocabulary_is_never_chosen():
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 1)
+    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    logits = transformer.logits(params, config, jnp.ones((2, config.hidden_size)))
+    assert logits.shape == (2, transformer.padded_vocab(config, 1)) == (2, 64)
+    assert (logits[:, 37:] == jnp.finfo(jnp.float32).min).all()
+    assert (logits[:, :37] > -1e3).all()
+
+
+def test_new_weights_are_the_same_on_every_mesh():
+    config = hf.new_config(SMALL | {"tie_word_embeddings": False}, 37, ())
+    one = transformer.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32")
+    other = transformer.init(config, meshes.make_mesh(2, 4), jax.random.key(3), "float32")
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert other.layers.gate.sharding.spec == jax.sharding.PartitionSpec(None, "model", "data")
+    assert np.std(one.layers.gate) == pytest.approx(0.02, rel=0.05)
+
+
+def test_bfloat16_is_computed_with_float32_logits():
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 2)
+    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    weights, group = rollout(params, config, mesh, "bfloat16")
+    cache = kv_cache.empty(config, 2, 8, 0, "bfloat16", group)
+    logits, _, scratch = grow(weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool))
+    assert logits.dtype == jnp.float32
+    assert scratch.keys[0].dtype == jnp.bfloat16
+    expected = plain(params, config, [[1], [2]], dtype="bfloat16")
+    np.testing.assert_allclose(logits[..., :37], expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
+def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
+    config = hf.new_config(SMALL | {"head_dim": 32}, 37, ())
+    mesh = meshes.make_mesh(*shape)
+    batch, slots = 4, 512
+    seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
+
+    def loop(weights, cache, tokens, lengths):
+        def body(carry):
+            step, cache, tokens, lengths = carry
+            positions = lengths[:, None] + jnp.arange(nodes)
+            logits, _, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
+            path = jnp.zeros((batch, nodes), jnp.int32)
+            cache = kv_cache.commit(cache, scratch, path, lengths)
+            return step + 1, cache, jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
+
+    cache = kv_cache.abstract(config, batch, slots, 0, "float32", mesh)
+    weights = transformer.abstract(config, mesh, "rollout", "float32")
+    integers = jax.ShapeDtypeStruct((batch, nodes), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    memory = jax.jit(loop, donate_argnums=1).lower(weights, cache, *integers).compile().memory_analysis()
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) // mesh.shape["model"]
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 4
+
+
+def test_insert_fans_rows_out_and_resize_gathers_them():
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 1)
+    cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
+    cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
+    key = jax.random.key(0)
+    prefill = tuple((jax.random.normal(key, (2, 2, 8, 4)), jax.random.normal(key, (2, 2, 4, 8))) for _ in range(3))
+    filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
+    for layer, (keys, values) in enumerate(prefill):
+        for slot in (0, 2):
+            np.testing.assert_array_equal(filled.keys[layer][slot, :, :, :4], keys[1])
+            np.testing.assert_array_equal(filled.values[layer][slot, :, :4], values[1])
+        np.testing.assert_array_equal(filled.keys[layer][1], cache.keys[layer][1])
+        np.testing.assert_array_equal(filled.values[layer][:, :, 4:], cache.values[layer][:, :, 4:])
+    for slots in (4, 9):
+        fitted = kv_cache.resize(filled, jnp.array([2, -1]), slots)
+        kept = min(slots, 6)
+        assert fitted.keys[0].shape == (2, 2, 8, slots)
+        assert fitted.values[0].shape == (2, 2, slots, 8)
+        np.testing.assert_array_equal(fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept])
+        np.testing.assert_array_equal(fitted.values[1][0, :, :kept], filled.values[1][2, :, :kept])
+        np.testing.assert_array_equal(fitted.features[0, :kept], cache.features[2, :kept])
+
+
+def test_prefill_beyond_the_cache_is_refused_by_its_shape():
+    config = hf.new_config(SMALL, 37, ())
+    cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
+    prefill = tuple((jnp.ones((1, 2, 8, 4)), jnp.ones((1, 2, 4, 8))) for _ in range(3))
+    with pytest.raises(ValueError, match="4 slots.*2"):
+        kv_cache.insert(cache, prefill, jnp.array([0]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "told"),
+    [
+        ((1, 3), {}, "4 attention heads.*use one of \\[1, 2, 4\\]"),
+        ((1, 8), {}, "use one of \\[1, 2, 4\\]"),
+        ((1, 2), {"num_attention_heads": 3, "num_key_value_heads": 3}, "3 attention heads.*use one of \\[1\\]"),
+        ((3, 1), {}, "hidden_size 32: use one of \\[1, 2, 4\\]"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, sizes, told):
+    config = hf.new_config(SMALL | sizes, 37, ())
+    with pytest.raises(ValueError, match=told):
+        transformer.abstract(config, meshes.make_mesh(*shape), "train", "float32")
+
+
+def test_impossible_heads_are_refused():
+    config = hf.new_config(SMALL, 37, ())
+    with pytest.raises(ValueError, match="4 attention heads.*3 KV heads"):
+        dataclasses.replace(config, num_kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim 7"):
+        dataclasses.replace(config, head_dim=7)
+
+
+def test_fewer_kv_heads_than_the_model_axis_are_repeated():
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 4)
+    assert architecture.rollout_kv_heads(config, 4) == 4
+    assert kv_cache.abstract(config, 2, 8, 0, "float32", mesh).keys[0].shape == (2, 4, 8, 8)
+    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    weights, _ = rollout(params, config, mesh, "float32")
+    heads = np.asarray(weights.layers[1].k).reshape(4, 8, 32)
+    np.testing.assert_array_equal(heads[0], heads[1])
+    np.testing.assert_array_equal(heads[[0, 2]], np.asarray(params.layers.k[1]).reshape(2, 8, 32))

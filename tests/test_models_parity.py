@@ -1,0 +1,74 @@
+"""Against transformers on torch: the golden files, gradients, and directories that we write."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import pytest
+
+from tlt_jax import mesh as meshes
+from tlt_jax.models import hf, transformer
+
+pytestmark = pytest.mark.parity
+
+
+@pytest.mark.parametrize("case", model_cases.CASES)
+def test_goldens_are_what_transformers_computes(case):
+    import make_goldens
+
+    golden = np.load(model_cases.GOLDENS)[case]
+    np.testing.assert_allclose(make_goldens.logits(case), golden, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", model_cases.FAMILIES)
+def test_gradients_of_the_loss_equal_those_of_torch(family, tmp_path, x64):
+    import make_goldens
+    import torch
+
+    reference = make_goldens.reference(model_cases.write(family, tmp_path / family))
+    tokens = torch.tensor(model_cases.TOKENS)
+    with make_goldens.all_float64():
+        reference(tokens, labels=tokens).loss.backward()
+
+    mesh = meshes.make_mesh(2, 2)
+    config = hf.read_config(tmp_path / family)
+    params = hf.load(tmp_path / family, config, mesh, "float64")
+    ids = jnp.asarray(model_cases.TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        options = {"compute_dtype": "float64", "remat": True, "block": 4, "mesh": mesh}
+        x = transformer.hidden(params, config, ids, positions, jnp.ones_like(ids), **options)
+        logp = jax.nn.log_softmax(transformer.logits(params, config, x)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=-1))
+
+    hf.save(gradient(params), config, tmp_path / "gradient", mesh, None, "float64")
+    ours = hf.load(tmp_path / "gradient", config, meshes.make_mesh(1, 1), "float64")
+    for tensor in hf.tensors(config):
+        leaf = getattr(ours if tensor.layer is None else ours.layers, tensor.leaf)
+        leaf = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])[: tensor.shape[0]]
+        theirs = reference.get_parameter(tensor.name).grad.numpy()
+        np.testing.assert_allclose(leaf, theirs, rtol=1e-9, atol=1e-11, err_msg=tensor.name)
+
+
+@pytest.mark.parametrize("case", model_cases.CASES)
+def test_transformers_loads_what_we_write(case, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    mesh = meshes.make_mesh(2, 2)
+    source = model_cases.write(case, tmp_path / "source")
+    config = hf.read_config(source, (5,))
+    params = hf.load(source, config, mesh, "float32")
+    hf.save(params, config, tmp_path / "copy", mesh, None, "float32", shard_bytes=20_000)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    assert model.dtype == torch.float32
+    assert model.generation_config.eos_token_id == [3, 5]
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        logits = model(torch.tensor(model_cases.TOKENS)).logits.numpy()
+    np.testing.assert_allclose(logits, np.load(model_cases.GOLDENS)[case], rtol=0, atol=1e-4)

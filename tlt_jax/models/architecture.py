@@ -1,0 +1,248 @@
+"""What a policy is made of: sizes, the shape, axes and initializer of every weight, and the layouts they live in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from tlt_jax.mesh import sharding
+
+# Vocabularies are padded to a multiple of this, so that the weights of a run fit every usual `model` axis unchanged.
+VOCAB_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: base frequency, and how it is stretched to longer contexts."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default | linear | llama3 | yarn
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and features of one policy: hashable, a static argument of every program."""
+
+    family: str  # qwen2 | qwen3 | llama
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_positions: int
+    rope: Rope = Rope()
+    rms_eps: float = 1e-6
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    init_std: float = 0.02
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} attention heads do not share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim")
+
+
+@struct.dataclass
+class Layer:
+    """Weights of one transformer layer, or of all of them stacked on a leading axis L; absent ones are None.
+
+    Matrices are [out, in], as in HF files.
+    """
+
+    attention_norm: Float[Array, "*L D"]
+    q: Float[Array, "*L HE D"]
+    k: Float[Array, "*L KE D"]
+    v: Float[Array, "*L KE D"]
+    o: Float[Array, "*L D HE"]
+    q_bias: Float[Array, "*L HE"] | None
+    k_bias: Float[Array, "*L KE"] | None
+    v_bias: Float[Array, "*L KE"] | None
+    o_bias: Float[Array, "*L D"] | None
+    q_norm: Float[Array, "*L E"] | None
+    k_norm: Float[Array, "*L E"] | None
+    mlp_norm: Float[Array, "*L D"]
+    gate: Float[Array, "*L F D"]
+    up: Float[Array, "*L F D"]
+    down: Float[Array, "*L D F"]
+    gate_bias: Float[Array, "*L F"] | None
+    up_bias: Float[Array, "*L F"] | None
+    down_bias: Float[Array, "*L D"] | None
+
+
+@struct.dataclass
+class Params:
+    """A policy. `layers` is one stacked Layer ("train") or a tuple of L Layers ("rollout"); V may be padded.
+
+    `head` is None when the model ties it to the embedding.
+    """
+
+    embed: Float[Array, "V D"]
+    layers: Layer | tuple[Layer, ...]
+    final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Shape, logical axes and initializer (normal | ones | zeros) of one weight."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str = "normal"
+
+
+def padded_vocab(config: ModelConfig, model_axis: int) -> int:
+    """Rows of the embedding: the vocabulary, padded to a multiple of 64 and of `model_axis`."""
+    multiple = math.lcm(VOCAB_MULTIPLE, model_axis)
+    return -(-config.vocab_size // multiple) * multiple
+
+
+def model_axes(config: ModelConfig) -> list[int]:
+    """Sizes of the `model` mesh axis that this policy divides over."""
+    fits = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0 and config.mlp_dim % n == 0]
+    return [n for n in fits if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises ValueError, naming the sizes that work, when the policy does not divide over the mesh."""
+    data, model = mesh.shape["data"], mesh.shape["model"]
+    if model not in model_axes(config):
+        raise ValueError(
+            f"mesh.model {model} does not divide {config.num_heads} attention heads, {config.num_kv_heads} KV heads "
+            f"and MLP width {config.mlp_dim}: use one of {model_axes(config)}"
+        )
+    if config.hidden_size % data:
+        fits = [n for n in range(1, 2 * data) if config.hidden_size % n == 0]
+        raise ValueError(f"mesh.data {data} does not divide hidden_size {config.hidden_size}: use one of {fits}")
+
+
+def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> Layer:
+    """The weights of one layer."""
+    D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
+    HE, KE = config.num_heads * E, kv_heads * E
+
+    def bias(wanted: bool, size: int, axis: str | None) -> Weight | None:
+        return Weight((size,), (axis,), "zeros") if wanted else None
+
+    head_norm = Weight((E,), (None,), "ones") if config.qk_norm else None
+    return Layer(
+        attention_norm=Weight((D,), (None,), "ones"),
+        q=Weight((HE, D), ("heads", "embed")),
+        k=Weight((KE, D), (kv_axis, "embed")),
+        v=Weight((KE, D), (kv_axis, "embed")),
+        o=Weight((D, HE), ("embed", "heads")),
+        q_bias=bias(config.qkv_bias, HE, "heads"),
+        k_bias=bias(config.qkv_bias, KE, kv_axis),
+        v_bias=bias(config.qkv_bias, KE, kv_axis),
+        o_bias=bias(config.o_bias, D, None),
+        q_norm=head_norm,
+        k_norm=head_norm,
+        mlp_norm=Weight((D,), (None,), "ones"),
+        gate=Weight((F, D), ("mlp", "embed")),
+        up=Weight((F, D), ("mlp", "embed")),
+        down=Weight((D, F), ("embed", "mlp")),
+        gate_bias=bias(config.mlp_bias, F, "mlp"),
+        up_bias=bias(config.mlp_bias, F, "mlp"),
+        down_bias=bias(config.mlp_bias, D, None),
+    )
+
+
+def rollout_kv_heads(config: ModelConfig, model_axis: int) -> int:
+    """KV heads of the rollout's weights and cache: repeated up to `model` when there are fewer."""
+    return max(config.num_kv_heads, model_axis)
+
+
+def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Params:
+    """A Weight for every array of Params in this layout: "train" stacks the layers, "rollout" keeps a tuple."""
+    V, D = padded_vocab(config, model_axis), config.hidden_size
+    if layout == "train":
+        kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
+
+        def stack(weight: Weight) -> Weight:
+            return Weight((config.num_layers, *weight.shape), (None, *weight.axes), weight.init)
+
+        layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
+    else:
+        layers = (layer_weights(config, rollout_kv_heads(config, model_axis), "kv_heads"),) * config.num_layers
+    return Params(
+        embed=Weight((V, D), ("vocab", "embed")),
+        layers=layers,
+        final_norm=Weight((D,), (None,), "ones"),
+        head=None if config.tied else Weight((V, D), ("vocab", "embed")),
+    )
+
+
+def shardings(config: ModelConfig, mesh: Mesh, layout: str) -> Params:
+    """The NamedSharding of every array of Params."""
+    check_mesh(config, mesh)
+    spec = weights(config, mesh.shape["model"], layout)
+    return jax.tree.map(lambda weight: sharding(mesh, weight.axes, layout), spec)
+
+
+def abstract(config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> Params:
+    """Shape, dtype and sharding of every array of Params."""
+    check_mesh(config, mesh)
+
+    def describe(weight: Weight) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding(mesh, weight.axes, layout))
+
+    return jax.tree.map(describe, weights(config, mesh.shape["model"], layout))
+
+
+def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
+    """New random Params in the "train" layout; the same numbers on every mesh."""
+    spec, structure = jax.tree.flatten(weights(config, mesh.shape["model"]))
+
+    def initialize(key: jax.Array) -> Params:
+        draw: dict[str, Callable[[Weight, jax.Array], jax.Array]] = {
+            "normal": lambda weight, key: config.init_std * jax.random.normal(key, weight.shape, dtype),
+            "ones": lambda weight, key: jnp.ones(weight.shape, dtype),
+            "zeros": lambda weight, key: jnp.zeros(weight.shape, dtype),
+        }
+        keys = jax.random.split(key, len(spec))
+        return structure.unflatten([draw[weight.init](weight, key) for weight, key in zip(spec, keys, strict=True)])
+
+    return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
+
+
+def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
+    """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
+    repeats = rollout_kv_heads(config, mesh.shape["model"]) // config.num_kv_heads
+
+    def repeat(array: jax.Array | None) -> jax.Array | None:
+        if array is None or repeats == 1:
+            return array
+        heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
+        return jnp.repeat(heads, repeats, axis=0).reshape(-1, *array.shape[1:])
+
+    def unstack(index: int) -> Layer:
+        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
+        kv = {name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")}
+        return layer.replace(**kv)
+
+    rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
+    rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)
+    return jax.lax.with_sharding_constraint(rollout, shardings(config, mesh, "rollout"))

@@ -1,0 +1,284 @@
+"""Hugging Face model directories: names of tensors, loading shard by shard, saving tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
+from tlt_jax.models.hf_config import (
+    ModelError,
+    eos_entry,
+    from_hf_config,
+    new_config,
+    read_config,
+    read_json,
+    to_hf_config,
+)
+
+__all__ = ["ModelError", "from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
+
+TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+IN_LAYER = {
+    "attention_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # some old files hold it; it follows from the config
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 4 << 30
+SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+class Tensor(NamedTuple):
+    """One tensor of the files: its name and shape, and where it lives in Params (layer None: not in a layer)."""
+
+    name: str
+    shape: tuple[int, ...]
+    leaf: str
+    layer: int | None
+
+
+def tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """Every tensor of a model's files, in the order of the network."""
+    spec = weights(config, 1)
+    D, V = config.hidden_size, config.vocab_size
+    yield Tensor(TOP["embed"], (V, D), "embed", None)
+    for layer in range(config.num_layers):
+        for field in fields(Layer):
+            weight = getattr(spec.layers, field.name)
+            if weight is not None:
+                yield Tensor(f"model.layers.{layer}.{IN_LAYER[field.name]}", weight.shape[1:], field.name, layer)
+    yield Tensor(TOP["final_norm"], (D,), "final_norm", None)
+    if not config.tied:
+        yield Tensor(TOP["head"], (V, D), "head", None)
+
+
+def resolve(path: str | Path) -> Path:
+    """The local directory of a model: the path itself, or a hub id, downloaded once."""
+    if Path(path).is_dir():
+        return Path(path)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+        raise ModelError(f"model {str(path)!r} is neither a directory nor a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"model {str(path)!r} is no local directory, and the hub did not give it: {reason}") from error
+
+
+def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
+    """Params in the "train" layout; each process reads only the bytes of its own shards."""
+    directory = Path(directory)
+    expected = {tensor.name: tensor for tensor in tensors(config)}
+    target = abstract(config, mesh, "train", dtype)
+    with ExitStack() as stack:
+        files = {}
+        for path in shard_files(directory):
+            try:
+                file = stack.enter_context(safe_open(path, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is no safetensors file: {error}") from error
+            files |= dict.fromkeys(file.keys(), file)
+        slices = {name: file.get_slice(name) for name, file in files.items()}
+        check_tensors(directory, expected, slices, config.tied)
+
+        def read(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+            """This part of a tensor; zeros where the vocabulary is padded."""
+            bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+            there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, slices[name].get_shape(), strict=True)]
+            part = np.zeros([b - a for a, b in bounds], dtype)
+            if all(a < b for a, b in there):
+                stored = slices[name][tuple(slice(a, b) for a, b in there)]
+                part[tuple(slice(0, size) for size in stored.shape)] = stored
+            return part
+
+        def top(leaf: str) -> jax.Array | None:
+            spec = getattr(target, leaf)
+            if spec is None:
+                return None
+            return jax.make_array_from_callback(
+                spec.shape, spec.sharding, lambda index: read(TOP[leaf], index, spec.shape)
+            )
+
+        def stacked(leaf: str) -> jax.Array | None:
+            spec = getattr(target.layers, leaf)
+            if spec is None:
+                return None
+
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                names = [f"model.layers.{layer}.{IN_LAYER[leaf]}" for layer in range(config.num_layers)[index[0]]]
+                return np.stack([read(name, index[1:], spec.shape[1:]) for name in names])
+
+            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+        layers = Layer(**{field.name: stacked(field.name) for field in fields(Layer)})
+        return Params(embed=top("embed"), layers=layers, final_norm=top("final_norm"), head=top("head"))
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The weight files of a model directory, whole or indexed."""
+    index = read_json(directory / INDEX)
+    if index is not None:
+        names = sorted(set(index.get("weight_map", {}).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing or not names:
+            raise ModelError(f"{directory / INDEX} names {', '.join(missing) or 'no files'}, which are not there")
+        return [directory / name for name in names]
+    if not (directory / "model.safetensors").is_file():
+        raise ModelError(f"{directory} has neither model.safetensors nor {INDEX}: only safetensors weights are read")
+    return [directory / "model.safetensors"]
+
+
+def check_tensors(directory: Path, expected: dict[str, Tensor], found: dict[str, Any], tied: bool) -> None:
+    """Raises ModelError that names the tensors that are missing, extra or of another shape."""
+    ignored = {TOP["head"]} if tied else set()
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected and name not in ignored and not DERIVED.fullmatch(name)]
+    shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
+    wrong = [
+        f"{name} has shape {shapes[name]}, config.json says {expected[name].shape}"
+        for name in shapes
+        if shapes[name] != expected[name].shape
+    ]
+    problems = [f"missing {listed(missing)}"] * bool(missing) + [f"unknown {listed(extra)}"] * bool(extra)
+    problems += [listed(wrong)] * bool(wrong)
+    if problems:
+        raise ModelError(f"weights in {directory} do not fit its config.json: {'; '.join(problems)}")
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def save(
+    params: Params,
+    config: ModelConfig,
+    directory: str | Path,
+    mesh: Mesh,
+    tokenizer: Any,
+    dtype: DTypeLike,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a directory that transformers loads: weights in this dtype, configs, tokenizer files.
+
+    `tokenizer` is a directory to copy the files from, an object with save_pretrained, or None. One tensor at a time is
+    on the host. Every process takes part; the first one writes.
+    """
+    directory, dtype = Path(directory), jnp.dtype(dtype)
+    writes = jax.process_index() == 0
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in [*directory.glob("model*.safetensors"), directory / INDEX]:
+            stale.unlink(missing_ok=True)
+        write_configs(config, directory, tokenizer, dtype)
+    fetch = jax.jit(
+        lambda leaf, layer: (leaf if layer is None else leaf[layer]).astype(dtype),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+    shards = plan_shards(config, dtype.itemsize, shard_bytes)
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        arrays = (host_copy(params, tensor, fetch, config.vocab_size) for tensor in shard)
+        if writes:
+            total += write_shard(directory / name, shard, dtype, arrays)
+        else:
+            for _ in arrays:
+                pass
+        weight_map |= {tensor.name: name for tensor in shard}
+    if writes and len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
+    """One tensor on the host, without vocabulary padding."""
+    if tensor.layer is not None:
+        return np.asarray(fetch(getattr(params.layers, tensor.leaf), jnp.int32(tensor.layer)))
+    array = np.asarray(fetch(getattr(params, tensor.leaf), None))
+    return array[:vocab_size] if tensor.leaf in ("embed", "head") else array
+
+
+def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[list[Tensor]]:
+    """The tensors of each file: as many as fit in shard_bytes."""
+    shards, room = [], 0
+    for tensor in tensors(config):
+        size = int(np.prod(tensor.shape)) * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= size
+    return shards
+
+
+def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterator[np.ndarray]) -> int:
+    """Writes a safetensors file tensor by tensor; its bytes of weights."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        start, end = end, end + int(np.prod(tensor.shape)) * dtype.itemsize
+        kind = SAFETENSORS_DTYPES[dtype.name]
+        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).tobytes())
+    partial.replace(path)
+    return end
+
+
+def write_configs(config: ModelConfig, directory: Path, tokenizer: Any, dtype: np.dtype) -> None:
+    """config.json, generation_config.json and the tokenizer's files."""
+    for name, value in (
+        ("config.json", to_hf_config(config, dtype)),
+        ("generation_config.json", eos_entry(config)),
+    ):
+        (directory / name).write_text(json.dumps(value, indent=2) + "\n")
+    if isinstance(tokenizer, (str, Path)):
+        for name in TOKENIZER_FILES:
+            if (Path(tokenizer) / name).is_file():
+                shutil.copyfile(Path(tokenizer) / name, directory / name)
+    elif tokenizer is not None:
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,230 @@
+"""config.json of Hugging Face, in both its dialects, to a ModelConfig and back; refuses by name what is unsupported."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt_jax.models.architecture import ModelConfig, Rope
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+# What `model.init` may hold: fields of a config.json that shape a new model.
+INIT_FIELDS = (
+    "model_type", *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters",
+    "initializer_range", "eos_token_id",
+)  # fmt: skip
+INIT_DEFAULTS = {"model_type": "qwen2", "tie_word_embeddings": True}
+
+
+class ModelError(ValueError):
+    """A model that cannot be used: one line with what is wrong, which value, and what to change."""
+
+
+def from_hf_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, tokenizer_eos: Iterable[int] = ()
+) -> ModelConfig:
+    """The ModelConfig of a config.json; EOS is every id that it, generation_config.json and the tokenizer name."""
+    refuse_unsupported(raw)
+    missing = [name for name in REQUIRED if raw.get(name) is None]
+    if missing:
+        raise ModelError(f"config.json lacks {', '.join(missing)}: give sizes for them")
+    family, heads, width = raw["model_type"], raw["num_attention_heads"], raw["hidden_size"]
+    head_dim = raw.get("head_dim") or (128 if family == "qwen3" else width // heads)
+    bias = bool(raw.get("attention_bias")) and family != "qwen2"
+    positions = raw.get("max_position_embeddings") or (2048 if family == "llama" else 32768)
+    try:
+        return ModelConfig(
+            family=family,
+            vocab_size=raw["vocab_size"],
+            hidden_size=width,
+            num_layers=raw["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            mlp_dim=raw["intermediate_size"],
+            max_positions=positions,
+            rope=read_rope(raw, positions),
+            rms_eps=raw.get("rms_norm_eps", 1e-6),
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias,
+            mlp_bias=bool(raw.get("mlp_bias")) and family == "llama",
+            qk_norm=family == "qwen3",
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            init_std=raw.get("initializer_range", 0.02),
+            eos_ids=eos_union(raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)),
+        )
+    except ValueError as error:
+        raise ModelError(f"config.json: {error}") from error
+
+
+def refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Raises ModelError for a feature that this code does not compute."""
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ModelError(f"model_type {kind!r} is not supported: use {', '.join(ARCHITECTURES)}")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if raw.get(name):
+            raise ModelError(f"{name} {raw[name]}: mixture of experts is not supported, use a dense model")
+    if raw.get("use_sliding_window"):
+        raise ModelError("use_sliding_window true: sliding-window attention is not supported, only full attention")
+    other = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
+    if other:
+        raise ModelError(f"layer_types {', '.join(other)}: not supported, only full_attention")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+    if raw.get("quantization_config"):
+        raise ModelError("quantization_config: quantized weights are not supported, use float32 or bfloat16 ones")
+    if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported, only 1.0")
+
+
+def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
+    """The rotary embedding of either dialect: rope_theta + rope_scaling, or rope_parameters."""
+    scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ModelError(f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ModelError(f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn")
+    if scaling.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported, only 1.0")
+    if kind == "default":
+        return Rope(theta=float(theta))
+    needed = {"llama3": ("low_freq_factor", "high_freq_factor", "factor"), "linear": ("factor",), "yarn": ()}[kind]
+    missing = [name for name in needed if scaling.get(name) is None]
+    if missing:
+        raise ModelError(f"rope scaling {kind} lacks {', '.join(missing)}")
+    original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    original = original or max_positions
+    factor = float(scaling.get("factor") or max_positions / original)
+    rope = Rope(theta=float(theta), kind=kind, factor=factor)
+    if kind == "linear":
+        return rope
+    if kind == "llama3":
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        return Rope(float(theta), kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+    return Rope(
+        theta=float(theta),
+        kind=kind,
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=yarn_attention_factor(scaling, factor),
+    )
+
+
+def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """What yarn multiplies cosine and sine with: given, or from the factor (arXiv 2309.00071, eq. 22)."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)
+
+
+def eos_union(*sources: int | list[int] | None) -> tuple[int, ...]:
+    """Every id that a source names, sorted."""
+    lists = [source if isinstance(source, list) else [source] for source in sources]
+    return tuple(sorted({int(one) for ids in lists for one in ids if one is not None}))
+
+
+def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """The config.json of this model, in the dialect that transformers 4 and 5, vLLM and SGLang read."""
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": write_rope(config.rope),
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+        "torch_dtype": str(dtype),
+        "use_cache": True,
+    }
+    if config.family != "qwen2":
+        raw["attention_bias"] = config.qkv_bias
+    if config.family == "llama":
+        raw["mlp_bias"] = config.mlp_bias
+    return raw | eos_entry(config)
+
+
+def eos_entry(config: ModelConfig) -> dict[str, Any]:
+    """EOS as config.json and generation_config.json name it: one id, a list, or absent."""
+    if not config.eos_ids:
+        return {}
+    return {"eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids)}
+
+
+def write_rope(rope: Rope) -> dict[str, Any] | None:
+    """The rope_scaling entry."""
+    fields = {
+        "default": {},
+        "linear": {"factor": rope.factor},
+        "llama3": {
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        },
+        "yarn": {
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "attention_factor": rope.attention_factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+        },
+    }[rope.kind]
+    return {"rope_type": rope.kind, **fields} if fields else None
+
+
+def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int]) -> ModelConfig:
+    """The ModelConfig of `model.init`; vocabulary and EOS are those given, unless init names its own."""
+    unknown = sorted(set(init) - set(INIT_FIELDS))
+    if unknown:
+        raise ModelError(f"model.init names {', '.join(unknown)}, which it does not know: use {', '.join(INIT_FIELDS)}")
+    if init.get("vocab_size", vocab_size) < vocab_size:
+        raise ModelError(f"model.init.vocab_size {init['vocab_size']} is below the tokenizer's {vocab_size} tokens")
+    return from_hf_config(INIT_DEFAULTS | {"vocab_size": vocab_size} | dict(init), None, eos_ids)
+
+
+def read_config(directory: str | Path, tokenizer_eos: Iterable[int] = ()) -> ModelConfig:
+    """The ModelConfig of a model directory."""
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if raw is None:
+        raise ModelError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+    return from_hf_config(raw, read_json(directory / "generation_config.json"), tokenizer_eos)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None when there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value

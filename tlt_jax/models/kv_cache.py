@@ -1,0 +1,130 @@
+"""The KV cache of a rollout: one array per layer, committed slots first, a scratch tail last; knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tlt_jax.mesh import sharding
+from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
+from tlt_jax.shapes import shaped
+
+AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
+        "features": ("batch", None, None)}  # fmt: skip
+SLOT_AXIS = {"keys": 3, "values": 2, "features": 1}
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values per layer, never stacked, and drafter features, of the committed tokens of each sequence.
+
+    Keys hold slots on their last axis: the products with them then read the cache in order. Slots past a sequence's
+    length hold junk. S is the bucket plus the widest path that `commit` writes.
+    """
+
+    keys: tuple[Float[Array, "B K E S"], ...]
+    values: tuple[Float[Array, "B K S E"], ...]
+    features: Float[Array, "B S F"]
+
+
+@struct.dataclass
+class Scratch:
+    """Keys, values and features of the nodes of one tree, before `commit` keeps some of them."""
+
+    keys: tuple[Float[Array, "B K E N"], ...]
+    values: tuple[Float[Array, "B K N E"], ...]
+    features: Float[Array, "B N F"]
+
+
+def each(function: Callable[..., Array], *caches: KVCache | Scratch) -> KVCache:
+    """A cache of function(name, leaf of each cache) for every leaf."""
+
+    def of(name: str) -> Any:
+        leaves = [getattr(cache, name) for cache in caches]
+        return jax.tree.map(lambda *leaf: function(name, *leaf), *leaves)
+
+    return KVCache(keys=of("keys"), values=of("values"), features=of("features"))
+
+
+def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+    """Shape, dtype and sharding of a cache on a data group's mesh."""
+    L, K, E = config.num_layers, rollout_kv_heads(config, mesh.shape["model"]), config.head_dim
+
+    def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, AXES[name], "rollout"))
+
+    return KVCache(
+        keys=(describe("keys", batch, K, E, slots),) * L,
+        values=(describe("values", batch, K, slots, E),) * L,
+        features=describe("features", batch, slots, features),
+    )
+
+
+def empty(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+    """A cache of zeros."""
+    spec = abstract(config, batch, slots, features, dtype, mesh)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
+
+
+@shaped
+def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"], lengths: Int[Array, " B"]) -> KVCache:
+    """The cache with the nodes path[b] written at slots lengths[b], lengths[b] + 1, ...
+
+    Rows past the accepted ones are junk: they lie past the new length, and the next commit overwrites them.
+    """
+
+    def write(name: str, rows: Array, nodes: Array) -> Array:
+        axis = SLOT_AXIS[name]
+        if nodes.shape[axis] > 1:
+            index = jnp.expand_dims(path, [i for i in range(1, nodes.ndim) if i != axis])
+            nodes = jnp.take_along_axis(nodes, index, axis=axis)
+
+        def one(row: Array, update: Array, start: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(row, update, start, axis=axis - 1)
+
+        return jax.vmap(one)(rows, nodes, lengths)
+
+    return each(write, cache, scratch)
+
+
+@shaped
+def insert(
+    cache: KVCache,
+    prefilled: tuple[tuple[Float[Array, "Q K E P"], Float[Array, "Q K P E"]], ...],
+    source: Int[Array, " B"],
+) -> KVCache:
+    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones."""
+    P, S = prefilled[0][1].shape[2], cache.values[0].shape[2]
+    if P > S:
+        raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
+
+    def fill(rows: Array, new: Array) -> Array:
+        old = rows[tuple(slice(0, size) for size in (rows.shape[0], *new.shape[1:]))]
+        chosen = jnp.where((source >= 0)[:, None, None, None], new[jnp.maximum(source, 0)], old)
+        return jax.lax.dynamic_update_slice(rows, chosen, (0, 0, 0, 0))
+
+    return cache.replace(
+        keys=tuple(fill(rows, new) for rows, (new, _) in zip(cache.keys, prefilled, strict=True)),
+        values=tuple(fill(rows, new) for rows, (_, new) in zip(cache.values, prefilled, strict=True)),
+    )
+
+
+@shaped
+def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
+    """The cache of the sequences `rows` (-1: anything), cut or padded to this many slots."""
+
+    def fit(name: str, array: Array) -> Array:
+        axis = SLOT_AXIS[name]
+        array = array[jnp.maximum(rows, 0)]
+        if slots <= array.shape[axis]:
+            return jax.lax.slice_in_dim(array, 0, slots, axis=axis)
+        return jnp.pad(array, [(0, slots - size if i == axis else 0) for i, size in enumerate(array.shape)])
+
+    return each(fit, cache)

@@ -1,0 +1,179 @@
+"""The policy network: packed forward for training, prefill and tree forward for rollout; arrays in, arrays out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from tlt_jax.mesh import sharding
+from tlt_jax.models import layers as ops
+from tlt_jax.models.architecture import (
+    Layer,
+    ModelConfig,
+    Params,
+    Rope,
+    Weight,
+    abstract,
+    check_mesh,
+    init,
+    padded_vocab,
+    shardings,
+    to_rollout,
+    weights,
+)
+from tlt_jax.models.kv_cache import KVCache, Scratch
+from tlt_jax.shapes import shaped
+
+__all__ = [
+    "Layer", "ModelConfig", "Params", "Rope", "Weight", "abstract", "check_mesh", "hidden", "init", "logits",
+    "padded_vocab", "prefill", "shardings", "to_rollout", "tree_forward", "weights",
+]  # fmt: skip
+
+
+def qkv(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
+    """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
+    x = ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis)
+    tokens = x.shape[1:] if axis == 0 else x.shape[:-1]
+    heads = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
+    width = 1 if axis == 0 else -1
+    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(heads)
+    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(heads)
+    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(heads)
+    if config.qk_norm:
+        q = ops.rms_norm(q, layer.q_norm, config.rms_eps, width)
+        k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width)
+    return ops.rotate(q, cos, sin, width), ops.rotate(k, cos, sin, width), v
+
+
+def finish(layer: Layer, config: ModelConfig, x: Array, attended: Array, axis: int) -> Array:
+    """The layer's output: attention's result projected and added, then the MLP added."""
+    x = x + ops.project(attended, layer.o, layer.o_bias, axis)
+    y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
+    gate = jax.nn.silu(ops.project(y, layer.gate, layer.gate_bias, axis))
+    return x + ops.project(gate * ops.project(y, layer.up, layer.up_bias, axis), layer.down, layer.down_bias, axis)
+
+
+def packed_layer(
+    layer: Layer, config: ModelConfig, x: Array, angles: tuple[Array, Array], segments: Array, block: int
+) -> tuple[Array, Array, Array]:
+    """The layer's output [B, T, D], and its keys and values [B, T, K, E]."""
+    q, k, v = qkv(layer, config, x, *angles, axis=-1)
+    q = q.reshape(*k.shape[:3], -1, config.head_dim)
+    attended = ops.attend_packed(q, k, v, segments, block).reshape(*x.shape[:2], -1)
+    return finish(layer, config, x, attended, axis=-1), k, v
+
+
+def packed_angles(config: ModelConfig, positions: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Cosine and sine [B, T, 1, E/2]."""
+    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, dtype)
+    return cos[:, :, None], sin[:, :, None]
+
+
+@shaped
+def hidden(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    compute_dtype: DTypeLike,
+    remat: bool = False,
+    block: int = 512,
+    mesh: Mesh | None = None,
+) -> Float[Array, "B T D"]:
+    """Normed last hidden states of packed rows; a token sees the earlier tokens of its own nonzero segment.
+
+    `params` are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer by
+    layer.
+    """
+
+    def rows(x: Array) -> Array:
+        if mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+
+    def body(x: Array, layer: Layer) -> tuple[Array, None]:
+        layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
+        return rows(packed_layer(layer, config, x, angles, segments, block)[0]), None
+
+    angles = packed_angles(config, positions, compute_dtype)
+    x = rows(params.embed[tokens].astype(compute_dtype))
+    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params.layers)
+    return ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
+
+
+@shaped
+def logits(params: Params, config: ModelConfig, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
+    scores = ops.contract("...d,vd->...v", x, head(params).astype(x.dtype))
+    return ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+
+
+def head(params: Params) -> Float[Array, "V D"]:
+    """The output embedding."""
+    return params.embed if params.head is None else params.head
+
+
+@shaped
+def prefill(
+    params: Params, config: ModelConfig, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], block: int = 512
+) -> tuple[tuple[Float[Array, "Q K E P"], Float[Array, "Q K P E"]], ...]:
+    """Keys and values per layer of whole prompts; those past a prompt's length are junk. `params`: "rollout" layout."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    x = params.embed[tokens]
+    angles = packed_angles(config, positions, x.dtype)
+    kept = []
+    for layer in params.layers:
+        x, k, v = packed_layer(layer, config, x, angles, segments, block)
+        kept.append((jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)))
+    return tuple(kept)  # nobody reads the last x: XLA drops what leads to it
+
+
+@shaped
+def tree_forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    ancestors: Bool[Array, "B N N"],
+    cache: KVCache,
+    lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B N V"], Float[Array, "B N F"], Scratch]:
+    """Logits, features and scratch KV of tree nodes that see the committed slots and their ancestors (themselves too).
+
+    `params` are in the "rollout" layout. Features have the cache's width: 0 for none, D for the last hidden states.
+    """
+    B, N = tokens.shape
+    E = config.head_dim
+    x = params.embed[tokens.reshape(-1)].T
+    cos, sin = ops.rope_angles(config.rope, E, positions.reshape(-1), x.dtype)
+    kept = []
+    for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
+        q, k, v = qkv(layer, config, x, cos.T, sin.T, axis=0)
+        K = k.shape[0]
+        kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+        q = jnp.moveaxis(q.reshape(K, -1, E, B, N), (3, 0, 1, 4, 2), range(5))
+        kv = jnp.moveaxis(kv.reshape(K, 2, E, B, N), 3, 0)
+        k, v = kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+        kept.append((k, v))
+        attended = ops.attend_tree(q, k, v, ancestors, keys, values, lengths)
+        attended = jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
+        x = finish(layer, config, x, attended, axis=0)
+    x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
+    scores = ops.contract("vd,dt->vt", head(params), x)
+    scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
+    x = x.T.reshape(B, N, -1)
+    features = x[..., : cache.features.shape[-1]]
+    # Ties the scratch to the end of the pass: XLA copies the cache when `commit` could write before attention has read.
+    sound = (x[..., 0] == x[..., 0])[:, None, None, :]
+    scratch = Scratch(
+        keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),
+        values=tuple(jnp.where(jnp.swapaxes(sound, 2, 3), v, 0) for _, v in kept),
+        features=features,
+    )
+    return scores.T.reshape(B, N, -1), features, scratch
