@@ -1,0 +1,245 @@
+"""The engine on a tiny policy: the laws of the rollout, exact in float64, and what its programs cost."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+
+from tlt_jax import mesh as meshes
+from tlt_jax.config import Config, Data, Model as ModelSection, Rollout
+from tlt_jax.data import Prompt
+from tlt_jax.engine import EVAL_STREAM, TAIL, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
+from tlt_jax.models import transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.chunk import Rules, Weights
+from tlt_jax.spec_decode.programs import Key
+from tlt_jax.spec_decode.sampling import Sampling
+
+MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
+STOPS = ((7, 7), (11,))
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [36, 10]]
+SAMPLES, LIMIT = 3, 12
+CACHE = tempfile.TemporaryDirectory()  # of executables: many cases share some
+
+
+def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", **rollout) -> Engine:
+    config = Config(
+        model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
+        data=Data(max_prompt_tokens=20),
+        rollout=Rollout(**{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout),
+    )
+    return Engine(config, MODEL, meshes.make_mesh(data, model), STOPS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_cache():
+    """The tests that come later have no folder of executables."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    CACHE.cleanup()
+
+
+def params_of(engine: Engine, seed: int = 0):
+    return transformer.init(MODEL, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
+
+
+def prompts_of(prompts=PROMPTS) -> list[Prompt]:
+    return [Prompt(index, np.asarray(tokens, np.int32), {}) for index, tokens in enumerate(prompts)]
+
+
+def play(engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, **rest):
+    weights = engine.publish(params_of(engine, seed))
+    return engine.rollout(weights, prompts_of(), SAMPLES, setting, LIMIT, stream=stream, step=step, **rest)
+
+
+def answers(result) -> list[tuple[int, list[int], str]]:
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+@cache
+def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
+    """The rollout by the training forward over each whole prefix, one sequence after the other, in float64."""
+    params = transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    keys = jnp.asarray(noise.sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    size = 32
+
+    @jax.jit
+    def next_logits(tokens, length):
+        segments = (jnp.arange(size) < length).astype(jnp.int32)[None]
+        x = transformer.hidden(params, MODEL, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64")
+        return transformer.logits(params, MODEL, x[0, length - 1])[: MODEL.vocab_size]
+
+    def logits_of(prefix):
+        return next_logits(jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)), len(prefix))
+
+    draw = jax.jit(lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0])
+    found, logprobs = [], []
+    for uid, key in enumerate(keys):
+        tokens, logp, finish = references.decode(
+            logits_of, lambda t, key=key: draw(key, jnp.int32(t)), PROMPTS[uid // SAMPLES], setting, MODEL.eos_ids, STOPS, LIMIT
+        )
+        found.append((uid, tokens, finish))
+        logprobs.append(logp)
+    return found, logprobs
+
+
+PLAIN, COLD, NUCLEUS, GREEDY = Sampling(1.0), Sampling(0.6, 8, 1.0), Sampling(1.2, 0, 0.8), Sampling(0.0)
+FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")
+CASES = [  # every pair of values of these factors occurs; cache buckets and look-ahead come along
+    (1, 1, 0, "one", 16, PLAIN, [], 2), (1, 2, 1, "one", 3, COLD, [32], 2), (1, 1, 5, "two", 1, NUCLEUS, [20, 32], 1),
+    (1, 2, 5, "one", 16, GREEDY, [21, 32], 2), (2, 1, 1, "all", 1, PLAIN, [32], 1), (2, 2, 0, "two", 16, COLD, [32], 2),
+    (2, 1, 5, "all", 3, NUCLEUS, [20, 25, 32], 2), (2, 2, 0, "one", 1, GREEDY, [32], 1), (4, 2, 5, "one", 3, PLAIN, [32], 2),
+    (4, 1, 1, "one", 16, NUCLEUS, [32], 1), (4, 1, 5, "all", 1, COLD, [32], 2), (4, 2, 0, "two", 3, GREEDY, [32], 1),
+    (1, 2, 0, "all", 16, NUCLEUS, [32], 1), (1, 1, 1, "two", 3, PLAIN, [32], 1), (1, 1, 1, "all", 3, GREEDY, [32], 2),
+]  # fmt: skip
+
+
+def test_the_cases_cover_every_pair_of_factors():
+    for a, b in itertools.combinations(range(len(FACTORS)), 2):
+        seen = {(case[a], case[b]) for case in CASES}
+        wanted = set(itertools.product({case[a] for case in CASES}, {case[b] for case in CASES}))
+        assert seen == wanted, f"{FACTORS[a]}, {FACTORS[b]}: {wanted - seen}"
+
+
+@pytest.mark.parametrize("data, model, slots, batches, chunk, setting, caches, in_flight", CASES)
+def test_tokens_depend_on_weights_prompt_and_seed_alone(x64, data, model, slots, batches, chunk, setting, caches, in_flight):
+    most = slots or -(-len(PROMPTS) // data) * SAMPLES
+    buckets = {"one": [most], "two": [min(2, most), most], "all": []}[batches]
+    engine = engine_of(
+        data, model, slots=slots, batch_buckets=sorted(set(buckets)), cache_buckets=caches, chunk=chunk, in_flight=in_flight
+    )
+    result = play(engine, setting)
+    expected, logprobs = reference(setting)
+    assert answers(result) == expected
+    for one, logp in zip(result.completions, logprobs, strict=True):
+        np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
+    assert {one.finish for one in result.completions} <= {"stop", "length"}
+
+
+def test_float32_logprobs_equal_a_fresh_forward():
+    engine = engine_of(dtype="float32")
+    params = params_of(engine)
+    result = engine.rollout(
+        engine.publish(params), prompts_of(), SAMPLES, Sampling(0.8, 9, 0.9), LIMIT, stream=TRAIN_STREAM, step=1
+    )
+    rows, segments = np.zeros((2, len(result.completions), 32), np.int32)
+    for row, segment, one in zip(rows, segments, result.completions, strict=True):
+        whole = np.concatenate([prompts_of()[one.prompt].tokens, one.tokens])
+        row[: len(whole)], segment[: len(whole)] = whole, 1
+    positions = np.broadcast_to(np.arange(32), rows.shape)
+    x = transformer.hidden(params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32")
+    logp = np.asarray(jax.nn.log_softmax(transformer.logits(params, MODEL, x) / 0.8))
+    for row, one in zip(logp, result.completions, strict=True):
+        at = len(PROMPTS[one.prompt]) - 1 + np.arange(len(one.tokens))
+        np.testing.assert_allclose(one.logprobs, row[at, one.tokens], atol=1e-4)
+
+
+def test_rows_that_are_not_live_change_nothing(x64):
+    engine = engine_of(data=1, chunk=4)
+    weights = engine.publish(params_of(engine))
+    full = engine.rollout(weights, prompts_of(), SAMPLES, PLAIN, LIMIT, stream=TRAIN_STREAM, step=0)
+    key = Key("chunk", 0, 12, 32, (4,), tail=1, rules=Rules(PLAIN, MODEL.eos_ids, STOPS))
+    program, like = engine.registry.get(key), engine.registry.state(key)
+    assert full.stats["programs"] == len(engine.registry.executables), "the chunk that the rollout used"
+    rng = np.random.default_rng(0)
+
+    def junk(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(rng.normal(size=leaf.shape) * 100)
+        return jnp.asarray(rng.integers(1, 20, size=leaf.shape).astype(leaf.dtype))
+
+    def run(live, rows):
+        state = jax.tree.map(junk, like).replace(live=jnp.arange(12) == live, limits=jnp.full(12, 30, jnp.int32))
+        if rows is not None:  # the live row is the same, all others are new junk
+            state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
+        before = jax.tree.map(jnp.copy, state)
+
+        after, report = program(state, Weights(weights[0], ()))
+        return before, after, report
+
+    before, after, report = run(3, None)
+    others = np.arange(12) != 3
+    for name in ("roots", "lengths", "limits", "keys"):
+        np.testing.assert_array_equal(getattr(after, name)[others], getattr(before, name)[others])
+    assert not np.asarray(report.counts)[others].any() and not np.asarray(after.live)[others].any()
+    for old, new in zip(jax.tree.leaves(before.cache), jax.tree.leaves(after.cache), strict=True):
+        axis = old.shape.index(32 + TAIL)
+        same = np.moveaxis(np.asarray(old == new), axis, -1)
+        for row in np.flatnonzero(others):
+            assert same[row, ..., : before.lengths[row]].all(), "what is committed stays"
+    again = run(3, before)[2]
+    np.testing.assert_array_equal(report.tokens[3], again.tokens[3])
+    np.testing.assert_array_equal(report.logprobs[3], again.logprobs[3])
+    assert report.counts[3] > 0
+
+
+def test_the_cache_is_updated_in_place():
+    model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
+    engine = Engine(Config(rollout=Rollout(compile_cache=CACHE.name)), model, meshes.make_mesh(1, 1))
+    key = Key("chunk", 0, 16, 512, (16,), rules=Rules(PLAIN, (0,)))
+    engine.registry.get(key)
+    compiled = engine.registry.compiles[-1]
+    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.registry.state(key).cache))
+    assert compiled.aliased >= cache
+    assert compiled.temporary < cache / 4, f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
+
+
+def test_steps_compile_once_and_streams_differ():
+    engine = engine_of(data=2, dtype="float32")
+    first = play(engine, PLAIN)
+    assert first.stats["compiles"] == len(engine.registry.compiles) > 0
+    second, eval_ = play(engine, PLAIN, seed=1, step=1), play(engine, PLAIN, stream=EVAL_STREAM)
+    assert second.stats["compiles"] <= 2, "at most a bucket that the first step did not come to"
+    assert len({str(answers(result)) for result in (first, second, eval_)}) == 3
+    assert answers(play(engine, PLAIN)) == answers(first)
+
+
+def test_published_weights_are_views():
+    engine = engine_of(data=2, model=2, dtype="float32")
+    weights = engine.reshard(params_of(engine))
+    parts = [meshes.view(weights, group) for group in engine.groups]
+    whole = {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards}
+    for part in parts:
+        shards = [shard for leaf in jax.tree.leaves(part) for shard in leaf.addressable_shards]
+        assert {shard.data.unsafe_buffer_pointer() for shard in shards} <= whole
+        assert {shard.device for shard in shards} in [set(group.devices.flat) for group in engine.groups]
+
+
+def test_answers_are_reported_as_they_finish_and_a_rollout_can_be_interrupted():
+    engine, seen = engine_of(dtype="float32", chunk=1, slots=2, batch_buckets=[2]), []
+    result = play(engine, PLAIN, on_finish=seen.append)
+    assert sorted(one.uid for one in seen) == [one.uid for one in result.completions] == list(range(12))
+    assert [one.prompt * SAMPLES + one.sample for one in seen] == [one.uid for one in seen]
+    some = []
+    with pytest.raises(Interrupted):
+        play(engine, PLAIN, on_finish=some.append, interrupted=lambda: len(some) > 3)
+    assert 3 < len(some) < 12
+    assert answers(play(engine, PLAIN)) == answers(result)
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    engine = engine_of(dtype="float32")
+    for prompts, limit, words in (
+        ([], 4, "at least one prompt"), ([[1], []], 4, "at least one token"), ([[1] * 60], 8, "at most 4 new tokens"),
+        ([[1, 37]], 4, "token 37 is outside the vocabulary of 37"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            engine.rollout([], prompts_of(prompts), 1, PLAIN, limit, stream=0, step=0)
+    with pytest.raises(ValueError, match="add 12"):
+        engine_of(batch_buckets=[2, 4])
+
+
+def test_buckets_are_few():
+    assert batch_buckets(128) == [1, 8, 32, 128] and batch_buckets(6) == [1, 6] and batch_buckets(1) == [1]
+    assert doubling(256, 192) == [192] and doubling(256, 1100) == [256, 512, 1024, 1100]
+    engine = engine_of(dtype="float32")
+    assert engine.cache_buckets([np.zeros(40)], 200) == [220, 240]

@@ -1,0 +1,91 @@
+"""The noise: the right law, and nothing but (key, position, token id) decides a value."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tlt_jax import mesh as meshes
+from tlt_jax.spec_decode import noise
+
+PINNED = [0.547256, -0.795906, -0.058246, 2.451566]  # changing the noise would change every run
+
+
+def keys_of(uids: np.ndarray, seed: int = 0, stream: int = 0, step: int = 0) -> jax.Array:
+    return jnp.asarray(noise.sequence_keys(seed, stream, step, uids))
+
+
+@pytest.mark.parametrize(
+    "key, counter, words",
+    [
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_threefry_gives_the_known_answers_of_random123(key, counter, words):
+    found = noise.threefry(tuple(jnp.uint32(word) for word in key), tuple(jnp.uint32(word) for word in counter))
+    assert tuple(int(word) for word in found) == words
+
+
+def test_values_do_not_depend_on_vocabulary_batch_depth_or_sharding():
+    keys, positions = keys_of(np.arange(4), step=3), jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
+    whole = np.asarray(noise.gumbel(keys, positions, 96))
+    np.testing.assert_array_equal(noise.gumbel(keys, positions, 50), whole[:, :, :50])
+    np.testing.assert_array_equal(noise.gumbel(keys[2:3], positions[2:3, 1:], 96), whole[2:3, 1:])
+    sharded = NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
+    compiled = jax.jit(lambda: noise.gumbel(keys, positions, 96), out_shardings=sharded).lower().compile()
+    np.testing.assert_array_equal(compiled(), whole)
+    assert "[4,2,96]" not in compiled.as_text(), "the noise is made in the vocabulary shard, never whole"
+
+
+def test_every_part_of_the_identity_changes_the_noise():
+    uids = np.arange(3)
+    keys = [keys_of(uids, *parts) for parts in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    words = {tuple(row) for block in keys for row in block.tolist()}
+    assert len(words) == 12
+    positions = jnp.array([[5, 6]] * 12, jnp.int32)
+    values = np.asarray(noise.gumbel(jnp.concatenate(keys), positions, 500, jnp.float32)).reshape(24, 500)
+    correlation = np.corrcoef(values) - np.eye(24)
+    assert np.abs(correlation).max() < 5 / np.sqrt(500)
+
+
+def test_values_of_the_noise_are_pinned():
+    keys = keys_of(np.array([5]), 7, 2, 11)
+    values = np.asarray(noise.gumbel(keys, jnp.array([[9]], jnp.int32), 4))[0, 0]
+    np.testing.assert_allclose(values, PINNED, rtol=1e-5)
+
+
+def test_the_law_is_gumbel():
+    keys = keys_of(np.arange(100))
+    values = np.sort(np.asarray(noise.gumbel(keys, jnp.full((100, 1), 3, jnp.int32), 4000)).ravel())
+    n = values.size  # Kolmogorov-Smirnov at alpha 1e-4: detects a shift of the distribution function by 0.004
+    cdf = np.exp(-np.exp(-values.astype(np.float64)))
+    distance = max(np.max(np.arange(1, n + 1) / n - cdf), np.max(cdf - np.arange(n) / n))
+    assert distance < 2.23 / np.sqrt(n)
+
+
+def test_the_winner_among_equals_is_uniform():
+    keys, bins = keys_of(np.arange(200)), 50
+    positions = jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (200, 500))
+    counts = np.bincount(np.asarray(noise.gumbel(keys, positions, bins).argmax(-1)).ravel(), minlength=bins)
+    expected = counts.sum() / bins
+    assert ((counts - expected) ** 2 / expected).sum() < 98.7  # chi-square with 49 degrees of freedom, alpha 4e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_tails_are_finite_and_resolved_to_64_bits(x64, dtype):
+    ends = jnp.array([0, 0, 1, 2**32 - 1], jnp.uint32), jnp.array([0, 1, 0, 2**32 - 1], jnp.uint32)
+    values = np.asarray(noise.from_words(*ends, jnp.dtype(dtype)), np.float64)
+    exact = -np.log([2.0**-65, 1.5 * 2.0**-64, 2.0**-32])
+    np.testing.assert_allclose(values[:3], exact, rtol=1e-6)
+    assert -4 < values[3] < -2.7
+
+
+def test_both_precisions_give_the_same_noise(x64):
+    keys, positions = keys_of(np.arange(3)), jnp.full((3, 1), 17, jnp.int32)
+    single, double = (noise.gumbel(keys, positions, 1000, dtype) for dtype in (jnp.float32, jnp.float64))
+    np.testing.assert_allclose(single, double, rtol=1e-5, atol=2e-6)

@@ -1,0 +1,152 @@
+"""The rollout on a target without a network: no choice of the scheduler, and no drafter, changes a token."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+import toys
+
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
+from tlt_jax.spec_decode.group import Decision, block_size, bucket_width
+from tlt_jax.spec_decode.rollout import bucketed
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN
+
+V = 12
+TABLE = toys.table(V)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
+SAMPLES = 3
+RULES = Rules(Sampling(1.0), eos_ids=(0,), stop_ids=((4, 7), (8, 8, 1)))
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def answers(result) -> list[tuple[int, list[int], str]]:
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+def reference(rules: Rules, seed: int = 0, max_new_tokens: int = 12) -> tuple[list[tuple[int, list[int], str]], list]:
+    """The same rollout by plain decoding of one sequence after the other."""
+    keys = jnp.asarray(noise.sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    found, logprobs = [], []
+    for uid in range(len(keys)):
+        noise_of = lambda t, uid=uid: noise.gumbel(keys[uid : uid + 1], jnp.array([[t]], jnp.int32), V, jnp.float64)[0, 0]  # noqa: E731
+        tokens, logp, finish = references.decode(
+            lambda prefix: toys.table_logits(TABLE, prefix), noise_of, PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids,
+            rules.stop_ids, max_new_tokens,
+        )  # fmt: skip
+        found.append((uid, tokens, finish))
+        logprobs.append(logp)
+    return found, logprobs
+
+
+@pytest.mark.parametrize("setting, drafter", [
+    (Sampling(1.0), "none"), (Sampling(1.0), "good"), (Sampling(1.0), "bad"), (Sampling(0.0), "none"), (Sampling(0.0), "good"),
+    (Sampling(0.6, 5, 1.0), "good"), (Sampling(1.3, 0, 0.8), "bad"), (Sampling(1.0, 4, 0.9), "good"),
+])  # fmt: skip
+def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
+    rules = Rules(setting, RULES.eos_ids, RULES.stop_ids)
+    drafters = {"none": NO_DRAFTER, "good": toys.good_drafter(TABLE), "bad": toys.bad_drafter(V)}
+    strategy = PLAIN if drafter == "none" else toys.TREE
+    result = toys.play(toys.registry(1, V, drafters[drafter]), TABLE, PROMPTS, SAMPLES, rules, strategy=strategy)
+    expected, logprobs = reference(rules)
+    assert answers(result) == expected
+    for one, logp in zip(result.completions, logprobs, strict=True):
+        np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
+    if drafter == "good":
+        plain = toys.play(toys.registry(1, V), TABLE, PROMPTS, SAMPLES, rules)
+        assert result.stats["rounds"] < plain.stats["rounds"], "guesses were accepted"
+
+
+# groups, capacity, batch buckets, cache buckets, rounds of a chunk, in flight: pairwise
+SHAPES = [
+    (1, 1, (1,), (64,), 1, 1), (1, 5, (2, 5), (32, 64), 16, 2), (1, 12, (1, 3, 12), (33, 40, 64), 3, 2),
+    (2, 2, (1, 2), (32, 40, 64), 3, 1), (2, 6, (6,), (64,), 16, 1), (2, 3, (1, 2, 3), (48, 64), 1, 2),
+    (4, 3, (3,), (32, 64), 3, 2), (4, 1, (1,), (64,), 16, 2), (4, 2, (1, 2), (32, 33, 34, 64), 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("groups, capacity, batches, slots, rounds, in_flight", SHAPES)
+def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slots, rounds, in_flight):
+    shape = {"capacity": capacity, "batches": batches, "slots": slots, "rounds": rounds, "in_flight": in_flight}
+    result = toys.play(toys.registry(groups, V), TABLE, PROMPTS, SAMPLES, RULES, **shape)
+    assert answers(result) == reference(RULES)[0]
+    joined = [uid for decision in result.decisions for uid in decision.joining]
+    assert sorted(joined) == list(range(len(PROMPTS) * SAMPLES)), "every sample is decoded once"
+    spans = [(span.group, span.start, span.end) for span in result.spans]
+    for group in range(groups):
+        own = sorted(span[1:] for span in spans if span[0] == group)
+        assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), "spans do not overlap"
+
+
+def test_strategies_may_change_every_chunk():
+    plain = bucketed((2, 6), (64,))
+
+    def restless(view):
+        decision = plain(view)
+        strategy = toys.TREE if (view.retired + view.live) % 2 else PLAIN
+        return Decision(view.group, view.retired, decision.batch, decision.slots, strategy)
+
+    programs = toys.registry(2, V, toys.good_drafter(TABLE))
+    result = toys.play(programs, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless)
+    assert answers(result) == reference(RULES)[0]
+    assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE}
+
+
+def test_recorded_decisions_replay_the_rollout():
+    programs = toys.registry(1, V)
+    play = lambda decide: toys.play(programs, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=2, in_flight=1, decide=decide)  # noqa: E731
+    first = play(bucketed((1, 2, 5), (32, 64)))
+    recorded = iter(first.decisions)
+
+    def replay(view):
+        decision = next(recorded)
+        assert (decision.group, decision.retired) == (view.group, view.retired)
+        return decision
+
+    second = play(replay)
+    assert second.decisions == first.decisions
+    assert [(s.kind, s.batch) for s in second.spans] == [(s.kind, s.batch) for s in first.spans]
+    assert answers(second) == answers(first)
+
+
+def test_the_seed_changes_the_tokens_and_samples_differ():
+    programs = toys.registry(1, V)
+    first, second = (answers(toys.play(programs, TABLE, PROMPTS, SAMPLES, RULES, seed=seed)) for seed in (0, 1))
+    assert first != second == reference(RULES, seed=1)[0]
+    assert len({tuple(tokens) for _, tokens, _ in first[:SAMPLES]}) > 1
+
+
+def test_no_program_is_compiled_twice():
+    programs = toys.registry(1, V)
+    toys.play(programs, TABLE, PROMPTS, SAMPLES, RULES)
+    before = len(programs.compiles)
+    toys.play(programs, TABLE, PROMPTS, SAMPLES, RULES, seed=5)
+    assert len(programs.compiles) == before == len(programs.executables)
+
+
+def test_limits_of_one_token_and_prompts_of_one_token():
+    result = toys.play(toys.registry(1, V), TABLE, PROMPTS, SAMPLES, RULES, max_new_tokens=1)
+    assert answers(result) == reference(RULES, max_new_tokens=1)[0]
+    assert {len(one.tokens) for one in result.completions} == {1}
+
+
+def test_dealing_gives_every_sample_once_and_steals_the_waiting_ones():
+    board = LocalBoard()
+    one, two = (Dealer(board, "s", prompts=2, samples=3) for _ in range(2))
+    assert one.steal() is None
+    assert [one.claim(), two.claim(), one.claim()] == [0, 1, None]
+    assert one.take(0, 2) == [0, 1] and two.take(1, 5) == [0, 1, 2]
+    assert two.steal() == (0, 2)
+    assert one.take(0, 2) == [] and one.steal() is None
+    one.close()
+    assert board.get("s/claimed") == 0
+
+
+def test_prefills_come_in_few_shapes():
+    assert [bucket_width(tokens) for tokens in (1, 2, 17, 18, 33, 34)] == [16, 16, 16, 32, 32, 64]
+    assert [block_size(count, 32) for count in (1, 2, 3, 4, 8, 9, 16, 40)] == [1, 1, 4, 4, 4, 16, 16, 16]
+    assert [block_size(count, 8192) for count in (1, 16)] == [1, 1]

@@ -1,0 +1,86 @@
+"""Trees and verification: ancestors, the walk, and where an answer ends, against plain loops."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+
+from tlt_jax.spec_decode import chunk, tree, verify
+from tlt_jax.spec_decode.chunk import RUNNING, STOPPED, TRUNCATED, DecodeState, Emitted, Report, Rules
+from tlt_jax.spec_decode.tree import DraftTree
+
+
+def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """tokens, parents and depths of trees whose siblings are distinct."""
+    rng = np.random.default_rng(seed)
+    tokens, parents, depths = (np.zeros((count, nodes), np.int32) for _ in range(3))
+    for b in range(count):
+        for i in range(1, nodes):
+            parents[b, i] = rng.integers(0, i)
+            siblings = {int(tokens[b, j]) for j in range(1, i) if parents[b, j] == parents[b, i]}
+            tokens[b, i] = rng.choice([v for v in range(vocab) if v not in siblings])
+            depths[b, i] = depths[b, parents[b, i]] + 1
+    return tokens, parents, depths
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 9])
+def test_ancestors_equal_the_way_up(nodes):
+    parents = random_trees(20, nodes, 12)[1]
+    parents[0] = np.maximum(np.arange(nodes) - 1, 0)  # a chain: the deepest tree
+    found = np.asarray(tree.ancestors(jnp.asarray(parents)))
+    np.testing.assert_array_equal(found, [references.ancestors(row) for row in parents])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7])
+def test_match_walks_like_a_loop(nodes):
+    tokens, parents, depths = random_trees(300, nodes, 8, seed=1)
+    chosen = np.random.default_rng(2).integers(0, 8, size=tokens.shape).astype(np.int32)
+    for b in range(0, 300, 2):  # make long walks common
+        for i in range(1, nodes):
+            chosen[b, parents[b, i]] = tokens[b, i]
+    depth = int(depths.max())
+    walk = verify.match(DraftTree(*map(jnp.asarray, (tokens, parents, depths))), jnp.asarray(chosen), depth)
+    for b in range(300):
+        path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)
+        accepted = int(walk.accepted[b])
+        assert accepted == len(path) - 1
+        assert walk.path[b, : accepted + 1].tolist() == path
+        assert walk.tokens[b, : accepted + 1].tolist() == emitted
+
+
+def state_of(lengths, limits, live, tail) -> DecodeState:
+    ints = [jnp.asarray(x, jnp.int32) for x in (lengths, lengths, limits)]
+    return DecodeState(*ints, jnp.asarray(live), jnp.zeros((len(lengths), 2), jnp.uint32), jnp.asarray(tail, jnp.int32), (), ())
+
+
+def test_an_answer_ends_inside_an_accepted_run():
+    rules = Rules(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
+    tokens = jnp.array([[1, 2, 3], [1, 0, 3], [1, 9, 0], [5, 1, 1], [1, 4, 5], [1, 7, 3], [1, 2, 3], [1, 2, 0], [0, 1, 1]])
+    accepted = jnp.array([2, 2, 0, 2, 2, 2, 2, 2, 2], jnp.int32)
+    limits = [99, 99, 99, 99, 99, 99, 12, 13, 99]  # length 9 plus the root: two more tokens fit below 12
+    live = [True] * 8 + [False]
+    state = state_of([9] * 9, limits, live, [[-1], [-1], [-1], [4], [-1], [-1], [-1], [-1], [-1]])
+    counts, finish = chunk.settle(rules, state, tokens.astype(jnp.int32), accepted)
+    assert counts.tolist() == [3, 2, 1, 1, 3, 2, 2, 3, 0]
+    expected = [RUNNING, STOPPED, RUNNING, STOPPED, STOPPED, STOPPED, TRUNCATED, STOPPED, RUNNING]
+    assert finish.tolist() == expected
+
+
+def test_the_tail_holds_the_last_tokens():
+    tail = jnp.array([[-1, 3], [1, 2], [1, 2]], jnp.int32)
+    tokens = jnp.array([[5, 6, 7]] * 3, jnp.int32)
+    assert chunk.shift(tail, tokens, jnp.array([0, 1, 3], jnp.int32)).tolist() == [[-1, 3], [2, 5], [6, 7]]
+
+
+def test_reports_grow_from_the_left():
+    zeros = jnp.zeros((2, 6))
+    report = Report(zeros.astype(jnp.int32), zeros, jnp.array([0, 2], jnp.int32), jnp.zeros(2, jnp.int32), jnp.int32(1))
+    emitted = Emitted(
+        jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32), -jnp.ones((2, 3)), jnp.array([1, 3], jnp.int32),
+        jnp.array([RUNNING, TRUNCATED], jnp.int32),
+    )  # fmt: skip
+    report = chunk.append(report, emitted)
+    assert report.tokens.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 4, 5, 6, 0]]
+    assert report.counts.tolist() == [1, 5] and report.finish.tolist() == [RUNNING, TRUNCATED] and report.rounds == 2

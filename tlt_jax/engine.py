@@ -1,0 +1,191 @@
+"""The bridge between models and spec_decode: publishes weights to the data groups and rolls prompts out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tlt_jax import mesh as meshes
+from tlt_jax.config import Config
+from tlt_jax.data import Prompt
+from tlt_jax.models import kv_cache, transformer
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.settings import ConfigError
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.chunk import Rules, Weights
+from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
+from tlt_jax.spec_decode.group import Group, Job, bucket_width
+from tlt_jax.spec_decode.programs import Compiled, Registry
+from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, bucketed, rollout
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import NO_DRAFTER, Target
+
+__all__ = ["EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult"]
+
+TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM = 0, 1, 2
+TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
+FIRST_CACHE_BUCKET = 256
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Owns the executables of every data group, and the queue that deals prompts to them."""
+
+    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, stop_ids: Sequence[Sequence[int]] = ()):
+        use_compile_cache(config.rollout.compile_cache)
+        self.config, self.model_config, self.mesh = config, model_config, mesh
+        self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
+        self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
+        targets = [make_target(model_config, group, config.model.compute_dtype) for group in self.groups]
+        self.registry = Registry(targets, self.groups, NO_DRAFTER, log_compile)
+        self.board, self.rollouts = LocalBoard(), itertools.count()
+        self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
+        self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
+        if self.batches[-1] < self.capacity:
+            raise ConfigError(
+                f"rollout.batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
+                f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
+            )
+        reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=config.model.compute_dtype)
+        self.reshard = jax.jit(reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout"))
+
+    def share(self, prompts: int, samples: int) -> int:
+        """Sequences of one data group when whole prompts are dealt evenly."""
+        return -(-prompts // len(self.groups)) * samples
+
+    def publish(self, params: Params) -> list[Params]:
+        """The rollout's copy of the policy: one reshard over the mesh, then each data group's zero-copy view of it."""
+        weights = self.reshard(params)
+        return [meshes.view(weights, group) for group in self.groups]
+
+    def rollout(
+        self,
+        weights: Sequence[Params],
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        max_new_tokens: int | Sequence[int],
+        *,
+        stream: int,
+        step: int,
+        seed: int | None = None,
+        eos_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[Sequence[int]] | None = None,
+        on_finish: Callable[[Completion], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> RolloutResult:
+        """`samples` answers to each prompt; the tokens are a function of (weights, prompt, sampling, seed, stream, step, uid).
+
+        uid = position of the prompt in `prompts` * samples + sample. `max_new_tokens` may differ by prompt. Seed, EOS and stop sequences default to those of the
+        configuration, the model and the engine. Raises Interrupted soon after `interrupted()` is true.
+        """
+        tokens = tuple(np.asarray(prompt.tokens, np.int32) for prompt in prompts)
+        self.check(tokens, max_new_tokens)
+        seed = self.config.train.seed if seed is None else seed
+        job = Job(
+            prompts=tokens,
+            samples=samples,
+            max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),
+            keys=noise.sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
+            rules=Rules(
+                sampling,
+                tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
+                self.stop_ids if stop_ids is None else tuple(tuple(stop) for stop in stop_ids),
+            ),
+            rounds=self.config.rollout.chunk,
+            in_flight=self.config.rollout.in_flight,
+            capacity=min(self.capacity, self.share(len(tokens), samples)),
+        )
+        dealer = Dealer(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
+        decide = bucketed(self.batches, self.cache_buckets(tokens, max_new_tokens))
+        groups = [
+            Group(index, self.registry, Weights(weights[index], ()), job, dealer, decide)
+            for index in range(len(self.groups))
+        ]
+        before = len(self.registry.compiles)
+        try:
+            result = rollout(groups, on_finish, interrupted)
+        finally:
+            dealer.close()
+        new = self.registry.compiles[before:]
+        result.stats.update(compiles=len(new), compile_seconds=sum(compiled.seconds for compiled in new))
+        return result
+
+    def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
+        """Raises ConfigError for prompts that cannot be decoded."""
+        if not prompts or min(len(prompt) for prompt in prompts) == 0:
+            raise ConfigError("a rollout needs at least one prompt, and at least one token in each prompt")
+        limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
+        if min(limits) < 1:
+            raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
+        longest, limit = max(((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum)
+        positions = self.model_config.max_positions
+        if longest + limit > positions:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and an answer of {limit} exceed the model's {positions} positions: "
+                f"use at most {positions - longest} new tokens"
+            )
+        highest, vocab = max(int(prompt.max()) for prompt in prompts), self.model_config.vocab_size
+        if highest >= vocab:
+            raise ConfigError(f"prompt token {highest} is outside the vocabulary of {vocab}: use ids below {vocab}")
+
+    def cache_buckets(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> list[int]:
+        """Cache lengths to compile: those of the configuration, and what these prompts need beyond it."""
+        lengths, limit = np.asarray([len(prompt) for prompt in prompts]), int(np.max(max_new_tokens))
+        need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
+        usual = self.config.data.max_prompt_tokens
+        usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
+        buckets = self.config.rollout.cache_buckets or doubling(FIRST_CACHE_BUCKET, usual)
+        return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
+
+
+def make_target(config: ModelConfig, group: Mesh, dtype: str) -> Target:
+    """The policy on one data group."""
+    return Target(
+        forward=lambda params, *rest: transformer.tree_forward(params, config, *rest),
+        keep=kv_cache.commit,
+        prefill=lambda params, tokens, lengths: transformer.prefill(params, config, tokens, lengths),
+        insert=kv_cache.insert,
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, slots + TAIL),
+        empty=lambda batch, slots: kv_cache.abstract(config, batch, slots + TAIL, 0, dtype, group),
+        params=transformer.abstract(config, group, "rollout", dtype),
+    )
+
+
+def batch_buckets(slots: int) -> list[int]:
+    """1, and the slots divided by 4 again and again (nothing between 1 and 4: a program costs a second of compilation)."""
+    sizes = {1, slots}
+    while (slots := -(-slots // 4)) >= 4:
+        sizes.add(slots)
+    return sorted(sizes)
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """first, twice that, ... below last, and last."""
+    return [*itertools.takewhile(lambda size: size < last, (first << i for i in range(64))), last]
+
+
+def use_compile_cache(folder: str) -> None:
+    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all."""
+    if folder == "off":
+        return
+    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def log_compile(compiled: Compiled) -> None:
+    """One line per executable."""
+    log.info(
+        "compiled %s in %.2f s: arguments %d, outputs %d, aliased %d, temporary %d bytes",
+        compiled.key, compiled.seconds, compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary,
+    )  # fmt: skip

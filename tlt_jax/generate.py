@@ -1,0 +1,193 @@
+"""`python -m tlt_jax.generate --model DIR --prompt TEXT`: answers, their log-probs, and tokens per second."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tlt_jax import command, settings, tables
+from tlt_jax.config import Config
+from tlt_jax.settings import ConfigError
+from tlt_jax.tables import DataError
+
+KNOBS = {  # option -> the knob whose default, meaning and limits it has
+    "max-new-tokens": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "top-k": "rollout.top_k",
+    "top-p": "rollout.top_p",
+    "seed": "train.seed",
+    "num-samples": "rollout.samples",
+    "dtype": "model.compute_dtype",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt: its tokens, and its text when it came as text."""
+
+    tokens: Sequence[int]
+    text: str | None
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        command.stop(ConfigError(message))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 when every answer is printed."""
+    arguments = parser().parse_args(argv)
+    try:
+        config = configure(arguments)
+    except ConfigError as error:
+        command.stop(error)
+    with command.prepared(config):
+        output = generate(config, arguments)
+    if arguments.json:
+        print(json.dumps(output))
+        return 0
+    for answer in output["completions"]:
+        print(f"--- prompt {answer['prompt_index']} sample {answer['sample']}: {len(answer['token_ids'])} tokens, "
+              f"{answer['finish_reason']}")
+        if answer["text"] is not None:
+            print(answer["text"])
+        print("token ids:", " ".join(map(str, answer["token_ids"])))
+        print("log-probs:", " ".join(f"{logprob:.3f}" for logprob in answer["logprobs"]))
+    print(f"{output['tokens']} tokens, {output['tokens_per_second']:.1f} tokens/s "
+          f"(compilation took {output['compile_seconds']:.1f} s more)")
+    return 0
+
+
+def parser() -> Parser:
+    """The command line; defaults and meanings are those of the knobs."""
+    out = Parser(prog="python -m tlt_jax.generate", description=__doc__)
+    out.add_argument("--model", required=True, help="Hugging Face model directory or hub id")
+    prompt = out.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text of the prompt, tokenized as it is")
+    prompt.add_argument("--prompt-ids", help='token ids of the prompt, "1,2,3": needs no tokenizer')
+    prompt.add_argument("--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}')
+    knobs = settings.knobs(Config)
+    for option, name in KNOBS.items():
+        default = 1 if name == "rollout.samples" else knobs[name].default
+        meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"
+        out.add_argument(f"--{option}", default=str(default), metavar=option[0].upper(), help=meaning)
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    return out
+
+
+def configure(arguments: argparse.Namespace) -> Config:
+    """The configuration that the options stand for; each value is checked like the knob."""
+    pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
+    config = settings.build(Config, {}, [("model.path", arguments.model), *pairs])
+    return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
+
+
+def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Decodes the prompts; what `--json` prints."""
+    from tlt_jax import mesh as meshes
+    from tlt_jax.data import Prompt
+    from tlt_jax.engine import GENERATE_STREAM, Engine
+    from tlt_jax.models import hf
+    from tlt_jax.spec_decode.sampling import Sampling
+
+    directory = hf.resolve(arguments.model)
+    tokenizer = find_tokenizer(directory)
+    questions = read_prompts(arguments, tokenizer)
+    eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    model = hf.read_config(directory, eos)
+    mesh = meshes.make_mesh(1, 1)
+    rollout = replace(config.rollout, prompts=len(questions))
+    engine = Engine(replace(config, rollout=rollout), model, mesh)
+    prompts = [Prompt(i, np.asarray(question.tokens, np.int32), {}) for i, question in enumerate(questions)]
+    engine.check([prompt.tokens for prompt in prompts], rollout.max_new_tokens)
+    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype))
+    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
+    result = engine.rollout(
+        weights, prompts, rollout.samples, sampling, rollout.max_new_tokens, stream=GENERATE_STREAM, step=0
+    )
+    seconds = result.stats["seconds"] - result.stats["compile_seconds"]
+    return {
+        "completions": [
+            {
+                "prompt_index": answer.prompt,
+                "sample": answer.sample,
+                "prompt": questions[answer.prompt].text,
+                "token_ids": answer.tokens.tolist(),
+                "logprobs": [float(logprob) for logprob in answer.logprobs],
+                "text": None if tokenizer is None else tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
+                "finish_reason": answer.finish,
+            }
+            for answer in result.completions
+        ],
+        "tokens": result.stats["tokens"],
+        "tokens_per_second": result.stats["tokens"] / seconds,
+        "seconds": seconds,
+        "compile_seconds": result.stats["compile_seconds"],
+    }
+
+
+def find_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; None when it has none."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((directory / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the tokenizer of {directory} does not load: {str(error).strip().splitlines()[0]}") from error
+
+
+def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question]:
+    """The prompts of the command line, as tokens."""
+    if arguments.prompt is not None:
+        return [encode(arguments.prompt, tokenizer, "--prompt")]
+    if arguments.prompt_ids is not None:
+        return [Question(read_ids(arguments.prompt_ids.split(","), "--prompt-ids"), None)]
+    path, problems = Path(arguments.prompts), tables.Problems()
+    if not path.is_file():
+        raise ConfigError(f"--prompts {arguments.prompts}: no such file")
+    rows = tables.read(path, problems)
+    problems.stop_if_any()
+    questions = []
+    for line, row in rows:
+        place = f"{path}:{line}"
+        if isinstance(row.get("prompt"), str):
+            questions.append(encode(row["prompt"], tokenizer, place))
+        elif isinstance(row.get("prompt_ids"), list):
+            questions.append(Question(read_ids(row["prompt_ids"], place), None))
+        else:
+            raise DataError(f'{place}: no prompt: write {{"prompt": "text"}} or {{"prompt_ids": [1, 2, 3]}}')
+    return questions
+
+
+def encode(text: str, tokenizer: Any, place: str) -> Question:
+    """The tokens of a text prompt."""
+    if tokenizer is None:
+        raise DataError(f"{place}: the model directory has no tokenizer: give token ids instead")
+    tokens = tokenizer.encode(text)
+    if not tokens:
+        raise DataError(f"{place}: the prompt is empty: give at least one token")
+    return Question(tokens, text)
+
+
+def read_ids(words: Sequence[Any], place: str) -> list[int]:
+    """Token ids."""
+    ids = [int(word) for word in words if str(word).strip().isdecimal()]
+    if len(ids) < len(words) or not ids:
+        raise DataError(f'{place}: {",".join(map(str, words))!r} are no token ids: write numbers from 0, such as "1,2,3"')
+    return ids
+
+
+if __name__ == "__main__":
+    sys.exit(main())

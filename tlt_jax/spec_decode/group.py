@@ -1,0 +1,375 @@
+"""One data group's rollout as a machine: `advance(state) -> (state, events)`; it never waits and reads no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tlt_jax.spec_decode.chunk import RUNNING, Admission, DecodeState, Report, Rules, Weights
+from tlt_jax.spec_decode.dealing import Dealer
+from tlt_jax.spec_decode.programs import Key, Registry, prefill_key
+from tlt_jax.spec_decode.tree import PyTree, Strategy
+
+PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
+PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
+MAX_FLIGHTS = 8  # un-awaited programs of one group: more than about 30 on fake CPU devices abort the process
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
+
+    prompts: tuple[np.ndarray, ...]
+    samples: int
+    max_new_tokens: tuple[int, ...]
+    keys: np.ndarray
+    rules: Rules
+    rounds: int
+    in_flight: int
+    capacity: int
+    path: int = 1  # most tokens that a round may emit
+
+
+@dataclass(frozen=True)
+class View:
+    """What a decision is made from. `longest`: cache slots that the next chunk may need."""
+
+    group: int
+    retired: int
+    live: int
+    longest: int
+    batch: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
+
+    It is data: a rollout can be replayed from its decisions.
+    """
+
+    group: int
+    retired: int
+    batch: int
+    slots: int
+    strategy: Strategy
+    joining: tuple[int, ...] = ()
+
+
+Decider = Callable[[View], Decision]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The fixed side of the machine."""
+
+    index: int
+    registry: Registry
+    weights: Weights
+    job: Job
+    dealer: Dealer
+    decide: Decider
+
+
+@dataclass(frozen=True)
+class Running:
+    """A sequence in a row: tokens known so far (with the prompt), and how many it may have."""
+
+    uid: int
+    tokens: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Keys and values of prompts, on the device; `rows` says where each prompt is."""
+
+    rows: dict[int, int]
+    sizes: tuple[int, int]
+    values: PyTree
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Samples that enter together: from one prefill, which is still to be made when `values` is None."""
+
+    source: Prefilled
+    rows: tuple[tuple[int, int], ...]  # (row, uid)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold."""
+
+    number: int
+    kind: str
+    marker: jax.Array
+    rows: tuple[int | None, ...] = ()
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it."""
+
+    device: DecodeState | None = None
+    batch: int = 0
+    slots: int = 0
+    rows: tuple[Running | None, ...] = ()
+    held: tuple[Prefilled, ...] = ()
+    flights: tuple[Flight, ...] = ()
+    decision: Decision | None = None
+    joining: tuple[Joining, ...] = ()
+    dispatched: int = 0
+    retired: int = 0
+    exhausted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.flights or self.decision or any(self.rows))
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    number: int
+    kind: str
+    batch: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Retired:
+    number: int
+    kind: str
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of a sequence; `finish` is RUNNING or why it ended."""
+
+    uid: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: int
+
+
+@dataclass(frozen=True)
+class Decided:
+    decision: Decision
+
+
+Event = Dispatched | Retired | Tokens | Decided
+
+
+def advance(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read."""
+    events: list[Event] = []
+    while state.flights and state.flights[0].marker.is_ready():
+        state, more = retire(group, state)
+        events += more
+    while len(state.flights) < MAX_FLIGHTS:
+        if state.decision is None:
+            state, more = plan(group, state)
+            if not more:
+                break
+        elif state.joining:
+            state, more = join(group, state)
+        else:
+            state, more = decode(group, state)
+        events += more
+    return state, events
+
+
+def retire(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """The oldest flight is read: its tokens become events, and ended sequences leave their rows."""
+    flight, *flights = state.flights
+    state = replace(state, flights=tuple(flights))
+    if flight.report is None:
+        return state, [Retired(flight.number, flight.kind)]
+    report = jax.device_get(flight.report)
+    events: list[Event] = [Retired(flight.number, flight.kind, int(report.rounds))]
+    news = {}
+    for row, uid in enumerate(flight.rows):
+        count = int(report.counts[row])
+        if uid is not None and count:
+            news[uid] = Tokens(uid, report.tokens[row, :count], report.logprobs[row, :count], int(report.finish[row]))
+    events += news.values()
+
+    def settle(running: Running | None) -> Running | None:
+        new = news.get(running.uid) if running else None
+        if new is None:
+            return running
+        return replace(running, tokens=running.tokens + len(new.tokens)) if new.finish == RUNNING else None
+
+    rows = tuple(settle(running) for running in state.rows)
+    return replace(state, rows=rows, retired=state.retired + 1), events
+
+
+def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """Decides the next chunk, deals samples to free rows and moves the rows; no events when there is nothing to do now."""
+    job = group.job
+    ahead = sum(flight.kind == "decode" for flight in state.flights)
+    if ahead >= job.in_flight:
+        return state, []
+    state, starts = deal(group, state)
+    may_live = any(running and running.tokens + ahead * job.rounds < running.limit for running in state.rows)
+    if not starts and not may_live:
+        return state, []
+    sources = blocks(job, state, starts)
+    live = [running for running in state.rows if running]
+    new = [begin(job, prompt, sample) for prompt, sample in starts]
+    view = View(
+        group.index,
+        state.retired,
+        len(live) + len(new),
+        max([reach(job, running, ahead + 1) for running in live + new] + [source.sizes[1] for source in sources]),
+        state.batch,
+        state.slots,
+    )
+    decision = replace(group.decide(view), joining=tuple(running.uid for running in new))
+    state = move(group, replace(state, decision=decision), decision)
+    free = [row for row, running in enumerate(state.rows) if running is None][: len(new)]
+    rows, seat = list(state.rows), {}
+    for row, running in zip(free, new, strict=True):
+        rows[row], seat[running.uid] = running, row
+    joining = tuple(
+        Joining(source, tuple((seat[uid], uid) for uid in seat if uid // job.samples in source.rows)) for source in sources
+    )
+    return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
+
+
+def begin(job: Job, prompt: int, sample: int) -> Running:
+    """A sequence that has its prompt only."""
+    length = len(job.prompts[prompt])
+    return Running(prompt * job.samples + sample, length, length + job.max_new_tokens[prompt])
+
+
+def reach(job: Job, running: Running, chunks: int) -> int:
+    """Cache slots that a sequence may fill in this many chunks."""
+    return min(running.tokens + chunks * job.rounds * job.path, running.limit)
+
+
+def deal(group: Group, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
+    """(prompt, sample) for every free row: samples of prompts that are prefilled here, whole new prompts, then stolen ones."""
+    if state.exhausted:
+        return state, []
+    dealer, starts = group.dealer, []
+    free = group.job.capacity - sum(running is not None for running in state.rows)
+    for prompt in [prompt for held in state.held for prompt in held.rows]:
+        if free > len(starts):
+            starts += [(prompt, sample) for sample in dealer.take(prompt, free - len(starts))]
+    while free > len(starts) and (prompt := dealer.claim()) is not None:
+        starts += [(prompt, sample) for sample in dealer.take(prompt, free - len(starts))]
+    exhausted = False
+    while free > len(starts) and not exhausted:
+        stolen = dealer.steal()
+        exhausted = stolen is None
+        starts += [stolen] if stolen else []
+    return replace(state, exhausted=exhausted), starts
+
+
+def blocks(job: Job, state: GroupState, starts: Iterable[tuple[int, int]]) -> list[Prefilled]:
+    """The prefills that these samples come from: those held here, and new ones of few different shapes."""
+    prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
+    sources = [held for held in state.held if any(prompt in held.rows for prompt in prompts)]
+    new = [prompt for prompt in prompts if not any(prompt in held.rows for held in sources)]
+    while new:
+        width = bucket_width(max(len(job.prompts[prompt]) for prompt in new))
+        size = block_size(len(new), width)
+        sources.append(Prefilled({prompt: row for row, prompt in enumerate(new[:size])}, (size, width), None))
+        new = new[size:]
+    return sources
+
+
+def bucket_width(tokens: int) -> int:
+    """Tokens of a prefill that holds all but the last token of a prompt: a power of two from 16."""
+    return max(16, 1 << max(tokens - 2, 0).bit_length())
+
+
+def block_size(prompts: int, width: int) -> int:
+    """Prompts of the next prefill: the largest program that is more than half full."""
+    sizes = [size for size in PREFILL_PROMPTS if size * width <= PREFILL_TOKENS] or [1]
+    return max(size for size in sizes if size < 2 * prompts)
+
+
+def move(group: Group, state: GroupState, decision: Decision) -> GroupState:
+    """The state with the decided numbers of rows and slots; live sequences come first."""
+    if state.device is not None and (state.batch, state.slots) == (decision.batch, decision.slots):
+        return state
+    keep = [row for row, running in enumerate(state.rows) if running]
+    if keep:
+        key = key_of(group, state, "resize", sizes=(decision.batch, decision.slots))
+        rows = np.full(decision.batch, -1, np.int32)
+        rows[: len(keep)] = keep
+        device = group.registry.get(key)(state.device, rows)
+    else:
+        state = replace(state, device=None)  # its memory is free before the new one's is taken
+        device = group.registry.get(key_of(group, decision, "start"))()
+    rows = [state.rows[row] for row in keep] + [None] * (decision.batch - len(keep))
+    return replace(state, device=device, batch=decision.batch, slots=decision.slots, rows=tuple(rows))
+
+
+def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """The next joining samples take their rows; their prompts are prefilled first when they are not yet."""
+    joining, *rest = state.joining
+    source, events = joining.source, []
+    if source.values is None:
+        source, marker = prefill(group, source)
+        flight = Flight(state.dispatched, "prefill", marker)
+        events = [Dispatched(flight.number, "prefill", *source.sizes)]
+        state = replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
+    admission = admit(group.job, state, source, joining)
+    device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(state.device, source.values, admission)
+    others = [held for held in state.held if held.rows != source.rows]
+    started = {prompt: group.dealer.started(prompt) for held in (*others, source) for prompt in held.rows}
+    held = tuple(one for one in (*others, source) if any(started[prompt] < group.job.samples for prompt in one.rows))
+    return replace(state, device=device, joining=tuple(rest), held=held), events
+
+
+def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
+    """The prefill with its values, and an array that is ready when they are."""
+    size, width = source.sizes
+    tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+    for prompt, row in source.rows.items():
+        body = group.job.prompts[prompt][:-1]  # the last token is the first root
+        tokens[row, : len(body)], lengths[row] = body, len(body)
+    values, marker = group.registry.get(prefill_key(group.index, size, width))(group.weights.target, tokens, lengths)
+    return replace(source, values=values), marker
+
+
+def admit(job: Job, state: GroupState, source: Prefilled, joining: Joining) -> Admission:
+    """The host arrays that put sequences into their rows."""
+    small = {name: np.zeros(state.batch, np.int32) for name in ("roots", "lengths", "limits")}
+    rows, keys = np.full(state.batch, -1, np.int32), np.zeros((state.batch, 2), np.uint32)
+    for row, uid in joining.rows:
+        index = uid // job.samples
+        prompt = job.prompts[index]
+        rows[row] = source.rows[index]
+        small["roots"][row], small["lengths"][row] = prompt[-1], len(prompt) - 1
+        small["limits"][row] = len(prompt) + job.max_new_tokens[index]
+        keys[row] = job.keys[uid]
+    return Admission(source=rows, keys=keys, **small)
+
+
+def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """The decided chunk is dispatched."""
+    decision = state.decision
+    key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
+    device, report = group.registry.get(key)(state.device, group.weights)
+    uids = tuple(running.uid if running else None for running in state.rows)
+    flight = Flight(state.dispatched, "decode", report.counts, uids, report)
+    state = replace(
+        state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1
+    )
+    return state, [Dispatched(flight.number, "decode", state.batch, state.slots)]
+
+
+def key_of(group: Group, shape: GroupState | Decision, kind: str, **rest: Any) -> Key:
+    """Key of one of this group's programs on a state of this shape."""
+    return Key(kind, group.index, shape.batch, shape.slots, tail=group.job.rules.tail, **rest)

@@ -1,0 +1,57 @@
+"""Position-keyed Gumbel noise: a function of (sequence key, absolute position, token id); knows no network or batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, UInt32
+
+from tlt_jax.shapes import shaped
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.uint32(0x1BD11BDA)
+
+
+def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
+    """Key words uint32[B, 2] of the sequences with these uids, on the host."""
+    root_key = jax.random.key(seed, impl="threefry2x32")
+    step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
+    keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(np.asarray(uids, np.uint32))
+    return np.asarray(keys)
+
+
+def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), written out so that XLA fuses it with what reads it."""
+    words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
+    x0, x1 = counter[0] + words[0], counter[1] + words[1]
+    for block in range(5):
+        for rotation in ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))) ^ x0
+        x0 = x0 + words[(block + 1) % 3]
+        x1 = x1 + words[(block + 2) % 3] + np.uint32(block + 1)
+    return x0, x1
+
+
+@shaped
+def gumbel(keys: UInt32[Array, "B 2"], positions: Int32[Array, "B D"], vocab: int, dtype=jnp.float32) -> Float[Array, "B D V"]:
+    """Standard Gumbel noise of every token id at these absolute positions of each sequence.
+
+    A value depends on (key, position, token id) alone: not on `vocab`, the batch, or how the result is sharded.
+    """
+    ids = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, vocab), 2)
+    key = (keys[:, 0, None, None], keys[:, 1, None, None])
+    return from_words(*threefry(key, (positions.astype(jnp.uint32)[:, :, None], ids)), dtype)
+
+
+@shaped
+def from_words(high: UInt32[Array, "*A"], low: UInt32[Array, "*A"], dtype=jnp.float32) -> Float[Array, "*A"]:
+    """Gumbel noise from 64 random bits.
+
+    They make v, uniform on (0, 1) in steps of 2**-64, so that the exponential E = -log(1 - v) keeps full relative precision
+    where it is small: the tail that lets an unlikely token win is exact.
+    """
+    v = high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
+    v = jnp.minimum(v, 1 - jnp.finfo(dtype).epsneg)  # rounding up to 1 would make E infinite
+    return -jnp.log(-jnp.log1p(-v))

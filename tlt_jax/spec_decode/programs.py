@@ -1,0 +1,165 @@
+"""The executables of a rollout, compiled ahead of time and kept in one registry; knows shapes, not networks."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tlt_jax.spec_decode import chunk
+from tlt_jax.spec_decode.chunk import Admission, Decoder, DecodeState, Rules, Weights
+from tlt_jax.spec_decode.tree import PLAIN, Drafter, PyTree, Strategy, Target
+
+MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
+
+
+@dataclass(frozen=True)
+class Key:
+    """Names one executable. `kind` is start, prefill, admit, resize or chunk; `sizes` are what else its shapes depend on."""
+
+    kind: str
+    group: int
+    batch: int
+    slots: int
+    sizes: tuple[int, ...] = ()
+    tail: int = 0
+    strategy: Strategy = PLAIN
+    rules: Rules = Rules()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A line of the compile log: seconds, and bytes on one device."""
+
+    key: Key
+    seconds: float
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+
+
+class Registry:
+    """Owns the executables of every data group; `compiles` is the log."""
+
+    def __init__(
+        self, targets: Sequence[Target], meshes: Sequence[Mesh], drafter: Drafter, log: Callable[[Compiled], None]
+    ):
+        self.targets, self.meshes, self.drafter, self.log = targets, meshes, drafter, log
+        self.executables: OrderedDict[Key, Callable[..., Any]] = OrderedDict()
+        self.compiles: list[Compiled] = []
+
+    def get(self, key: Key) -> Callable[..., Any]:
+        """The executable, compiled now when it is not there."""
+        if key not in self.executables:
+            begin = time.perf_counter()
+            executable = self.lower(key).compile()
+            self.compiles.append(describe(key, time.perf_counter() - begin, executable.memory_analysis()))
+            self.log(self.compiles[-1])
+            self.executables[key] = executable
+            if len(self.executables) > MAX_PROGRAMS:
+                self.executables.popitem(last=False)
+        self.executables.move_to_end(key)
+        return self.executables[key]
+
+    def lower(self, key: Key) -> jax.stages.Lowered:
+        """The program of a key for the devices (or device descriptions) of its group's mesh."""
+        target = self.targets[key.group]
+        state = self.state(key)
+        if key.kind == "start":
+            return jax.jit(partial(zeros, state), out_shardings=shardings(state)).lower()
+        if key.kind == "prefill":
+            tokens, lengths = self.array(key, key.batch, key.slots), self.array(key, key.batch)
+            return jax.jit(partial(prefill, target)).lower(target.params, tokens, lengths)
+        if key.kind == "admit":
+            prefilled = self.prefilled(key)
+            new = Admission(*(self.array(key, key.batch) for _ in range(4)), self.array(key, key.batch, 2, dtype=jnp.uint32))
+            return self.update(partial(chunk.admit, target), state).lower(state, prefilled, new)
+        if key.kind == "resize":
+            batch, slots = key.sizes[:2]
+            after = shardings(self.state(key, batch, slots))
+            program = jax.jit(partial(chunk.resize, target, slots), out_shardings=after)
+            return program.lower(state, self.array(key, batch))
+        if key.kind == "chunk":
+            decoder = Decoder(target, self.drafter, key.rules, key.strategy)
+            program = jax.jit(
+                partial(chunk.chunk, decoder, key.sizes[0]),
+                donate_argnums=0,
+                out_shardings=(shardings(state), self.replicated(key)),
+            )
+            return program.lower(state, Weights(target.params, ()))
+        raise ValueError(f"no program of kind {key.kind!r}")
+
+    def update(self, function: Callable[..., DecodeState], state: DecodeState) -> Any:
+        """A jitted function that takes the state, donated, and returns it in the same place."""
+        return jax.jit(function, donate_argnums=0, out_shardings=shardings(state))
+
+    def replicated(self, key: Key) -> NamedSharding:
+        """Sharding of what every device of the group holds."""
+        return NamedSharding(self.meshes[key.group], PartitionSpec())
+
+    def array(self, key: Key, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """A small array that every device of the group holds."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated(key))
+
+    def state(self, key: Key, batch: int = 0, slots: int = 0) -> DecodeState:
+        """Shapes and shardings of the decoding state."""
+        batch, slots, small = batch or key.batch, slots or key.slots, partial(self.array, key)
+        return DecodeState(
+            roots=small(batch),
+            lengths=small(batch),
+            limits=small(batch),
+            live=small(batch, dtype=jnp.bool_),
+            keys=small(batch, 2, dtype=jnp.uint32),
+            tail=small(batch, key.tail),
+            cache=self.targets[key.group].empty(batch, slots),
+            drafter=(),
+        )
+
+    def prefilled(self, key: Key) -> PyTree:
+        """What the prefill that an admission reads from returns: shapes, and the shardings that its compilation chose."""
+        executable = self.get(prefill_key(key.group, *key.sizes))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            executable.out_info[0],
+            executable.output_shardings[0],
+        )
+
+
+def prefill_key(group: int, prompts: int, width: int) -> Key:
+    """Key of the prefill of this many prompts of this many tokens."""
+    return Key("prefill", group, prompts, width)
+
+
+def prefill(target: Target, params: PyTree, tokens: jax.Array, lengths: jax.Array) -> tuple[PyTree, jax.Array]:
+    """The prefill, and a small array that is ready when it is done."""
+    return target.prefill(params, tokens, lengths), lengths + 1
+
+
+def zeros(like: PyTree) -> PyTree:
+    """Zeros in these shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+
+def shardings(tree: PyTree) -> PyTree:
+    """The shardings of a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def describe(key: Key, seconds: float, memory: Any) -> Compiled:
+    """The log line of a compilation."""
+    return Compiled(
+        key,
+        seconds,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
