@@ -1,0 +1,75 @@
+"""The export command writes the policy of the checkpoint that was asked for."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tlt_jax import config as configuration, data, export, mesh as meshes, policy
+from tlt_jax.checkpoint import Store
+from tlt_jax.models import hf
+from tlt_jax.settings import ConfigError
+from tlt_jax.train import policy_step
+
+MODEL = """
+model:
+  init: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32}
+mesh: {data: 2, fake_devices: 8}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with the steps 1 and 2; the weights of step n are n."""
+    folder = tmp_path_factory.mktemp("run")
+    source = folder / "source.yaml"
+    source.write_text(f"run: {folder}{MODEL}")
+    config = configuration.read(source)
+    (folder / "config.yaml").write_text(configuration.to_yaml(config))
+    model = policy.describe(config, data.tokenizer(config))
+    recipe = policy_step.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
+    with Store(folder, keep=2) as store:
+        for step in (1, 2):
+            store.save(step, {"policy": jax.tree.map(partial(fill, step), policy_step.abstract_state(recipe))})
+    return folder
+
+
+def fill(value, leaf):
+    return jax.device_put(np.full(leaf.shape, value, leaf.dtype), leaf.sharding)
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
+    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
+    return export.main()
+
+
+def test_the_newest_and_any_kept_checkpoint_are_exported(run, tmp_path, monkeypatch):
+    assert call(monkeypatch, "--run", run, "--out", tmp_path / "new", "--mesh.data", "1") == 0
+    assert call(monkeypatch, "--run", run, "--out", tmp_path / "old", "--step", "1", "--dtype", "bfloat16") == 0
+    for name, value in (("new", 2), ("old", 1)):
+        config = hf.read_config(tmp_path / name)
+        params = hf.load(tmp_path / name, config, meshes.make_mesh(1, 1), "float32")
+        assert (np.asarray(params.layers.gate) == value).all()
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    assert '"torch_dtype": "bfloat16"' in (tmp_path / "old" / "config.json").read_text()
+
+
+def test_a_checkpoint_that_is_not_there_is_named(run):
+    config = configuration.read(run / "config.yaml")
+    with pytest.raises(ConfigError, match="best.*only \\[1, 2\\]"):
+        export.export(config, run, Path("unused"), "best")
+    with pytest.raises(ConfigError, match="'soon' is neither"):
+        export.export(config, run, Path("unused"), "soon")
+
+
+def test_help_names_every_option(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "--help")
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--run", "--out", "--step", "--dtype", "--mesh.data"))

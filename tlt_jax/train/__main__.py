@@ -1,0 +1,20 @@
+"""`python -m tlt_jax.train --config FILE`: reads the configuration, prepares the process, trains."""
+
+from __future__ import annotations
+
+import sys
+
+from tlt_jax import command, config
+
+
+def main() -> int:
+    """Exit code: 0 done, 2 a mistake in the configuration or its files, 75 preempted (run it again to go on)."""
+    settings = config.load(command="python -m tlt_jax.train")
+    with command.prepared(settings):
+        from tlt_jax.train import loop  # imports JAX: not before the process is prepared
+
+        return loop.train(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

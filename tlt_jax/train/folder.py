@@ -1,0 +1,69 @@
+"""The folder of a run: its resolved configuration, the frozen reference and the export; knows no step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tlt_jax import config as configuration
+from tlt_jax.config import Config
+from tlt_jax.models import hf
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.settings import ConfigError
+
+RESOLVED, REFERENCE, EXPORT = "config.yaml", "reference", "hf"
+
+
+def enter(config: Config) -> None:
+    """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's."""
+    path = Path(config.run) / RESOLVED
+    if path.exists():
+        different = configuration.differences(config, configuration.read(path))
+        if different:
+            raise ConfigError(
+                f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
+                "another run folder"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.with_suffix(".tmp")
+    torn.write_text(configuration.to_yaml(config))
+    torn.replace(path)
+
+
+def export(config: Config) -> Path:
+    """Where the final policy goes."""
+    return Path(config.run) / EXPORT
+
+
+def is_exported(config: Config) -> bool:
+    """True when the final policy is there, or is not wanted."""
+    return not config.checkpoint.export or export(config).is_dir()
+
+
+def write_model(
+    config: Config, directory: Path, params: Params, model: ModelConfig, mesh: Mesh, tokenizer: Any = None
+) -> None:
+    """Writes a Hugging Face directory, which is there whole or not at all."""
+    torn = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
+    hf.save(params, model, torn, mesh, tokenizer, config.model.param_dtype)
+    if jax.process_index() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        torn.rename(directory)
+
+
+def reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:
+    """The frozen start policy of the KL term, saved once in the run folder; None when algorithm.kl_coef is 0.
+
+    It is read back from the folder, so that it never shares buffers with the policy, which every update donates.
+    """
+    if not config.algorithm.kl_coef:
+        return None
+    directory = Path(config.run) / REFERENCE
+    if is_new:
+        write_model(config, directory, params, model, mesh)
+    return hf.load(directory, model, mesh, config.model.param_dtype)

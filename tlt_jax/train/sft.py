@@ -1,0 +1,138 @@
+"""Supervised warm start on worked solutions, cached by all that it depends on; also `python -m tlt_jax.train.sft`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy
+from tlt_jax.config import Config
+from tlt_jax.data import Dataset
+from tlt_jax.engine import Interrupted
+from tlt_jax.metrics import Writer
+from tlt_jax.models import hf
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.train import folder, grpo, packing, policy_step
+from tlt_jax.train.optimizer import Adam
+from tlt_jax.train.packing import Example
+from tlt_jax.train.policy_step import Batch, Objective, Recipe
+
+FORMAT = 1  # of what the cache holds
+FLOOR, WARMUP = 0.1, 0.05  # shares of the peak learning rate and of the steps
+SAY_EVERY = 25
+
+log = logging.getLogger(__name__)
+
+
+def warm_start(
+    config: Config, model: ModelConfig, mesh: Mesh, dataset: Dataset, writer: Writer, interrupted: Callable[[], bool]
+) -> Params:
+    """The policy that RL starts from: the loaded or new one, after sft.steps on worked solutions.
+
+    A warm start that was made before from the same settings is read from the cache. Raises Interrupted on demand.
+    """
+    if not config.sft.steps:
+        return policy.load(config, model, mesh)
+    cache = cache_folder(config, model)
+    if cache and (cache / "config.json").is_file():
+        log.info("warm start: read from %s", cache)
+        return hf.load(cache, model, mesh, config.model.param_dtype)
+    recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
+    state = policy_step.create(policy.load(config, model, mesh), recipe)
+    update = policy_step.programs(recipe).update
+    begin, tokens = time.perf_counter(), 0
+    for step in range(config.sft.steps):
+        if interrupted():
+            raise Interrupted("the warm start was interrupted")
+        batch = make_batch(config, mesh, dataset.solutions(step, config.sft.batch))
+        tokens += int((batch.weights > 0).sum())
+        state, metrics = update(state, batch)
+        if (step + 1) % SAY_EVERY == 0 or step + 1 == config.sft.steps:
+            metrics = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
+            metrics["tokens_per_second"] = tokens / (time.perf_counter() - begin)
+            writer.scalars(step + 1, {f"sft/{name}": value for name, value in metrics.items()})
+            log.info(
+                "warm start %d/%d  loss %.3f  %.0f tokens/s",
+                step + 1, config.sft.steps, metrics["loss"], metrics["tokens_per_second"],
+            )  # fmt: skip
+    if cache:
+        folder.write_model(config, cache, state.params, model, mesh)
+    return state.params
+
+
+def supervised(recipe: Recipe, config: Config) -> Recipe:
+    """The recipe of the warm start: negative log-likelihood, and an optimizer of its own."""
+    adam = Adam(
+        config.sft.learning_rate,
+        config.sft.steps,
+        schedule="cosine",
+        warmup_steps=max(1, round(WARMUP * config.sft.steps)),
+        floor=FLOOR,
+        beta1=config.optim.beta1,
+        beta2=config.optim.beta2,
+        weight_decay=config.sft.weight_decay,
+        grad_clip=config.optim.grad_clip,
+    )
+    return replace(recipe, adam=adam, objective=Objective(is_supervised=True))
+
+
+def make_batch(config: Config, mesh: Mesh, solutions: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    """Worked solutions in packed rows; every solution token has the same weight."""
+    examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
+    packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
+    weights = grpo.answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
+    return policy_step.make_batch(packed, mesh, weights, np.ones(len(examples)))
+
+
+def cache_folder(config: Config, model: ModelConfig) -> Path | None:
+    """Where a warm start with these settings is kept; None when sft.cache is off."""
+    if config.sft.cache == "off":
+        return None
+    root = Path(config.sft.cache).expanduser() if config.sft.cache else Path.home() / ".cache" / "tlt_jax" / "sft"
+    settings = {
+        "format": FORMAT,
+        "jax": jax.__version__,
+        "model": asdict(config.model),
+        "sizes": asdict(model),
+        "source": policy.fingerprint(config),
+        "data": asdict(config.data),
+        "sft": asdict(replace(config.sft, cache="")),
+        "mesh": (config.mesh.data, config.mesh.model),
+        "rows": (packing.row_tokens(config), packing.rows(config), config.rollout.max_new_tokens),
+        "optimizer": asdict(config.optim),
+        "seed": config.train.seed,
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return root / digest[:16]
+
+
+def main() -> int:
+    """Makes the warm start of a configuration and writes it, with its tokenizer, to --out."""
+    arguments = sys.argv[1:]
+    out = "" if "--help" in arguments else command.take(arguments, "--out")
+    config = configuration.load(arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write")
+    config = replace(config, run=out)
+    with command.prepared(config):
+        tokenizer = data.tokenizer(config)
+        dataset = data.load(config, tokenizer)
+        model = policy.describe(config, tokenizer)
+        checks.validate_model(config, model)
+        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+        with Writer(config, config.sft.steps, None) as writer:
+            params = warm_start(config, model, mesh, dataset, writer, lambda: False)
+        hf.save(params, model, Path(out), mesh, tokenizer, config.model.param_dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
