@@ -69,9 +69,15 @@ class Store:
         meta: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts to save; the arrays may be donated as soon as this returns. A step that is there is left alone."""
+        """Starts to save; the arrays may be donated as soon as this returns.
+
+        A step that is there is left alone, but one without metrics gives way to one with metrics.
+        """
         if step in self._manager.all_steps():
-            return
+            self.wait()
+            if not metrics or self.describe(step)["metrics"]:
+                return
+            self._manager.delete(step)
         described = {
             "format": FORMAT,
             "step": step,
@@ -109,7 +115,8 @@ class Store:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The saved step with the highest best metric; None when none was measured."""
+        """The saved step with the highest best metric; None when none was measured. Waits for the saves."""
+        self.wait()
         ranked = [(self.describe(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
         return max(((value, step) for value, step in ranked if value is not None), default=(None, None))[1]
 

@@ -153,7 +153,7 @@ class Train:
     rows: int = knob(
         0, "packed rows of one gradient accumulation step over the whole mesh; 0: two per data group", at_least=0
     )
-    logits_chunk: int = knob(1024, "tokens whose logits exist at once in the update", at_least=1)
+    logits_chunk: int = knob(1024, "tokens of a data group whose logits exist at once in the update", at_least=1)
     attention_block: int = knob(512, "queries whose attention scores exist at once in the update", at_least=1)
     max_nonfinite: int = knob(3, "stop after this many non-finite updates in a row (each one is skipped)", at_least=1)
 

@@ -127,20 +127,28 @@ class Writer:
 
 
 def forget(path: Path, first_step: int) -> None:
-    """Removes the events of a step and of later ones, and a torn last event, from a file of TensorBoard events."""
+    """Removes the events of a step and of later ones, and a torn last event, from a file of TensorBoard events.
+
+    Those of the warm start stay, unless the run starts anew (first_step 0).
+    """
     content, kept, start = path.read_bytes(), [], 0
     while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
         end = start + 16 + struct.unpack_from("<Q", content, start)[0]
         if end > len(content):
             break
         event = Event.FromString(content[start + 12 : end - 4])
-        if event.step < first_step or event.file_version:
+        if event.step < first_step or event.file_version or first_step and is_warm_start(event):
             kept.append(content[start:end])
         start = end
     if sum(map(len, kept)) < len(content):
         torn = path.parent.with_suffix(".tmp")  # outside the folder that TensorBoard reads
         torn.write_bytes(b"".join(kept))
         torn.replace(path)
+
+
+def is_warm_start(event: Event) -> bool:
+    """True for scalars of the warm start, which counts steps of its own, all of them before the first checkpoint."""
+    return event.HasField("summary") and all(value.tag.startswith("sft/") for value in event.summary.value)
 
 
 def sample(record: Record) -> str:

@@ -1,0 +1,424 @@
+"""Laws of the training loop: resume is exact, each step is written once, and what goes wrong is counted or named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tlt_jax import config as configuration, data, eval, mesh as meshes, policy, tasks
+from tlt_jax.checkpoint import Store
+from tlt_jax.config import Config
+from tlt_jax.models import hf
+from tlt_jax.settings import ConfigError
+from tlt_jax.tables import DataError
+from tlt_jax.train import folder, loop, policy_step, report, sft
+from tlt_jax.train.policy_step import PolicyState
+
+STEPS = 4
+TASK = {"min_length": 3, "max_length": 4, "modulus": 5}
+KNOBS = {
+    "model.init": {
+        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    },
+    "data.task_args": TASK,
+    "data.eval_size": 2,
+    "data.max_prompt_tokens": 8,
+    "rollout.prompts": 2,
+    "rollout.samples": 3,
+    "rollout.max_new_tokens": 12,
+    "rollout.chunk": 4,
+    "rollout.batch_buckets": [3],
+    "train.steps": STEPS,
+    "train.row_tokens": 64,
+    "mesh.data": 2,
+    "reward.terms": {"toy_rewards:digest": 1.0},
+    "optim.learning_rate": 0.01,
+    "eval.every": 2,
+    "eval.samples": 2,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 9,
+    "log.progress": False,
+    "sft.cache": "off",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for all tests: compiled programs, and three problems to train on beside two for evaluation."""
+    root = tmp_path_factory.mktemp("train")
+    task = tasks.make("fold", TASK)
+    task.tokenizer().save_pretrained(root / "tokenizer")
+    rows = [{"prompt": row.prompt, "answer": row.answer} for row in task.rows(0, range(5), "train")]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compilation_cache.reset_cache()
+    yield root
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def configure(shared):
+    """configure(run folder, {knob: value}) -> the toy configuration: generated problems, no export."""
+
+    def make(run: Path, knobs: dict | None = None) -> Config:
+        values = KNOBS | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False} | (knobs or {})
+        words = [(f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
+                 for name, value in values.items()]  # fmt: skip
+        return configuration.parse([word for pair in words for word in pair], require_config=False)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(shared, configure):
+    """A finished run over more than two epochs of three problems, every step saved. Tests copy it, none writes to it."""
+    files = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer", "checkpoint.export": True}
+    config = configure(shared / "whole", files | {"checkpoint.best_metric": "eval/mean@2"})
+    assert loop.train(config) == loop.DONE
+    return config
+
+
+def stopped_after(step: int, config: Config, run: Path) -> Config:
+    """The same run in another folder, as a kill -9 leaves it that comes before the save of the next step is whole."""
+    shutil.copytree(config.run, run)
+    for saved in (run / "checkpoints").iterdir():
+        if saved.name.isdigit() and int(saved.name) > step:
+            shutil.rmtree(saved)
+    shutil.rmtree(run / "hf", ignore_errors=True)
+    return replace(config, run=str(run))
+
+
+def state_of(config: Config, step: int = STEPS) -> PolicyState:
+    """The state that the run saved after a step, on the mesh of the configuration."""
+    model = policy.describe(config, data.tokenizer(config))
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+    target = policy_step.abstract_state(policy_step.Recipe.of(config, model, mesh, 1))
+    with Store(config.run, create=False) as store:
+        return store.restore(step, {"policy": target}).items["policy"]
+
+
+def saved_steps(config: Config) -> list[int]:
+    with Store(config.run, create=False) as store:
+        return store.steps()
+
+
+def assert_equal(ours, theirs) -> None:
+    """Every leaf is equal, bit by bit."""
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), ours, theirs)
+
+
+def events(config: Config) -> dict[str, list[tuple[int, float]]]:
+    """Scalar name -> (step, value) of every event."""
+    accumulator = EventAccumulator(str(Path(config.run) / "tensorboard")).Reload()
+    return {name: [(e.step, e.value) for e in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+
+
+def completions(config: Config) -> dict[str, list[tuple]]:
+    """Completions file -> the answers in it."""
+    files = sorted((Path(config.run) / "completions").iterdir())
+    fields = ("step", "uid", "prompt", "completion", "reward", "length", "finish")
+    return {f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()] for f in files}
+
+
+def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
+    """Runs `act` before call `number` (from 1) of a function."""
+    function, calls = getattr(target, name), iter(range(1, 1000))
+
+    def counted(*args, **kwargs):
+        if next(calls) == number:
+            act()
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, counted)
+
+
+def preempt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
+    assert saved_steps(whole) == [0, 1, 2, 3, 4]  # 0: the baseline is the best so far
+    first, last = state_of(whole, 0), state_of(whole)
+    assert (int(last.step), int(last.skipped)) == (STEPS, 0)
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
+    written = events(whole)
+    for name in ("reward/mean", "response_length/p75", "actor/entropy", "timing_s/step", "training/epoch"):
+        assert [step for step, _ in written[name]] == [1, 2, 3, 4], name
+    assert [step for step, _ in written["eval/mean@2"]] == [0, 2, 4]
+    assert written["training/epoch"][-1][1] == pytest.approx(4 * 2 / 3)
+    assert max(value for _, value in written["actor/rollout_logprob_diff_max"]) < 1e-4
+    assert {name: len(lines) for name, lines in completions(whole).items()} == {f"00000{n}.jsonl": 6 for n in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, tmp_path, step):
+    config = stopped_after(step, whole, tmp_path / "run")
+    assert loop.train(config) == loop.DONE
+    assert_equal(state_of(config), state_of(whole))
+    assert completions(config) == completions(whole)
+    ours, theirs = events(config), events(whole)
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "eval/mean@2", "eval/pass@1"):
+        assert ours[name] == theirs[name], name
+    assert [s for s, _ in ours["timing_s/step"]] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "learn", None)
+    assert loop.train(whole) == loop.DONE
+    assert "is finished: it has all 4 steps" in capsys.readouterr().out
+    moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
+    assert loop.train(moved) == loop.DONE
+    assert configuration.read(Path(whole.run) / "config.yaml") == moved
+    other = replace(whole, optim=replace(whole.optim, learning_rate=0.5), eval=replace(whole.eval, samples=4))
+    other = replace(other, checkpoint=replace(other.checkpoint, best_metric=""))
+    with pytest.raises(ConfigError) as refused:
+        loop.train(other)
+    text = str(refused.value)
+    assert "other values of optim.learning_rate, eval.samples, checkpoint.best_metric:" in text and "\n" not in text
+    assert loop.train(whole) == loop.DONE
+
+
+def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
+    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[1, 2], in_flight=1)
+    config = replace(whole, run=str(tmp_path), rollout=rollout, checkpoint=replace(whole.checkpoint, export=False))
+    assert loop.train(config) == loop.DONE
+    assert completions(config) == completions(whole)
+    assert_equal(state_of(config), state_of(whole))
+
+
+@pytest.mark.parametrize("where", ["rollout", "evaluation", "last evaluation", "warm start"])
+def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
+    function, number = {
+        "rollout": ((loop, "roll_out"), 3),
+        "evaluation": ((eval, "evaluate"), 2),
+        "last evaluation": ((eval, "evaluate"), 3),
+        "warm start": ((loop, "begin"), 1),
+    }[where]
+    scratch = replace(whole.checkpoint, every=0)
+    config = replace(whole, run=str(tmp_path), checkpoint=scratch)
+    if where == "warm start":
+        config = replace(config, sft=replace(config.sft, steps=1, solution_column="prompt"))
+    with monkeypatch.context() as patch:
+        raise_at(patch, *function, number, preempt)
+        assert loop.train(config) == loop.PREEMPTED
+    if where == "warm start":
+        assert saved_steps(config) == []
+        return
+    assert saved_steps(config)[-1] == {"rollout": 2, "evaluation": 2, "last evaluation": 4}[where]
+    assert loop.train(config) == loop.DONE
+    assert_equal(state_of(config), state_of(whole))
+    assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
+    with Store(config.run, best_metric="eval/mean@2", create=False) as ours, Store(whole.run, create=False) as theirs:
+        assert ours.describe(STEPS)["metrics"] == theirs.describe(STEPS)["metrics"] != {}
+        measured = dict(events(whole)["eval/mean@2"])
+        assert ours.describe(ours.best())["metrics"]["eval/mean@2"] == pytest.approx(max(measured.values()))
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
+    """SIGTERM, then kill -9 while a step is being saved, then the rest: through the command, in its own process."""
+    config = replace(whole, run=str(tmp_path / "run"))
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
+    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(tmp_path / "config.yaml")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOY_REWARD_SECONDS": "0.3"}
+
+    def stop(first_sign: str, number: signal.Signals) -> int:
+        process = subprocess.Popen(command, env=environment)
+        until = time.monotonic() + 120
+        while not list((tmp_path / "run").glob(first_sign)) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        process.send_signal(number)
+        return process.wait()
+
+    assert stop("completions/000001.jsonl", signal.SIGTERM) == loop.PREEMPTED
+    assert stop("checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
+    assert STEPS not in saved_steps(config)
+    assert loop.train(config) == loop.DONE
+    assert_equal(state_of(config), state_of(whole))
+    assert completions(config) == completions(whole)
+    assert [step for step, _ in events(config)["reward/mean"]] == [1, 2, 3, 4]
+
+
+def test_a_run_goes_on_on_another_mesh(whole, tmp_path):
+    config = stopped_after(2, whole, tmp_path / "run")
+    config = replace(config, mesh=replace(config.mesh, data=1, model=2))
+    assert loop.train(config) == loop.DONE
+    assert completions(config) == completions(whole)
+    ours, theirs = (jax.tree.leaves(state_of(c).params) for c in (config, replace(whole, mesh=config.mesh)))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
+    wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
+    runs = []
+    for shape in ((1, 1), (2, 1), (2, 2)):
+        knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "rollout.slots": 3, "checkpoint.every": 0}
+        runs.append(configure(tmp_path / f"{shape}", wide | knobs))
+        assert loop.train(runs[-1]) == loop.DONE
+    assert completions(runs[0]) == completions(runs[1]) == completions(runs[2])
+    assert len(completions(runs[0])) == 2
+
+
+def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(configure, tmp_path, capsys):
+    config = configure(tmp_path, {"optim.learning_rate": 1e30, "train.steps": 9, "eval.every": 0})
+    assert loop.train(config) == loop.DIVERGED
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: step 4: 3 updates in a row were not finite: lower optim.learning_rate")
+    assert saved_steps(config) == [1, 2, 3]
+    before, after = state_of(config, 1), state_of(config, 3)
+    assert_equal(before.params, after.params)
+    assert_equal(before.opt_state, after.opt_state)
+    assert (int(before.skips), int(after.skips), int(after.skipped)) == (0, 2, 2)
+    assert [value for _, value in events(config)["actor/nonfinite"]] == [0, 1, 2, 3]
+
+
+def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, configure, tmp_path):
+    rows = [{"prompt": f"{n}{n}{n}:", "answer": "hang" if n == 0 else "raise"} for n in (0, 1, 2, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    knobs = {
+        "data.train": tmp_path / "rows.jsonl", "model.tokenizer": shared / "tokenizer", "data.eval_size": 0,
+        "eval.every": 0, "train.steps": 2, "reward.terms": {"toy_rewards:trouble": 1.0}, "reward.timeout_s": 0.3,
+        "reward.failure_score": -0.5,
+    }  # fmt: skip
+    config = configure(tmp_path / "run", knobs)
+    assert loop.train(config) == loop.DONE
+    written = events(config)
+    assert sum(value for _, value in written["reward/failures/timeout"]) == 3
+    assert sum(value for _, value in written["reward/failures/error"]) == 9
+    assert [value for _, value in written["reward/mean"]] == [-0.5, -0.5]
+    assert [value for _, value in written["groups/zero_variance"]] == [1, 1]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
+    measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
+    monkeypatch.setattr(eval, "evaluate", lambda *_: {"eval/mean@2": next(measured)})
+    knobs = {"eval.every": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.best_metric": "eval/mean@2"}
+    config = configure(tmp_path, knobs)
+    assert loop.train(config) == loop.DONE
+    assert saved_steps(config) == [2, 4]
+    with Store(config.run, 1, "eval/mean@2", create=False) as store:
+        assert store.best() == 2
+
+
+def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp_path, monkeypatch, capsys):
+    exported = Path(whole.run) / "hf"
+    model = policy.describe(whole, data.tokenizer(whole))
+    params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
+    assert_equal(params, state_of(whole).params)
+    assert not list(Path(whole.run).glob("*.partial"))
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
+    monkeypatch.setattr(sys, "argv", ["eval", "--config", str(tmp_path / "config.yaml"), "--model.path", str(exported)])
+    printed = []
+    for _ in range(2):
+        assert eval.main() == 0
+        printed.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert printed[0] == printed[1]
+    last = {name: values[-1][1] for name, values in events(whole).items() if name.startswith("eval/")}
+    assert printed[0] == pytest.approx(last) and len(last) == 6
+
+
+def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):
+    config = stopped_after(STEPS, whole, tmp_path / "run")
+    assert loop.train(config) == loop.DONE
+    name = "hf/model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (Path(whole.run) / name).read_bytes()
+    assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
+
+
+def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactly(configure, tmp_path, monkeypatch):
+    knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "algorithm.importance_cap": 2.0, "eval.every": 0}
+    config, updates, written = configure(tmp_path / "run", knobs), [], []
+    summarize, write = report.of_update, folder.write_model
+    monkeypatch.setattr(report, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
+    monkeypatch.setattr(folder, "write_model", lambda *args: written.append(args[1].name) or write(*args))
+    assert loop.train(config) == loop.DONE
+    assert [len(one) for one in updates] == [2] * STEPS
+    assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
+    assert float(updates[-1][0]["kl"]) > 1e-4
+    for first, second in updates:
+        assert float(first["ratio_mean"]) == pytest.approx(1, abs=1e-5)
+        assert abs(float(second["ratio_mean"]) - 1) > 1e-5
+        assert float(first["importance_weight_mean"]) == pytest.approx(1, abs=1e-3)
+    assert int(state_of(config).step) == 2 * STEPS
+    resumed = stopped_after(2, config, tmp_path / "resumed")
+    assert loop.train(resumed) == loop.DONE
+    assert_equal(state_of(resumed), state_of(config))
+    assert written == ["reference"]
+
+
+def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(configure, tmp_path, monkeypatch):
+    knobs = {"sft.steps": 8, "sft.batch": 8, "sft.learning_rate": 0.03, "sft.cache": tmp_path / "cache",
+             "eval.every": 0, "train.steps": 1, "reward.terms": {"task": 1.0}}  # fmt: skip
+    config = configure(tmp_path / "run", knobs)
+    monkeypatch.setattr(sft, "SAY_EVERY", 1)
+    assert loop.train(config) == loop.DONE
+    losses = events(config)["sft/loss"]
+    assert [step for step, _ in losses] == list(range(1, 9))
+    assert losses[-1][1] < losses[0][1] - 0.3
+    updates = []
+    make = sft.make_batch
+    monkeypatch.setattr(sft, "make_batch", lambda *args: updates.append(1) or make(*args))
+    again = replace(config, run=str(tmp_path / "again"))
+    assert loop.train(again) == loop.DONE
+    assert not updates
+    assert_equal(state_of(again, 1), state_of(config, 1))
+    model = policy.describe(config, data.tokenizer(config))
+    others = {"sft.learning_rate": 0.02, "sft.steps": 9, "train.seed": 1, "data.task": "scan", "mesh.data": 1}
+    kept = {sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model) for name, v in others.items()}
+    assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1
+    assert sft.cache_folder(replace(config, sft=replace(config.sft, cache="off")), model) is None
+
+
+def test_the_curve_of_the_warm_start_outlives_a_resume(configure, tmp_path, monkeypatch):
+    knobs = {"sft.steps": 3, "sft.batch": 8, "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}
+    config = configure(tmp_path / "run", knobs)
+    monkeypatch.setattr(sft, "SAY_EVERY", 1)
+    assert loop.train(config) == loop.DONE
+    resumed = stopped_after(1, config, tmp_path / "resumed")
+    assert loop.train(resumed) == loop.DONE
+    ours, theirs = events(resumed), events(config)
+    for name in ("sft/loss", "sft/lr", "reward/mean"):
+        assert ours[name] == theirs[name], name
+
+
+def test_epochs_are_counted_in_steps(configure, tmp_path):
+    config = configure(tmp_path, {"train.steps": 0, "train.epochs": 3})
+    assert [loop.total_steps(config, SimpleNamespace(rows=rows)) for rows in (1, 3, 4)] == [1, 4, 6]
+    with pytest.raises(DataError, match="set train.steps"):
+        loop.total_steps(config, SimpleNamespace(rows=None))
+    assert loop.total_steps(configure(tmp_path), SimpleNamespace(rows=None)) == STEPS
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
+    from itertools import combinations
+
+    for samples in (1, 2, 5):
+        for correct in range(samples + 1):
+            answers = [i < correct for i in range(samples)]
+            for k in range(1, samples + 1):
+                subsets = [any(subset) for subset in combinations(answers, k)]
+                assert eval.pass_at_k(samples, correct, k) == pytest.approx(np.mean(subsets))
+    assert eval.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
+        {"eval/mean@4": 1.9 / 8, "eval/pass@1": 0.25, "eval/pass@2": (1 - 1 / 6) / 2, "eval/pass@4": 0.5}
+    )
+
+
+def test_loggers_are_left_as_they_were(whole):
+    assert not logging.getLogger("tlt_jax").handlers

@@ -1,0 +1,20 @@
+"""Rewards for the tests of the loop; imported by the scoring processes, so it imports no JAX."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+
+
+def digest(prompt: str, completion: str, row: dict) -> float:
+    """A number in [0, 1) that depends on every character: answers to one prompt rarely tie."""
+    time.sleep(float(os.environ.get("TOY_REWARD_SECONDS", 0)))
+    return zlib.crc32(completion.encode()) % 1000 / 1000
+
+
+def trouble(prompt: str, completion: str, row: dict) -> float:
+    """Raises or hangs, as the row's answer says."""
+    if row["answer"] == "hang":
+        time.sleep(60)
+    raise RuntimeError("a reward that never works")

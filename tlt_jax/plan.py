@@ -1,0 +1,217 @@
+"""`python -m tlt_jax.plan`: compiles a configuration's programs ahead of time, here or for a TPU pod, and says what fits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy
+from tlt_jax.collectives import collectives
+from tlt_jax.config import Config
+from tlt_jax.engine import Engine
+from tlt_jax.models import hf, transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.settings import ConfigError
+from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.group import block_size, bucket_width
+from tlt_jax.spec_decode.programs import Key, prefill_key
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.train import packing, policy_step
+from tlt_jax.train.policy_step import Recipe
+
+GIB = 2**30
+TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
+RESIDENT = ("weights", "optimizer")
+KNOBS = {
+    "weights": "mesh.data or mesh.model (more devices)",
+    "optimizer": "mesh.data (the moments are sharded over it)",
+    "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
+    "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
+    "gradients": "mesh.data (gradients are sharded over it)",
+    "logits chunk": "train.logits_chunk",
+    "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
+    "in the rollout",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program, lowered; `holds` are the kinds of bytes that are on the device while it runs."""
+
+    name: str
+    lowered: Any
+    mesh: Mesh
+    holds: tuple[str, ...]
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on one device."""
+
+    def of(leaf: jax.ShapeDtypeStruct) -> int:
+        size = leaf.dtype.itemsize
+        for length in leaf.sharding.shard_shape(leaf.shape):
+            size *= length
+        return size
+
+    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
+    """Bytes on one device of each kind of large array; programs' temporaries are not among them."""
+    model, mesh = recipe.model, recipe.mesh
+    state = policy_step.abstract_state(recipe)
+    slots = cache_slots(config)
+    vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
+    return {
+        "weights": device_bytes(state.params),
+        "optimizer": device_bytes(state.opt_state),
+        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", config.model.compute_dtype)),
+        "cache": device_bytes(engine.registry.targets[0].empty(engine.capacity, slots)),
+        "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
+        "logits chunk": config.train.logits_chunk * vocab * 4,
+    }
+
+
+def cache_slots(config: Config) -> int:
+    """Slots of the longest cache of a training rollout."""
+    prompt = config.data.max_prompt_tokens
+    longest = max(prompt + config.rollout.max_new_tokens, bucket_width(prompt))
+    return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
+
+
+def device_memory(device: Any) -> int:
+    """Bytes of one device: measured where the device tells, known for TPUs, a share of the host's memory on a CPU."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count("cpu")
+    if device.device_kind in TPU_GIB:
+        return TPU_GIB[device.device_kind] * GIB
+    return (device.memory_stats() or {})["bytes_limit"]
+
+
+def phases(kinds: dict[str, int]) -> dict[str, dict[str, int]]:
+    """What is on a device at once: in the rollout the copy and the cache, in the update the gradients and the logits."""
+    resident = {kind: kinds[kind] for kind in RESIDENT}
+    return {
+        "rollout": resident | {kind: kinds[kind] for kind in ("rollout copy", "cache")},
+        "update": resident | {kind: kinds[kind] for kind in ("gradients", "logits chunk")},
+    }
+
+
+def preflight(config: Config, recipe: Recipe, engine: Engine) -> None:
+    """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
+    limit = device_memory(recipe.mesh.devices.flat[0])
+    for name, kinds in phases(budget(config, recipe, engine)).items():
+        if sum(kinds.values()) > limit:
+            raise ConfigError(
+                f"the {name} does not fit: {spell(kinds)}, and a device has {limit / GIB:.2f} GiB: {advice(kinds)}"
+            )
+
+
+def spell(kinds: dict[str, int]) -> str:
+    """`weights 1.20 GiB + ... = 3.40 GiB a device`."""
+    parts = " + ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
+    return f"{parts} = {sum(kinds.values()) / GIB:.2f} GiB a device"
+
+
+def advice(kinds: dict[str, int]) -> str:
+    """Which knob makes the largest kind smaller."""
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    return f"the largest are the {largest}: change {KNOBS[largest]}"
+
+
+def lower(config: Config, recipe: Recipe, engine: Engine) -> Iterator[Program]:
+    """The programs of a step at their largest: prefill, rollout chunk, rollout reshard, policy update."""
+    group, slots = engine.groups[0], cache_slots(config)
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
+    rules = Rules(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
+    width = bucket_width(config.data.max_prompt_tokens)
+    size = block_size(config.rollout.prompts, width)
+    yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, ("rollout copy", "cache"))
+    key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
+    yield Program("rollout chunk", engine.registry.lower(key), group, ("rollout copy", "cache"))
+    params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
+    yield Program("rollout reshard", engine.reshard.lower(params), recipe.mesh, ("rollout copy",))
+    given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
+    batch = policy_step.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
+    update = policy_step.programs(recipe).update.lower(policy_step.abstract_state(recipe), batch)
+    yield Program("policy update", update, recipe.mesh, ())
+
+
+def accumulation(config: Config) -> int:
+    """Accumulation steps of an update whose answers are all as long as they may be."""
+    sequences = config.rollout.prompts * config.rollout.samples // config.algorithm.minibatches
+    per_row = packing.row_tokens(config) // (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    needed = -(-sequences // (per_row * packing.rows(config)))
+    return 1 << (needed - 1).bit_length()
+
+
+def report(program: Program, kinds: dict[str, int], limit: int) -> bool:
+    """Compiles a program and prints what it takes; True when it fits."""
+    begin = time.perf_counter()
+    compiled = program.lowered.compile()
+    seconds = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    resident = {kind: kinds[kind] for kind in (*RESIDENT, *program.holds)}
+    resident["temporaries"] = memory.temp_size_in_bytes
+    fits = sum(resident.values()) <= limit
+    print(f"{program.name}: compiled in {seconds:.1f} s")
+    print(f"  memory       {spell(resident)}")
+    donated = f"{memory.argument_size_in_bytes / GIB:.2f} GiB, {memory.alias_size_in_bytes / GIB:.2f} of it donated"
+    print(f"  arguments    {donated}")
+    for name, count in collectives(compiled.as_text(), program.mesh).items() or {"none": 0}.items():
+        print(f"  collectives  {name}{f': {count}' if count else ''}")
+    print("  fits" if fits else f"  DOES NOT FIT: {advice(resident)}")
+    return fits
+
+
+def topology_devices(name: str) -> Sequence[Any]:
+    """Descriptions of the devices of a TPU topology, such as v5p:4x4x4; ConfigError when libtpu does not know it."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--topology {name}: {reason}: name one such as v5p:2x2x2, and install tlt_jax[tpu]") from error
+
+
+def sizes(config: Config) -> ModelConfig:
+    """The model of model.init when it names a vocabulary, which needs no files; else that of the model directory."""
+    if "vocab_size" in config.model.init:
+        return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
+    return policy.describe(config, data.tokenizer(config))
+
+
+def main() -> int:
+    """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a mistake."""
+    arguments, topology = sys.argv[1:], ""
+    if "--topology" in arguments:
+        topology = command.take(arguments, "--topology")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here"
+    config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
+    with command.prepared(config):
+        model = sizes(config)
+        checks.validate_model(config, model)
+        devices = topology_devices(topology) if topology else jax.devices()
+        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
+        recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh)
+        limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)
+        shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
+        print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
+        for kind, size in kinds.items():
+            print(f"  {kind:<14} {size / GIB:9.3f} GiB a device")
+        return 0 if all([report(program, kinds, limit) for program in lower(config, recipe, engine)]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
