@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tlt_jax import mesh as meshes
-from tlt_jax.models import hf, hf_config, transformer
+from tlt_jax.models import hf, hf_config
 from tlt_jax.models.hf import ModelError
 
 
@@ -246,7 +246,7 @@ def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():
 
 def test_tokenizer_files_travel_with_the_weights(mesh, tmp_path):
     config = hf.read_config(model_cases.write("qwen2", tmp_path / "source"), (5,))
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    params = hf.load(tmp_path / "source", config, mesh, "float32")
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     hf.save(params, config, tmp_path / "copied", mesh, tmp_path / "source", "float32")
     assert (tmp_path / "copied" / "tokenizer.json").read_text() == "{}"

@@ -96,7 +96,7 @@ def test_logits_equal_those_of_transformers(case, dtype, directories, goldens, x
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize("shape", MESHES[1:])
 @pytest.mark.parametrize("family", model_cases.FAMILIES)
 def test_logits_are_the_same_on_every_mesh(family, shape, dtype, directories, goldens, x64):
     mesh = meshes.make_mesh(*shape)
@@ -217,10 +217,8 @@ def test_remat_and_blocks_leave_gradients_alone(directories, x64):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_padded_vocabulary_is_never_chosen():
-    config = hf.new_config(SMALL, 37, ())
-    mesh = meshes.make_mesh(1, 1)
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+def test_padded_vocabulary_is_never_chosen(directories):
+    config, params = load(directories("qwen2"), meshes.make_mesh(1, 1), "float32")
     logits = transformer.logits(params, config, jnp.ones((2, config.hidden_size)))
     assert logits.shape == (2, transformer.padded_vocab(config, 1)) == (2, 64)
     assert (logits[:, 37:] == jnp.finfo(jnp.float32).min).all()
@@ -236,77 +234,17 @@ def test_new_weights_are_the_same_on_every_mesh():
     assert np.std(one.layers.gate) == pytest.approx(0.02, rel=0.05)
 
 
-def test_bfloat16_is_computed_with_float32_logits():
-    config = hf.new_config(SMALL, 37, ())
+def test_bfloat16_is_computed_with_float32_logits(directories):
     mesh = meshes.make_mesh(1, 2)
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    config, params = load(directories("llama"), mesh, "float32")
     weights, group = rollout(params, config, mesh, "bfloat16")
     cache = kv_cache.empty(config, 2, 8, 0, "bfloat16", group)
     logits, _, scratch = grow(weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool))
     assert logits.dtype == jnp.float32
     assert scratch.keys[0].dtype == jnp.bfloat16
     expected = plain(params, config, [[1], [2]], dtype="bfloat16")
-    np.testing.assert_allclose(logits[..., :37], expected, atol=2e-2)
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
-def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
-    config = hf.new_config(SMALL | {"head_dim": 32}, 37, ())
-    mesh = meshes.make_mesh(*shape)
-    batch, slots = 4, 512
-    seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
-
-    def loop(weights, cache, tokens, lengths):
-        def body(carry):
-            step, cache, tokens, lengths = carry
-            positions = lengths[:, None] + jnp.arange(nodes)
-            logits, _, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
-            path = jnp.zeros((batch, nodes), jnp.int32)
-            cache = kv_cache.commit(cache, scratch, path, lengths)
-            return step + 1, cache, jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
-
-        return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
-
-    cache = kv_cache.abstract(config, batch, slots, 0, "float32", mesh)
-    weights = transformer.abstract(config, mesh, "rollout", "float32")
-    integers = jax.ShapeDtypeStruct((batch, nodes), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    memory = jax.jit(loop, donate_argnums=1).lower(weights, cache, *integers).compile().memory_analysis()
-    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) // mesh.shape["model"]
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size / 4
-
-
-def test_insert_fans_rows_out_and_resize_gathers_them():
-    config = hf.new_config(SMALL, 37, ())
-    mesh = meshes.make_mesh(1, 1)
-    cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
-    cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
-    key = jax.random.key(0)
-    prefill = tuple((jax.random.normal(key, (2, 2, 8, 4)), jax.random.normal(key, (2, 2, 4, 8))) for _ in range(3))
-    filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
-    for layer, (keys, values) in enumerate(prefill):
-        for slot in (0, 2):
-            np.testing.assert_array_equal(filled.keys[layer][slot, :, :, :4], keys[1])
-            np.testing.assert_array_equal(filled.values[layer][slot, :, :4], values[1])
-        np.testing.assert_array_equal(filled.keys[layer][1], cache.keys[layer][1])
-        np.testing.assert_array_equal(filled.values[layer][:, :, 4:], cache.values[layer][:, :, 4:])
-    for slots in (4, 9):
-        fitted = kv_cache.resize(filled, jnp.array([2, -1]), slots)
-        kept = min(slots, 6)
-        assert fitted.keys[0].shape == (2, 2, 8, slots)
-        assert fitted.values[0].shape == (2, 2, slots, 8)
-        np.testing.assert_array_equal(fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept])
-        np.testing.assert_array_equal(fitted.values[1][0, :, :kept], filled.values[1][2, :, :kept])
-        np.testing.assert_array_equal(fitted.features[0, :kept], cache.features[2, :kept])
-
-
-def test_prefill_beyond_the_cache_is_refused_by_its_shape():
-    config = hf.new_config(SMALL, 37, ())
-    cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
-    prefill = tuple((jnp.ones((1, 2, 8, 4)), jnp.ones((1, 2, 4, 8))) for _ in range(3))
-    with pytest.raises(ValueError, match="4 slots.*2"):
-        kv_cache.insert(cache, prefill, jnp.array([0]))
+    np.testing.assert_allclose(logits[..., :37], expected, atol=0.1)
+    np.testing.assert_allclose(expected, plain(params, config, [[1], [2]], dtype="float32"), atol=0.2)
 
 
 @pytest.mark.parametrize(
@@ -332,12 +270,11 @@ def test_impossible_heads_are_refused():
         dataclasses.replace(config, head_dim=7)
 
 
-def test_fewer_kv_heads_than_the_model_axis_are_repeated():
-    config = hf.new_config(SMALL, 37, ())
+def test_fewer_kv_heads_than_the_model_axis_are_repeated(directories):
     mesh = meshes.make_mesh(1, 4)
+    config, params = load(directories("llama"), mesh, "float32")
     assert architecture.rollout_kv_heads(config, 4) == 4
     assert kv_cache.abstract(config, 2, 8, 0, "float32", mesh).keys[0].shape == (2, 4, 8, 8)
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
     weights, _ = rollout(params, config, mesh, "float32")
     heads = np.asarray(weights.layers[1].k).reshape(4, 8, 32)
     np.testing.assert_array_equal(heads[0], heads[1])

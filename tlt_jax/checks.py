@@ -85,6 +85,11 @@ def validate_learning(config: Config) -> None:
             f"rollout.prompts {rollout.prompts} does not divide into algorithm.minibatches "
             f"{algorithm.minibatches}: use one of {fits}"
         )
+    if config.eval.every and not config.data.eval and not config.data.eval_size:
+        raise ConfigError(
+            f"eval.every {config.eval.every} needs prompts, and data.eval_size is 0 and data.eval empty: set one of them, or "
+            "eval.every 0"
+        )
     best = config.checkpoint.best_metric
     if best and not config.eval.every:
         raise ConfigError(f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every")

@@ -230,7 +230,8 @@ class Config:
 
 
 # Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
-FREE = ("run", "mesh.", "log.", "profile.", "rollout.in_flight", "rollout.compile_cache", "reward.workers", "sft.cache",
+FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
+        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "reward.workers", "sft.cache",
         "checkpoint.every", "checkpoint.keep", "checkpoint.export")  # fmt: skip
 
 

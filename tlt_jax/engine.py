@@ -84,8 +84,9 @@ class Engine:
     ) -> RolloutResult:
         """`samples` answers to each prompt; the tokens are a function of (weights, prompt, sampling, seed, stream, step, uid).
 
-        uid = position of the prompt in `prompts` * samples + sample. `max_new_tokens` may differ by prompt. Seed, EOS and stop sequences default to those of the
-        configuration, the model and the engine. Raises Interrupted soon after `interrupted()` is true.
+        uid = position of the prompt in `prompts` * samples + sample. `max_new_tokens` may differ by prompt. Seed, EOS and
+        stop sequences default to those of the configuration, the model and the engine. Raises Interrupted soon after
+        `interrupted()` is true.
         """
         tokens = tuple(np.asarray(prompt.tokens, np.int32) for prompt in prompts)
         self.check(tokens, max_new_tokens)
@@ -185,7 +186,10 @@ def use_compile_cache(folder: str) -> None:
 
 def log_compile(compiled: Compiled) -> None:
     """One line per executable."""
+    key, mib = compiled.key, 2**-20
+    what = f"{key.kind} of group {key.group}, {key.batch} x {key.slots}" + (f", {key.sizes}" if key.sizes else "")
     log.info(
-        "compiled %s in %.2f s: arguments %d, outputs %d, aliased %d, temporary %d bytes",
-        compiled.key, compiled.seconds, compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary,
+        "compiled %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
+        what, compiled.seconds, compiled.arguments * mib, compiled.outputs * mib, compiled.aliased * mib,
+        compiled.temporary * mib,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Prompt
 from tlt_jax.engine import EVAL_STREAM, Completion, Engine
 from tlt_jax.rewards import Scorer
+from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode.sampling import Sampling
 
 
@@ -33,6 +34,8 @@ def evaluate(
     """
     settings = config.eval
     prompts = dataset.eval_prompts()
+    if not prompts:
+        raise ConfigError("the evaluation split is empty: set data.eval_size above 0, or data.eval")
     rollout = engine.rollout(
         weights,
         prompts,

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The command line; defaults and meanings are those of the knobs."""
-    out = Parser(prog="python -m tlt_jax.generate", description=__doc__)
+    out = Parser(prog="python -m tlt_jax.generate", description=__doc__, allow_abbrev=False)
     out.add_argument("--model", required=True, help="Hugging Face model directory or hub id")
     prompt = out.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of the prompt, tokenized as it is")

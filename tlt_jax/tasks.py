@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tlt_jax.settings import ConfigError
+
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 # Draws of one index differ between splits; "sft" draws from the lists of "train".
 SPLITS = {"train": 0, "eval": 1, "sft": 2}
@@ -44,14 +47,14 @@ class ListTask:
 
     def __post_init__(self):
         if not 0 <= self.hasty <= 1:
-            raise ValueError(f"data.task_args.hasty {self.hasty} is not a share between 0 and 1")
+            raise ConfigError(f"data.task_args.hasty {self.hasty} is not a share between 0 and 1")
         if not 2 <= self.modulus <= len(DIGITS):
-            raise ValueError(f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}")
+            raise ConfigError(f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}")
         if not 2 <= self.min_length <= self.max_length:
             lengths = f"min_length {self.min_length} <= max_length {self.max_length}"
-            raise ValueError(f"data.task_args: 2 <= {lengths} does not hold")
+            raise ConfigError(f"data.task_args: 2 <= {lengths} does not hold")
         if self.modulus**self.min_length < SMALLEST_SPACE:
-            raise ValueError(
+            raise ConfigError(
                 f"data.task_args: modulus {self.modulus} ** min_length {self.min_length} is below {SMALLEST_SPACE}: "
                 "raise one of them"
             )
@@ -69,8 +72,12 @@ class ListTask:
         for index, length, text, total, hurry in zip(indices, lengths.tolist(), texts, sums, hurries, strict=True):
             text, total = text[:length].tobytes().decode(), total[:length].tobytes().decode()
             solution = f"={total[-1]}" if hurry else self.solve(text, total)
-            rows.append(Row(f"{split}-{index}", f"{text}:", solution, total[-1]))
+            rows.append(Row(f"{split}-{index}", self.ask(text), solution, total[-1]))
         return rows
+
+    def ask(self, text: str) -> str:
+        """The prompt of a list."""
+        return f"{text}:"
 
     def solve(self, text: str, sums: str) -> str:
         """The worked solution of a list, given its running sums."""
@@ -84,7 +91,7 @@ class ListTask:
     def longest_row(self) -> Row:
         """A problem with the longest prompt and solution that the task makes."""
         digits = DIGITS[1] * self.max_length
-        return Row("longest", f"{digits}:", self.solve(digits, digits), digits[-1])
+        return Row("longest", self.ask(digits), self.solve(digits, digits), digits[-1])
 
     def tokenizer(self):
         """One token per character, as a transformers fast tokenizer with EOS and padding.
@@ -95,7 +102,7 @@ class ListTask:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        tokens = [PAD, EOS, UNKNOWN, *DIGITS[: self.modulus], "Ġ", "=", ":"]
+        tokens = [PAD, EOS, UNKNOWN, *DIGITS[: self.modulus], "Ġ", "=", ":", *self.labels]
         model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token=UNKNOWN)
         backend = Tokenizer(model)
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -107,6 +114,11 @@ class ListTask:
             unk_token=UNKNOWN,
             clean_up_tokenization_spaces=False,
         )
+
+    @property
+    def labels(self) -> str:
+        """Tokens that name the entries of a list."""
+        return ""
 
     @cached_property
     def _length_cdf(self) -> np.ndarray:
@@ -151,20 +163,44 @@ class Scan(ListTask):
         return sums[1:-1] + "=" + sums[-1]
 
 
-TASKS = {"fold": Fold, "scan": Scan}
+class Ledger(ListTask):
+    """Keeps a running total over labelled entries: about two tokens an entry. "A3B7C2:" -> "A3B0C2=2" modulo 10.
+
+    The labels say which entry is next, so a small policy learns lists of every length alike.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_length > len(LABELS):
+            raise ConfigError(f"data.task_args.max_length {self.max_length} is above the {len(LABELS)} labels of a ledger")
+        if set(LABELS) & set(DIGITS[: self.modulus]):
+            raise ConfigError(f"data.task_args.modulus {self.modulus} is above 10: a ledger's labels are letters")
+
+    @property
+    def labels(self) -> str:
+        return LABELS
+
+    def ask(self, text: str) -> str:
+        return "".join(map("".join, zip(LABELS, text, strict=False))) + ":"
+
+    def solve(self, text: str, sums: str) -> str:
+        return "".join(map("".join, zip(LABELS, sums, strict=False))) + "=" + sums[-1]
+
+
+TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
 
 
 def make(name: str, args: dict[str, Any]) -> ListTask:
     """The task of this name with these difficulty arguments (data.task, data.task_args)."""
     if name not in TASKS:
-        raise ValueError(f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}")
+        raise ConfigError(f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}")
     known = {f.name: f.type for f in fields(ListTask)}
     for key, value in args.items():
         if key not in known:
-            raise ValueError(f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}")
+            raise ConfigError(f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}")
         wanted = (int, float) if known[key] == "float" else int
         if isinstance(value, bool) or not isinstance(value, wanted):
-            raise ValueError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
+            raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
     return TASKS[name](**args)
 
 

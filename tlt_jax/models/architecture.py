@@ -213,7 +213,7 @@ def abstract(config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> 
 
 
 def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
-    """New random Params in the "train" layout; the same numbers on every mesh."""
+    """New random Params in the "train" layout; the same numbers on every mesh, zero in the vocabulary's padding."""
     spec, structure = jax.tree.flatten(weights(config, mesh.shape["model"]))
 
     def initialize(key: jax.Array) -> Params:
@@ -223,7 +223,11 @@ def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> P
             "zeros": lambda weight, key: jnp.zeros(weight.shape, dtype),
         }
         keys = jax.random.split(key, len(spec))
-        return structure.unflatten([draw[weight.init](weight, key) for weight, key in zip(spec, keys, strict=True)])
+        drawn = [draw[weight.init](weight, key) for weight, key in zip(spec, keys, strict=True)]
+        params = structure.unflatten(drawn)
+        embed = params.embed.at[config.vocab_size :].set(0)
+        head = params.head if params.head is None else params.head.at[config.vocab_size :].set(0)
+        return params.replace(embed=embed, head=head)
 
     return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
 

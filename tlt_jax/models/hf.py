@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,50 +107,54 @@ def resolve(path: str | Path) -> Path:
 def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
     """Params in the "train" layout; each process reads only the bytes of its own shards."""
     directory = Path(directory)
-    expected = {tensor.name: tensor for tensor in tensors(config)}
     target = abstract(config, mesh, "train", dtype)
     with ExitStack() as stack:
-        files = {}
-        for path in shard_files(directory):
-            try:
-                file = stack.enter_context(safe_open(path, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is no safetensors file: {error}") from error
-            files |= dict.fromkeys(file.keys(), file)
-        slices = {name: file.get_slice(name) for name, file in files.items()}
-        check_tensors(directory, expected, slices, config.tied)
-
-        def read(name: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-            """This part of a tensor; zeros where the vocabulary is padded."""
-            bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-            there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, slices[name].get_shape(), strict=True)]
-            part = np.zeros([b - a for a, b in bounds], dtype)
-            if all(a < b for a, b in there):
-                stored = slices[name][tuple(slice(a, b) for a, b in there)]
-                part[tuple(slice(0, size) for size in stored.shape)] = stored
-            return part
+        stored = open_tensors(directory, stack)
+        check_tensors(directory, {tensor.name: tensor for tensor in tensors(config)}, stored, config.tied)
 
         def top(leaf: str) -> jax.Array | None:
             spec = getattr(target, leaf)
             if spec is None:
                 return None
-            return jax.make_array_from_callback(
-                spec.shape, spec.sharding, lambda index: read(TOP[leaf], index, spec.shape)
-            )
+            part = partial(read, stored[TOP[leaf]], shape=spec.shape, dtype=dtype)
+            return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
         def stacked(leaf: str) -> jax.Array | None:
             spec = getattr(target.layers, leaf)
             if spec is None:
                 return None
+            layers = [stored[f"model.layers.{layer}.{IN_LAYER[leaf]}"] for layer in range(config.num_layers)]
 
             def part(index: tuple[slice, ...]) -> np.ndarray:
-                names = [f"model.layers.{layer}.{IN_LAYER[leaf]}" for layer in range(config.num_layers)[index[0]]]
-                return np.stack([read(name, index[1:], spec.shape[1:]) for name in names])
+                return np.stack([read(layer, index[1:], spec.shape[1:], dtype) for layer in layers[index[0]]])
 
             return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
         layers = Layer(**{field.name: stacked(field.name) for field in fields(Layer)})
         return Params(embed=top("embed"), layers=layers, final_norm=top("final_norm"), head=top("head"))
+
+
+def read(stored: Any, index: tuple[slice, ...], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """This part of a stored tensor; zeros where `shape` goes beyond it, in the padding of the vocabulary."""
+    bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+    there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, stored.get_shape(), strict=True)]
+    part = np.zeros([b - a for a, b in bounds], dtype)
+    if all(a < b for a, b in there):
+        found = stored[tuple(slice(a, b) for a, b in there)]
+        part[tuple(slice(0, size) for size in found.shape)] = found
+    return part
+
+
+def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
+    """A slice to read from, for every tensor of a model directory; the files stay open as long as the stack."""
+    stored = {}
+    for path in shard_files(directory):
+        try:
+            file = stack.enter_context(safe_open(path, framework="np"))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is no safetensors file: {error}") from error
+        stored |= {name: file.get_slice(name) for name in file.keys()}
+    return stored
 
 
 def shard_files(directory: Path) -> list[Path]:

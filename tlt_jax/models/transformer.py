@@ -134,6 +134,30 @@ def prefill(
     return tuple(kept)  # nobody reads the last x: XLA drops what leads to it
 
 
+def tree_layer(
+    layer: Layer,
+    config: ModelConfig,
+    x: Array,
+    angles: tuple[Array, Array],
+    ancestors: Array,
+    past: tuple[Array, Array, Array],
+) -> tuple[Array, Array, Array]:
+    """The layer's output [D, B*N], and the keys [B, K, E, N] and values [B, K, N, E] of tree nodes.
+
+    `past` are the cached keys and values, and how many of their slots each sequence has committed.
+    """
+    B, N, _ = ancestors.shape
+    q, k, v = qkv(layer, config, x, *angles, axis=0)
+    K, E = k.shape[:2]
+    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+    q = jnp.moveaxis(q.reshape(K, -1, E, B, N), (3, 0, 1, 4, 2), range(5))
+    kv = jnp.moveaxis(kv.reshape(K, 2, E, B, N), 3, 0)
+    k, v = kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+    attended = ops.attend_tree(q, k, v, ancestors, *past)
+    attended = jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
+    return finish(layer, config, x, attended, axis=0), k, v
+
+
 @shaped
 def tree_forward(
     params: Params,
@@ -149,21 +173,12 @@ def tree_forward(
     `params` are in the "rollout" layout. Features have the cache's width: 0 for none, D for the last hidden states.
     """
     B, N = tokens.shape
-    E = config.head_dim
     x = params.embed[tokens.reshape(-1)].T
-    cos, sin = ops.rope_angles(config.rope, E, positions.reshape(-1), x.dtype)
+    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
     kept = []
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
-        q, k, v = qkv(layer, config, x, cos.T, sin.T, axis=0)
-        K = k.shape[0]
-        kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
-        q = jnp.moveaxis(q.reshape(K, -1, E, B, N), (3, 0, 1, 4, 2), range(5))
-        kv = jnp.moveaxis(kv.reshape(K, 2, E, B, N), 3, 0)
-        k, v = kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, (keys, values, lengths))
         kept.append((k, v))
-        attended = ops.attend_tree(q, k, v, ancestors, keys, values, lengths)
-        attended = jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
-        x = finish(layer, config, x, attended, axis=0)
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
     scores = ops.contract("vd,dt->vt", head(params), x)
     scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)

@@ -20,9 +20,12 @@ RESOLVED, REFERENCE, EXPORT = "config.yaml", "reference", "hf"
 
 
 def enter(config: Config) -> None:
-    """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's."""
+    """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's.
+
+    A run that stopped before its first step is nobody's loss: its configuration may be corrected in place.
+    """
     path = Path(config.run) / RESOLVED
-    if path.exists():
+    if path.exists() and has_begun(config):
         different = configuration.differences(config, configuration.read(path))
         if different:
             raise ConfigError(
@@ -33,6 +36,12 @@ def enter(config: Config) -> None:
     torn = path.with_suffix(".tmp")
     torn.write_text(configuration.to_yaml(config))
     torn.replace(path)
+
+
+def has_begun(config: Config) -> bool:
+    """True when the folder holds a checkpoint or the answers of a step."""
+    kept = ("checkpoints/[0-9]*", "completions/*.jsonl")
+    return any(True for pattern in kept for _ in Path(config.run).glob(pattern))
 
 
 def export(config: Config) -> Path:

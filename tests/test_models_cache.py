@@ -1,0 +1,80 @@
+"""The KV cache is filled, resized and, in a decoding loop, updated in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tlt_jax import mesh as meshes
+from tlt_jax.models import hf, kv_cache, transformer
+
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
+def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
+    config = hf.new_config(SMALL | {"head_dim": 32}, 37, ())
+    mesh = meshes.make_mesh(*shape)
+    batch, slots = 4, 512
+    seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
+
+    def loop(weights, cache, tokens, lengths):
+        def body(carry):
+            step, cache, tokens, lengths = carry
+            positions = lengths[:, None] + jnp.arange(nodes)
+            logits, _, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
+            path = jnp.zeros((batch, nodes), jnp.int32)
+            cache = kv_cache.commit(cache, scratch, path, lengths)
+            return step + 1, cache, jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
+
+    cache = kv_cache.abstract(config, batch, slots, 0, "float32", mesh)
+    weights = transformer.abstract(config, mesh, "rollout", "float32")
+    integers = jax.ShapeDtypeStruct((batch, nodes), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    memory = jax.jit(loop, donate_argnums=1).lower(weights, cache, *integers).compile().memory_analysis()
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) // mesh.shape["model"]
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 4
+
+
+def test_insert_fans_rows_out_and_resize_gathers_them():
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 1)
+    cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
+    cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
+    key = jax.random.key(0)
+    prefill = tuple((jax.random.normal(key, (2, 2, 8, 4)), jax.random.normal(key, (2, 2, 4, 8))) for _ in range(3))
+    filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
+    for layer, (keys, values) in enumerate(prefill):
+        for slot in (0, 2):
+            np.testing.assert_array_equal(filled.keys[layer][slot, :, :, :4], keys[1])
+            np.testing.assert_array_equal(filled.values[layer][slot, :, :4], values[1])
+        np.testing.assert_array_equal(filled.keys[layer][1], cache.keys[layer][1])
+        np.testing.assert_array_equal(filled.values[layer][:, :, 4:], cache.values[layer][:, :, 4:])
+    for slots in (4, 9):
+        fitted = kv_cache.resize(filled, jnp.array([2, -1]), slots)
+        kept = min(slots, 6)
+        assert fitted.keys[0].shape == (2, 2, 8, slots)
+        assert fitted.values[0].shape == (2, 2, slots, 8)
+        np.testing.assert_array_equal(fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept])
+        np.testing.assert_array_equal(fitted.values[1][0, :, :kept], filled.values[1][2, :, :kept])
+        np.testing.assert_array_equal(fitted.features[0, :kept], cache.features[2, :kept])
+
+
+def test_prefill_beyond_the_cache_is_refused_by_its_shape():
+    config = hf.new_config(SMALL, 37, ())
+    cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
+    prefill = tuple((jnp.ones((1, 2, 8, 4)), jnp.ones((1, 2, 4, 8))) for _ in range(3))
+    with pytest.raises(ValueError, match="4 slots.*2"):
+        kv_cache.insert(cache, prefill, jnp.array([0]))
