@@ -133,7 +133,9 @@ def tokenizer(config: Config) -> Any:
         loaded = AutoTokenizer.from_pretrained(tables.expand(source, knob))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{knob} {source!r} has no tokenizer that loads: {reason}: give a directory with one, or a hub id") from error
+        raise DataError(
+            f"{knob} {source!r} has no tokenizer that loads: {reason}: give a directory with one, or a hub id"
+        ) from error
     if loaded.eos_token_id is None:
         raise DataError(f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json")
     return loaded

@@ -32,10 +32,13 @@ def enter(config: Config) -> None:
                 f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
                 "another run folder"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
     torn = path.with_suffix(".tmp")
-    torn.write_text(configuration.to_yaml(config))
-    torn.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn.write_text(configuration.to_yaml(config))
+        torn.replace(path)
+    except OSError as error:
+        raise ConfigError(f"run {config.run!r} cannot be written ({error.strerror}): set another run folder") from error
 
 
 def has_begun(config: Config) -> bool:
