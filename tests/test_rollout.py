@@ -110,6 +110,20 @@ def test_strategies_may_change_every_chunk():
     assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE}
 
 
+def test_the_cache_has_room_for_every_chunk_in_flight():
+    plain, views = bucketed((12,), (64,)), []
+
+    def watch(view):
+        views.append(view)
+        return plain(view)
+
+    toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=12, rounds=3, decide=watch)
+    longest, most = max(map(len, PROMPTS)), 3 * toys.TREE.path  # prompt, and tokens of one chunk
+    expected = [max(longest + most, bucket_width(longest)), longest + 2 * most]
+    assert [view.longest for view in views[:2]] == expected, "the second chunk is decided before the first is read"
+    assert views[0].retired == views[1].retired == 0
+
+
 def test_recorded_decisions_replay_the_rollout():
     play = partial(toys.play, programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=3, in_flight=1)
     first = play(decide=bucketed((1, 2, 5), (32, 64)))
