@@ -45,7 +45,9 @@ def walk(tokens: np.ndarray, parents: np.ndarray, chosen: np.ndarray, depth: int
     return path, [int(chosen[node]) for node in path]
 
 
-def decode(logits_of, noise_of, prompt, sampling, eos_ids, stop_ids, max_new_tokens) -> tuple[list[int], list[float], str]:
+def decode(
+    logits_of, noise_of, prompt, sampling, eos_ids, stop_ids, max_new_tokens
+) -> tuple[list[int], list[float], str]:
     """Plain decoding, one token at a time from the whole prefix: tokens, log-probs, and why it ended.
 
     logits_of(prefix) gives the next token's logits, noise_of(position) the Gumbel noise of that position.
@@ -59,6 +61,8 @@ def decode(logits_of, noise_of, prompt, sampling, eos_ids, stop_ids, max_new_tok
         logprobs.append(float(np.log(softmax(logits / (sampling.temperature or 1)))[token]))
         prefix.append(token)
         answer = prefix[len(prompt) :]
-        if token in eos_ids or any(len(stop) <= len(answer) and answer[-len(stop) :] == list(stop) for stop in stop_ids):
+        if token in eos_ids or any(
+            len(stop) <= len(answer) and answer[-len(stop) :] == list(stop) for stop in stop_ids
+        ):
             return answer, logprobs, "stop"
     return prefix[len(prompt) :], logprobs, "length"

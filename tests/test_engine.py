@@ -35,7 +35,9 @@ def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", **rollout) 
     config = Config(
         model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
         data=Data(max_prompt_tokens=20),
-        rollout=Rollout(**{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout),
+        rollout=Rollout(
+            **{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout
+        ),
     )
     return Engine(config, MODEL, meshes.make_mesh(data, model), STOPS)
 
@@ -85,7 +87,13 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
     found, logprobs = [], []
     for uid, key in enumerate(keys):
         tokens, logp, finish = references.decode(
-            logits_of, lambda t, key=key: draw(key, jnp.int32(t)), PROMPTS[uid // SAMPLES], setting, MODEL.eos_ids, STOPS, LIMIT
+            logits_of,
+            lambda t, key=key: draw(key, jnp.int32(t)),
+            PROMPTS[uid // SAMPLES],
+            setting,
+            MODEL.eos_ids,
+            STOPS,
+            LIMIT,
         )
         found.append((uid, tokens, finish))
         logprobs.append(logp)
@@ -111,11 +119,19 @@ def test_the_cases_cover_every_pair_of_factors():
 
 
 @pytest.mark.parametrize("data, model, slots, batches, chunk, setting, caches, in_flight", CASES)
-def test_tokens_depend_on_weights_prompt_and_seed_alone(x64, data, model, slots, batches, chunk, setting, caches, in_flight):
+def test_tokens_depend_on_weights_prompt_and_seed_alone(
+    x64, data, model, slots, batches, chunk, setting, caches, in_flight
+):
     most = slots or -(-len(PROMPTS) // data) * SAMPLES
     buckets = {"one": [most], "two": [min(2, most), most], "all": []}[batches]
     engine = engine_of(
-        data, model, slots=slots, batch_buckets=sorted(set(buckets)), cache_buckets=caches, chunk=chunk, in_flight=in_flight
+        data,
+        model,
+        slots=slots,
+        batch_buckets=sorted(set(buckets)),
+        cache_buckets=caches,
+        chunk=chunk,
+        in_flight=in_flight,
     )
     result = play(engine, setting)
     expected, logprobs = reference(setting)
@@ -207,7 +223,9 @@ def test_published_weights_are_views():
     engine = engine_of(data=2, model=2, dtype="float32")
     weights = engine.reshard(params_of(engine))
     parts = [meshes.view(weights, group) for group in engine.groups]
-    whole = {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards}
+    whole = {
+        shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards
+    }
     for part in parts:
         shards = [shard for leaf in jax.tree.leaves(part) for shard in leaf.addressable_shards]
         assert {shard.data.unsafe_buffer_pointer() for shard in shards} <= whole

@@ -18,7 +18,9 @@ def models(tmp_path_factory):
     """Two directories of one random model: with the generated task's tokenizer, and without any."""
     tokenizer = tasks.make("fold", {}).tokenizer()
     eos_ids = (tokenizer.eos_token_id,)
-    config = ModelConfig("qwen2", len(tokenizer), 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=eos_ids)
+    config = ModelConfig(
+        "qwen2", len(tokenizer), 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=eos_ids
+    )
     mesh = meshes.make_mesh(1, 1)
     params = transformer.init(config, mesh, jax.random.key(0), "float32")
     folder = tmp_path_factory.mktemp("models")

@@ -62,7 +62,9 @@ def test_values_of_the_noise_are_pinned():
 def test_the_law_is_gumbel():
     keys = keys_of(np.arange(500))
     values = np.sort(np.asarray(noise.gumbel(keys, jnp.full((500, 1), 3, jnp.int32), 4000)).ravel())
-    n = values.size  # Kolmogorov-Smirnov at alpha 1e-4: finds a distribution function that is off by 0.002 (a scale of 1.01)
+    n = (
+        values.size
+    )  # Kolmogorov-Smirnov at alpha 1e-4: finds a distribution function that is off by 0.002 (a scale of 1.01)
     cdf = np.exp(-np.exp(-values.astype(np.float64)))
     distance = max(np.max(np.arange(1, n + 1) / n - cdf), np.max(cdf - np.arange(n) / n))
     assert distance < 2.23 / np.sqrt(n)

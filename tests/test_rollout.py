@@ -38,12 +38,16 @@ def answers(result) -> list[tuple[int, list[int], str]]:
     return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
 
 
-def reference(rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT) -> tuple[list[tuple[int, list[int], str]], list]:
+def reference(
+    rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT
+) -> tuple[list[tuple[int, list[int], str]], list]:
     """The same rollout by plain decoding of one sequence after the other."""
     keys = jnp.asarray(noise.sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     found, logprobs = [], []
     for uid in range(len(keys)):
-        noise_of = lambda t, uid=uid: noise.gumbel(keys[uid : uid + 1], jnp.array([[t]], jnp.int32), V, jnp.float64)[0, 0]  # noqa: E731
+        noise_of = lambda t, uid=uid: noise.gumbel(keys[uid : uid + 1], jnp.array([[t]], jnp.int32), V, jnp.float64)[
+            0, 0
+        ]  # noqa: E731
         tokens, logp, finish = references.decode(
             lambda prefix: toys.table_logits(TABLE, prefix), noise_of, PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids,
             rules.stop_ids, max_new_tokens,

@@ -25,7 +25,9 @@ def test_filter_keeps_what_a_sort_keeps(x64, setting):
     logits[0] = [0.0, -0.0, 0.0, -1.0, 2.0, 0.0, -0.0, 1.0, -3.0, 0.5, 0.0]
     found = sampling.filter(sampling.scale(jnp.asarray(logits), setting), setting)
     for row, exact in zip(np.asarray(found), logits, strict=True):
-        np.testing.assert_array_equal(row, references.filtered(exact, setting.temperature, setting.top_k, setting.top_p))
+        np.testing.assert_array_equal(
+            row, references.filtered(exact, setting.temperature, setting.top_k, setting.top_p)
+        )
 
 
 def test_filter_of_one_precision_keeps_as_many_as_asked():

@@ -52,12 +52,16 @@ def test_match_walks_like_a_loop(nodes):
 
 def state_of(lengths, limits, live, tail) -> DecodeState:
     ints = [jnp.asarray(x, jnp.int32) for x in (lengths, lengths, limits)]
-    return DecodeState(*ints, jnp.asarray(live), jnp.zeros((len(lengths), 2), jnp.uint32), jnp.asarray(tail, jnp.int32), (), ())
+    return DecodeState(
+        *ints, jnp.asarray(live), jnp.zeros((len(lengths), 2), jnp.uint32), jnp.asarray(tail, jnp.int32), (), ()
+    )
 
 
 def test_an_answer_ends_inside_an_accepted_run():
     rules = Rules(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
-    tokens = jnp.array([[1, 2, 3], [1, 0, 3], [1, 9, 0], [5, 1, 1], [1, 4, 5], [1, 7, 3], [1, 2, 3], [1, 2, 0], [0, 1, 1]])
+    tokens = jnp.array(
+        [[1, 2, 3], [1, 0, 3], [1, 9, 0], [5, 1, 1], [1, 4, 5], [1, 7, 3], [1, 2, 3], [1, 2, 0], [0, 1, 1]]
+    )
     accepted = jnp.array([2, 2, 0, 2, 2, 2, 2, 2, 2], jnp.int32)
     limits = [99, 99, 99, 99, 99, 99, 12, 13, 99]  # length 9 plus the root: two more tokens fit below 12
     live = [True] * 8 + [False]

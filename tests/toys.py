@@ -100,7 +100,10 @@ def good_drafter(weights: np.ndarray) -> Drafter:
     """Guesses from the newest token alone, and looks at the noise."""
 
     def guess(tokens, lengths, keys):
-        scores = jnp.asarray(weights)[tokens] + noise.gumbel(keys, lengths[:, None] + 1, weights.shape[1], weights.dtype)[:, 0]
+        scores = (
+            jnp.asarray(weights)[tokens]
+            + noise.gumbel(keys, lengths[:, None] + 1, weights.shape[1], weights.dtype)[:, 0]
+        )
         return jax.lax.top_k(scores, 2)[1]
 
     return tree_drafter(guess)
