@@ -13,7 +13,8 @@ import toys
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
-from tlt_jax.spec_decode.group import Decision, block_size, bucket_width
+from tlt_jax.spec_decode.group import block_size, bucket_width
+from tlt_jax.spec_decode.records import Decision
 from tlt_jax.spec_decode.rollout import bucketed
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN
@@ -38,18 +39,21 @@ def answers(result) -> list[tuple[int, list[int], str]]:
     return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
 
 
+def noise_of(key, position: int):
+    """The noise of one position of a sequence."""
+    return noise.gumbel(key, jnp.array([[position]], jnp.int32), V, jnp.float64)[0, 0]
+
+
 def reference(
     rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT
 ) -> tuple[list[tuple[int, list[int], str]], list]:
     """The same rollout by plain decoding of one sequence after the other."""
     keys = jnp.asarray(noise.sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    logits_of = partial(toys.table_logits, TABLE)
     found, logprobs = [], []
     for uid in range(len(keys)):
-        noise_of = lambda t, uid=uid: noise.gumbel(keys[uid : uid + 1], jnp.array([[t]], jnp.int32), V, jnp.float64)[
-            0, 0
-        ]  # noqa: E731
         tokens, logp, finish = references.decode(
-            lambda prefix: toys.table_logits(TABLE, prefix), noise_of, PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids,
+            logits_of, partial(noise_of, keys[uid : uid + 1]), PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids,
             rules.stop_ids, max_new_tokens,
         )  # fmt: skip
         found.append((uid, tokens, finish))

@@ -12,8 +12,8 @@ from tlt_jax import mesh as meshes
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules, Weights
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
-from tlt_jax.spec_decode.group import Group, Job
 from tlt_jax.spec_decode.programs import Registry
+from tlt_jax.spec_decode.records import Group, Job
 from tlt_jax.spec_decode.rollout import RolloutResult, bucketed, rollout
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, DraftTree, Strategy, Target
 

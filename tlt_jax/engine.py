@@ -21,8 +21,9 @@ from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules, Weights
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
-from tlt_jax.spec_decode.group import Group, Job, bucket_width
+from tlt_jax.spec_decode.group import bucket_width
 from tlt_jax.spec_decode.programs import Compiled, Registry
+from tlt_jax.spec_decode.records import Group, Job
 from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, bucketed, rollout
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import NO_DRAFTER, Target

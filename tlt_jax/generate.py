@@ -56,14 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(output))
         return 0
     for answer in output["completions"]:
-        print(f"--- prompt {answer['prompt_index']} sample {answer['sample']}: {len(answer['token_ids'])} tokens, "
-              f"{answer['finish_reason']}")
+        print(
+            f"--- prompt {answer['prompt_index']} sample {answer['sample']}: {len(answer['token_ids'])} tokens, "
+            f"{answer['finish_reason']}"
+        )
         if answer["text"] is not None:
             print(answer["text"])
         print("token ids:", " ".join(map(str, answer["token_ids"])))
         print("log-probs:", " ".join(f"{logprob:.3f}" for logprob in answer["logprobs"]))
-    print(f"{output['tokens']} tokens, {output['tokens_per_second']:.1f} tokens/s "
-          f"(compilation took {output['compile_seconds']:.1f} s more)")
+    print(
+        f"{output['tokens']} tokens, {output['tokens_per_second']:.1f} tokens/s "
+        f"(compilation took {output['compile_seconds']:.1f} s more)"
+    )
     return 0
 
 
@@ -123,7 +127,9 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
                 "prompt": questions[answer.prompt].text,
                 "token_ids": answer.tokens.tolist(),
                 "logprobs": [float(logprob) for logprob in answer.logprobs],
-                "text": None if tokenizer is None else tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
+                "text": None
+                if tokenizer is None
+                else tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
                 "finish_reason": answer.finish,
             }
             for answer in result.completions
@@ -185,7 +191,9 @@ def read_ids(words: Sequence[Any], place: str) -> list[int]:
     """Token ids."""
     ids = [int(word) for word in words if str(word).strip().isdecimal()]
     if len(ids) < len(words) or not ids:
-        raise DataError(f'{place}: {",".join(map(str, words))!r} are no token ids: write numbers from 0, such as "1,2,3"')
+        raise DataError(
+            f'{place}: {",".join(map(str, words))!r} are no token ids: write numbers from 0, such as "1,2,3"'
+        )
     return ids
 
 

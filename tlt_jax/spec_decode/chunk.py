@@ -154,7 +154,9 @@ def along(path: Int32[Array, "B M"], nodes: Float[Array, "B N X"]) -> Float[Arra
     return nodes if nodes.shape[1] == 1 else jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
-def choose(scaled: Array, rule: Sampling, tree: DraftTree, state: DecodeState, strategy: Strategy) -> Int32[Array, "B N"]:
+def choose(
+    scaled: Array, rule: Sampling, tree: DraftTree, state: DecodeState, strategy: Strategy
+) -> Int32[Array, "B N"]:
     """The target's token after every node, with the noise of the position that it would take."""
     filtered = sampling.filter(scaled, rule)
     if rule.is_greedy:
@@ -243,4 +245,6 @@ def resize(target: Target, slots: int, state: DecodeState, rows: Int32[Array, " 
     taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "tail")}
     live = state.live[source] & (rows >= 0)
     cache = target.resize(state.cache, rows, slots)
-    return state.replace(live=live, cache=cache, drafter=jax.tree.map(lambda leaf: leaf[source], state.drafter), **taken)
+    return state.replace(
+        live=live, cache=cache, drafter=jax.tree.map(lambda leaf: leaf[source], state.drafter), **taken
+    )

@@ -2,169 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode.chunk import RUNNING, Admission, DecodeState, Report, Rules, Weights
-from tlt_jax.spec_decode.dealing import Dealer
-from tlt_jax.spec_decode.programs import Key, Registry, prefill_key
-from tlt_jax.spec_decode.tree import PyTree, Strategy
+from tlt_jax.spec_decode.chunk import RUNNING, Admission
+from tlt_jax.spec_decode.programs import Key, prefill_key
+from tlt_jax.spec_decode.records import (
+    Decided,
+    Decision,
+    Dispatched,
+    Event,
+    Flight,
+    Group,
+    GroupState,
+    Job,
+    Joining,
+    Prefilled,
+    Retired,
+    Running,
+    Tokens,
+    View,
+)
 
 PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
 PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
 MAX_FLIGHTS = 8  # un-awaited programs of one group: more than about 30 on fake CPU devices abort the process
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
-
-    prompts: tuple[np.ndarray, ...]
-    samples: int
-    max_new_tokens: tuple[int, ...]
-    keys: np.ndarray
-    rules: Rules
-    rounds: int
-    in_flight: int
-    capacity: int
-    path: int = 1  # most tokens that a round may emit
-
-
-@dataclass(frozen=True)
-class View:
-    """What a decision is made from. `longest`: cache slots that the next chunk may need."""
-
-    group: int
-    retired: int
-    live: int
-    longest: int
-    batch: int
-    slots: int
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
-
-    It is data: a rollout can be replayed from its decisions.
-    """
-
-    group: int
-    retired: int
-    batch: int
-    slots: int
-    strategy: Strategy
-    joining: tuple[int, ...] = ()
-
-
-Decider = Callable[[View], Decision]
-
-
-@dataclass(frozen=True)
-class Group:
-    """The fixed side of the machine."""
-
-    index: int
-    registry: Registry
-    weights: Weights
-    job: Job
-    dealer: Dealer
-    decide: Decider
-
-
-@dataclass(frozen=True)
-class Running:
-    """A sequence in a row: tokens known so far (with the prompt), and how many it may have."""
-
-    uid: int
-    tokens: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Keys and values of prompts, on the device; `rows` says where each prompt is."""
-
-    rows: dict[int, int]
-    sizes: tuple[int, int]
-    values: PyTree
-
-
-@dataclass(frozen=True)
-class Joining:
-    """Samples that enter together: from one prefill, which is still to be made when `values` is None."""
-
-    source: Prefilled
-    rows: tuple[tuple[int, int], ...]  # (row, uid)
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold."""
-
-    number: int
-    kind: str
-    marker: jax.Array
-    rows: tuple[int | None, ...] = ()
-    report: Report | None = None
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it."""
-
-    device: DecodeState | None = None
-    batch: int = 0
-    slots: int = 0
-    rows: tuple[Running | None, ...] = ()
-    held: tuple[Prefilled, ...] = ()
-    flights: tuple[Flight, ...] = ()
-    decision: Decision | None = None
-    joining: tuple[Joining, ...] = ()
-    dispatched: int = 0
-    retired: int = 0
-    exhausted: bool = False
-
-    @property
-    def is_done(self) -> bool:
-        return not (self.flights or self.decision or any(self.rows))
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    number: int
-    kind: str
-    batch: int
-    slots: int
-
-
-@dataclass(frozen=True)
-class Retired:
-    number: int
-    kind: str
-    rounds: int = 0
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """New tokens of a sequence; `finish` is RUNNING or why it ended."""
-
-    uid: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish: int
-
-
-@dataclass(frozen=True)
-class Decided:
-    decision: Decision
-
-
-Event = Dispatched | Retired | Tokens | Decided
 
 
 def advance(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -239,7 +105,8 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     for row, running in zip(free, new, strict=True):
         rows[row], seat[running.uid] = running, row
     joining = tuple(
-        Joining(source, tuple((seat[uid], uid) for uid in seat if uid // job.samples in source.rows)) for source in sources
+        Joining(source, tuple((seat[uid], uid) for uid in seat if uid // job.samples in source.rows))
+        for source in sources
     )
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
 
@@ -325,7 +192,9 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
         state = replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
     admission = admit(group.job, state, source, joining)
-    device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(state.device, source.values, admission)
+    device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(
+        state.device, source.values, admission
+    )
     others = [held for held in state.held if held.rows != source.rows]
     started = {prompt: group.dealer.started(prompt) for held in (*others, source) for prompt in held.rows}
     held = tuple(one for one in (*others, source) if any(started[prompt] < group.job.samples for prompt in one.rows))

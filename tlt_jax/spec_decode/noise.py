@@ -35,7 +35,9 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 @shaped
-def gumbel(keys: UInt32[Array, "B 2"], positions: Int32[Array, "B D"], vocab: int, dtype=jnp.float32) -> Float[Array, "B D V"]:
+def gumbel(
+    keys: UInt32[Array, "B 2"], positions: Int32[Array, "B D"], vocab: int, dtype=jnp.float32
+) -> Float[Array, "B D V"]:
     """Standard Gumbel noise of every token id at these absolute positions of each sequence.
 
     A value depends on (key, position, token id) alone: not on `vocab`, the batch, or how the result is sharded.

@@ -80,7 +80,9 @@ class Registry:
             return jax.jit(partial(prefill, target)).lower(target.params, tokens, lengths)
         if key.kind == "admit":
             prefilled = self.prefilled(key)
-            new = Admission(*(self.array(key, key.batch) for _ in range(4)), self.array(key, key.batch, 2, dtype=jnp.uint32))
+            new = Admission(
+                *(self.array(key, key.batch) for _ in range(4)), self.array(key, key.batch, 2, dtype=jnp.uint32)
+            )
             return self.update(partial(chunk.admit, target), state).lower(state, prefilled, new)
         if key.kind == "resize":
             batch, slots = key.sizes[:2]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tlt_jax.spec_decode import group as machine
 from tlt_jax.spec_decode.chunk import RUNNING, TRUNCATED
-from tlt_jax.spec_decode.group import (
+from tlt_jax.spec_decode.records import (
     Decided,
     Decider,
     Decision,

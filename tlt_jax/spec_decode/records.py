@@ -1,0 +1,168 @@
+"""What the host side of a rollout writes down: the job, views and decisions, what a group knows, events. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from tlt_jax.spec_decode.chunk import DecodeState, Report, Rules, Weights
+from tlt_jax.spec_decode.dealing import Dealer
+from tlt_jax.spec_decode.programs import Registry
+from tlt_jax.spec_decode.tree import PyTree, Strategy
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
+
+    prompts: tuple[np.ndarray, ...]
+    samples: int
+    max_new_tokens: tuple[int, ...]
+    keys: np.ndarray
+    rules: Rules
+    rounds: int
+    in_flight: int
+    capacity: int
+    path: int = 1  # most tokens that a round may emit
+
+
+@dataclass(frozen=True)
+class View:
+    """What a decision is made from. `longest`: cache slots that the next chunk may need."""
+
+    group: int
+    retired: int
+    live: int
+    longest: int
+    batch: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
+
+    It is data: a rollout can be replayed from its decisions.
+    """
+
+    group: int
+    retired: int
+    batch: int
+    slots: int
+    strategy: Strategy
+    joining: tuple[int, ...] = ()
+
+
+Decider = Callable[[View], Decision]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The fixed side of the machine."""
+
+    index: int
+    registry: Registry
+    weights: Weights
+    job: Job
+    dealer: Dealer
+    decide: Decider
+
+
+@dataclass(frozen=True)
+class Running:
+    """A sequence in a row: tokens known so far (with the prompt), and how many it may have."""
+
+    uid: int
+    tokens: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Keys and values of prompts, on the device; `rows` says where each prompt is."""
+
+    rows: dict[int, int]
+    sizes: tuple[int, int]
+    values: PyTree
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Samples that enter together: from one prefill, which is still to be made when `values` is None."""
+
+    source: Prefilled
+    rows: tuple[tuple[int, int], ...]  # (row, uid)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold."""
+
+    number: int
+    kind: str
+    marker: jax.Array
+    rows: tuple[int | None, ...] = ()
+    report: Report | None = None
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it."""
+
+    device: DecodeState | None = None
+    batch: int = 0
+    slots: int = 0
+    rows: tuple[Running | None, ...] = ()
+    held: tuple[Prefilled, ...] = ()
+    flights: tuple[Flight, ...] = ()
+    decision: Decision | None = None
+    joining: tuple[Joining, ...] = ()
+    dispatched: int = 0
+    retired: int = 0
+    exhausted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.flights or self.decision or any(self.rows))
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A program was queued on the group's devices."""
+
+    number: int
+    kind: str
+    batch: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A program is done and was read."""
+
+    number: int
+    kind: str
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens of a sequence; `finish` is RUNNING or why it ended."""
+
+    uid: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: int
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision was taken."""
+
+    decision: Decision
+
+
+Event = Dispatched | Retired | Tokens | Decided
