@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import mesh as meshes
 from tlt_jax.config import Config, Data, Model as ModelSection, Rollout
@@ -47,6 +48,7 @@ def compile_cache():
     """The tests that come later have no folder of executables."""
     yield
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     CACHE.cleanup()
 
 
@@ -217,6 +219,14 @@ def test_steps_compile_once_and_streams_differ():
     assert {result.stats["compiles"] for result in others} == {0}
     assert len({str(answers(result)) for result in (first, *others)}) == 3
     assert answers(others[-1]) == answers(first)
+
+
+def test_executables_are_kept_on_disk_also_when_something_was_compiled_before(tmp_path):
+    jax.jit(lambda x: x + 1)(jnp.ones(3))
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        engine = engine_of(dtype="float32", compile_cache=str(folder))
+        engine.registry.get(Key("start", 0, 2, 32))
+        assert any(folder.iterdir())
 
 
 def test_published_weights_are_views():

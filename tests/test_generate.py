@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import generate, mesh as meshes, tasks
 from tlt_jax.models import hf, transformer
@@ -35,6 +36,7 @@ def no_home(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
     yield
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 def run(capsys, *words: object) -> dict:

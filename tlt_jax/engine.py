@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tlt_jax import mesh as meshes
@@ -180,7 +181,9 @@ def use_compile_cache(folder: str) -> None:
     if folder == "off":
         return
     path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    if jax.config.jax_compilation_cache_dir != str(path):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()  # JAX settles at the first compilation whether and where it has a cache
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
