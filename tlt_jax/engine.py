@@ -33,6 +33,7 @@ __all__ = ["EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engi
 
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM = 0, 1, 2
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
+LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 FIRST_CACHE_BUCKET = 256
 
 log = logging.getLogger(__name__)
@@ -152,13 +153,19 @@ class Engine:
 
 def make_target(config: ModelConfig, group: Mesh, dtype: str) -> Target:
     """The policy on one data group."""
+
+    def room(slots: int) -> int:
+        """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
+        on_cpu = group.devices.flat[0].platform == "cpu"
+        return slots + TAIL if on_cpu else -(-(slots + TAIL) // LANES) * LANES
+
     return Target(
         forward=lambda params, *rest: transformer.tree_forward(params, config, *rest),
         keep=kv_cache.commit,
         prefill=lambda params, tokens, lengths: transformer.prefill(params, config, tokens, lengths),
         insert=kv_cache.insert,
-        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, slots + TAIL),
-        empty=lambda batch, slots: kv_cache.abstract(config, batch, slots + TAIL, 0, dtype, group),
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
+        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), 0, dtype, group),
         params=transformer.abstract(config, group, "rollout", dtype),
     )
 
