@@ -91,7 +91,7 @@ def shapes() -> list[Shape]:
     return [
         Shape("quickstart", quickstart.model.init, len(tokenizer(quickstart)), equal=96, longest=192, chunk=16),
         Shape("mid", qwen2(512, 12, 8, 2, 1408), 8192, equal=64, longest=128, chunk=16),
-        Shape("qwen", qwen2(896, 24, 14, 2, 4864), 151936, equal=16, longest=32, chunk=4),
+        Shape("qwen", qwen2(896, 24, 14, 2, 4864), 151936, equal=32, longest=64, chunk=4),
     ]
 
 
