@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_jax import mesh as meshes
-from tlt_jax.models import architecture, hf, kv_cache, transformer
+from tlt_jax.models import architecture, hf, kv_cache, layers as ops, transformer
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
@@ -56,7 +56,7 @@ def program(config, dtype, **options):
 
     @jax.jit
     def forward(params, tokens, positions, segments):
-        x = transformer.hidden(params, config, tokens, positions, segments, compute_dtype=dtype, **options)
+        x, _ = transformer.hidden(params, config, tokens, positions, segments, compute_dtype=dtype, **options)
         return transformer.logits(params, config, x)
 
     return forward
@@ -126,17 +126,19 @@ def ancestors():
     return np.stack([seen, seen])
 
 
-def prefilled(weights, config, group, tokens, lengths, slots, width=0):
+def prefilled(weights, config, group, tokens, lengths, slots, captures=()):
     """A cache of two sequences that hold their first `lengths` tokens."""
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    kept = jax.jit(lambda weights: transformer.prefill(weights, config, tokens, lengths, block=4))(weights)
-    cache = kv_cache.empty(config, 2, slots, width, weights.embed.dtype, group)
+    kept = jax.jit(lambda weights: transformer.prefill(weights, config, tokens, lengths, captures, block=4))(weights)
+    cache = kv_cache.empty(config, 2, slots, len(captures) * config.hidden_size, weights.embed.dtype, group)
     return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2))
 
 
-def grow(weights, config, cache, nodes, lengths, depths, seen):
+def grow(weights, config, cache, nodes, lengths, depths, seen, captures=()):
     positions = np.asarray(lengths)[:, None] + np.asarray(depths)
-    forward = jax.jit(lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths))
+    forward = jax.jit(
+        lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths, captures)
+    )
     arrays = (jnp.asarray(nodes, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(seen))
     lengths = jnp.asarray(lengths, jnp.int32)
     return forward(weights, cache, *arrays)
@@ -150,8 +152,8 @@ def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x
     lengths, tokens = [6, 3], model_cases.TOKENS
     cache = prefilled(weights, config, group, tokens[:, :7], lengths, slots=16)
     nodes = np.array([[tokens[0, 6], 5, 8, 2, 9], [tokens[1, 3], 30, 1, 7, 9]])
-    logits, features, scratch = grow(weights, config, cache, nodes, lengths, DEPTHS, ancestors())
-    assert features.shape == (2, 5, 0)
+    logits, scratch = grow(weights, config, cache, nodes, lengths, DEPTHS, ancestors())
+    assert scratch.features.shape == (2, 5, 0)
     for row in range(2):
         for node, path in PATHS.items():
             line = np.concatenate([tokens[row, : lengths[row]], nodes[row, path]])
@@ -165,27 +167,33 @@ def check_commit(weights, config, params, cache, scratch, nodes, lengths):
     path, kept = jnp.array([[0, 1, 3], [0, 2, 2]], jnp.int32), np.array([3, 2])
     cache = jax.jit(kv_cache.commit)(cache, scratch, path, jnp.asarray(lengths, jnp.int32))
     following = np.array([[11], [12]])
-    logits, _, _ = grow(weights, config, cache, following, lengths + kept, [0], np.ones((2, 1, 1), bool))
+    logits, _ = grow(weights, config, cache, following, lengths + kept, [0], np.ones((2, 1, 1), bool))
     for row in range(2):
         line = [*model_cases.TOKENS[row, : lengths[row]], *nodes[row, path[row, : kept[row]]], following[row, 0]]
         expected = last(params, config, line)
         np.testing.assert_allclose(logits[row, 0, : config.vocab_size], expected, rtol=0, atol=1e-9)
 
 
-def test_features_of_the_cache_width_are_the_last_hidden_states(directories, x64):
+def test_features_are_the_captured_hidden_states_in_every_forward(directories, x64):
     mesh = meshes.make_mesh(1, 1)
     config, params = load(directories("qwen2"), mesh)
     weights, group = rollout(params, config, mesh)
-    tokens, lengths = model_cases.TOKENS, [4, 4]
-    cache = prefilled(weights, config, group, tokens[:, :4], lengths, slots=8, width=config.hidden_size)
+    tokens, lengths, captures = model_cases.TOKENS, [4, 4], (1, config.num_layers, transformer.NORMED)
+    cache = prefilled(weights, config, group, tokens[:, :4], lengths, slots=8, captures=captures)
     chain = np.broadcast_to(np.tril(np.ones((2, 2), bool)), (2, 2, 2))
-    _, features, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain)
+    _, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures)
+    cache = kv_cache.commit(cache, scratch, jnp.array([[0, 1], [0, 1]]), jnp.asarray(lengths))
     ones, positions = jnp.ones((2, 6), jnp.int32), jnp.broadcast_to(jnp.arange(6), (2, 6))
     arrays = (jnp.asarray(tokens[:, :6], jnp.int32), positions, ones)
-    hidden = transformer.hidden(params, config, *arrays, compute_dtype="float64")
-    np.testing.assert_allclose(features, hidden[:, 4:6], rtol=0, atol=1e-9)
-    cache = kv_cache.commit(cache, scratch, jnp.array([[0, 1], [0, 1]]), jnp.asarray(lengths))
-    np.testing.assert_array_equal(cache.features[:, 4:6], features)
+    hidden, features = transformer.hidden(params, config, *arrays, compute_dtype="float64", captures=captures)
+    np.testing.assert_allclose(cache.features[:, :6], features, rtol=0, atol=1e-9)
+    first, last, normed = jnp.split(features, 3, axis=-1)
+    np.testing.assert_array_equal(normed, hidden)
+    x = params.embed[arrays[0]]
+    layer = jax.tree.map(lambda leaf: leaf[0], params.layers)
+    angles = transformer.packed_angles(config, positions, "float64")
+    np.testing.assert_allclose(first, transformer.packed_layer(layer, config, x, angles, ones, 512)[0], atol=1e-12)
+    np.testing.assert_allclose(ops.rms_norm(last, params.final_norm, config.rms_eps), normed, atol=1e-12)
 
 
 def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directories, x64):
@@ -209,7 +217,7 @@ def test_remat_and_blocks_leave_gradients_alone(directories, x64):
     def gradient(**options):
         def total(params):
             args = (params, config, tokens, positions, jnp.ones_like(tokens))
-            return jnp.sum(transformer.hidden(*args, compute_dtype="float64", **options) ** 3)
+            return jnp.sum(transformer.hidden(*args, compute_dtype="float64", **options)[0] ** 3)
 
         return jax.jit(jax.grad(total))(params)
 
@@ -239,7 +247,7 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
     config, params = load(directories("llama"), mesh, "float32")
     weights, group = rollout(params, config, mesh, "bfloat16")
     cache = kv_cache.empty(config, 2, 8, 0, "bfloat16", group)
-    logits, _, scratch = grow(weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool))
+    logits, scratch = grow(weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool))
     assert logits.dtype == jnp.float32
     assert scratch.keys[0].dtype == jnp.bfloat16
     expected = plain(params, config, [[1], [2]], dtype="bfloat16")

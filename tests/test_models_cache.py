@@ -9,6 +9,7 @@ import pytest
 
 from tlt_jax import mesh as meshes
 from tlt_jax.models import hf, kv_cache, transformer
+from tlt_jax.models.kv_cache import Scratch
 
 SMALL = {
     "model_type": "qwen2",
@@ -32,7 +33,7 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
         def body(carry):
             step, cache, tokens, lengths = carry
             positions = lengths[:, None] + jnp.arange(nodes)
-            logits, _, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
+            logits, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
             path = jnp.zeros((batch, nodes), jnp.int32)
             cache = kv_cache.commit(cache, scratch, path, lengths)
             return step + 1, cache, jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
@@ -54,9 +55,14 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
     cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
     cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
     key = jax.random.key(0)
-    prefill = tuple((jax.random.normal(key, (2, 2, 8, 4)), jax.random.normal(key, (2, 2, 4, 8))) for _ in range(3))
+    shapes = [(2, 2, 8, 4), (2, 2, 4, 8), (2, 4, 2)]
+    keys, values, features = (jax.random.normal(key, shape) for shape in shapes)
+    prefill = Scratch((keys, 2 * keys, 3 * keys), (values, 2 * values, 3 * values), features)
     filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
-    for layer, (keys, values) in enumerate(prefill):
+    np.testing.assert_array_equal(filled.features[0, :4], features[1])
+    np.testing.assert_array_equal(filled.features[1], cache.features[1])
+    np.testing.assert_array_equal(filled.features[:, 4:], cache.features[:, 4:])
+    for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
         for slot in (0, 2):
             np.testing.assert_array_equal(filled.keys[layer][slot, :, :, :4], keys[1])
             np.testing.assert_array_equal(filled.values[layer][slot, :, :4], values[1])
@@ -69,12 +75,12 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
         assert fitted.values[0].shape == (2, 2, slots, 8)
         np.testing.assert_array_equal(fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept])
         np.testing.assert_array_equal(fitted.values[1][0, :, :kept], filled.values[1][2, :, :kept])
-        np.testing.assert_array_equal(fitted.features[0, :kept], cache.features[2, :kept])
+        np.testing.assert_array_equal(fitted.features[0, :kept], filled.features[2, :kept])
 
 
 def test_prefill_beyond_the_cache_is_refused_by_its_shape():
     config = hf.new_config(SMALL, 37, ())
     cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
-    prefill = tuple((jnp.ones((1, 2, 8, 4)), jnp.ones((1, 2, 4, 8))) for _ in range(3))
+    prefill = Scratch((jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0)))
     with pytest.raises(ValueError, match="4 slots.*2"):
         kv_cache.insert(cache, prefill, jnp.array([0]))

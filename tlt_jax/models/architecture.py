@@ -232,9 +232,9 @@ def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> P
     return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
 
 
-def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
-    """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
-    repeats = rollout_kv_heads(config, mesh.shape["model"]) // config.num_kv_heads
+def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
+    """One layer with its KV heads repeated as the rollout holds them."""
+    repeats = rollout_kv_heads(config, model_axis) // config.num_kv_heads
 
     def repeat(array: jax.Array | None) -> jax.Array | None:
         if array is None or repeats == 1:
@@ -242,10 +242,15 @@ def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike
         heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
         return jnp.repeat(heads, repeats, axis=0).reshape(-1, *array.shape[1:])
 
+    return layer.replace(**{name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")})
+
+
+def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
+    """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
+
     def unstack(index: int) -> Layer:
         layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
-        kv = {name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")}
-        return layer.replace(**kv)
+        return repeat_kv(layer, config, mesh.shape["model"])
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
     rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -56,7 +56,9 @@ IN_LAYER = {
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # some old files hold it; it follows from the config
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
-SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL",
+}  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -64,12 +66,16 @@ TOKENIZER_FILES = (
 
 
 class Tensor(NamedTuple):
-    """One tensor of the files: its name and shape, and where it lives in Params (layer None: not in a layer)."""
+    """One tensor of the files: its name and shape, where it lives in Params (layer None: not in a layer), and its dtype.
+
+    dtype None is that of the weights.
+    """
 
     name: str
     shape: tuple[int, ...]
     leaf: str
     layer: int | None
+    dtype: str | None = None
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
@@ -110,7 +116,7 @@ def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLik
     target = abstract(config, mesh, "train", dtype)
     with ExitStack() as stack:
         stored = open_tensors(directory, stack)
-        check_tensors(directory, {tensor.name: tensor for tensor in tensors(config)}, stored, config.tied)
+        check_tensors(directory, tensors(config), stored, {TOP["head"]} if config.tied else set())
 
         def top(leaf: str) -> jax.Array | None:
             spec = getattr(target, leaf)
@@ -171,9 +177,9 @@ def shard_files(directory: Path) -> list[Path]:
     return [directory / "model.safetensors"]
 
 
-def check_tensors(directory: Path, expected: dict[str, Tensor], found: dict[str, Any], tied: bool) -> None:
-    """Raises ModelError that names the tensors that are missing, extra or of another shape."""
-    ignored = {TOP["head"]} if tied else set()
+def check_tensors(directory: Path, wanted: Iterable[Tensor], found: dict[str, Any], ignored: Collection[str]) -> None:
+    """Raises ModelError that names the tensors that are missing, extra (but not `ignored`) or of another shape."""
+    expected = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected and name not in ignored and not DERIVED.fullmatch(name)]
     shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
@@ -255,14 +261,15 @@ def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[li
     return shards
 
 
-def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterator[np.ndarray]) -> int:
+def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> int:
     """Writes a safetensors file tensor by tensor; its bytes of weights."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
-        start, end = end, end + int(np.prod(tensor.shape)) * dtype.itemsize
-        kind = SAFETENSORS_DTYPES[dtype.name]
-        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        kind = jnp.dtype(tensor.dtype or dtype)
+        start, end = end, end + int(np.prod(tensor.shape)) * kind.itemsize
+        entry = {"dtype": SAFETENSORS_DTYPES[kind.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_suffix(".partial")

@@ -36,7 +36,7 @@ class KVCache:
 
 @struct.dataclass
 class Scratch:
-    """Keys, values and features of the nodes of one tree, before `commit` keeps some of them."""
+    """Keys, values and features of the nodes of trees before `commit` keeps some, or of the N tokens of whole prompts."""
 
     keys: tuple[Float[Array, "B K E N"], ...]
     values: tuple[Float[Array, "B K N E"], ...]
@@ -96,24 +96,20 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"], lengths: I
 
 @shaped
 def insert(
-    cache: KVCache,
-    prefilled: tuple[tuple[Float[Array, "Q K E P"], Float[Array, "Q K P E"]], ...],
-    source: Int[Array, " B"],
+    cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]
 ) -> KVCache:
     """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones."""
-    P, S = prefilled[0][1].shape[2], cache.values[0].shape[2]
+    P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
 
-    def fill(rows: Array, new: Array) -> Array:
+    def fill(name: str, rows: Array, new: Array) -> Array:
         old = rows[tuple(slice(0, size) for size in (rows.shape[0], *new.shape[1:]))]
-        chosen = jnp.where((source >= 0)[:, None, None, None], new[jnp.maximum(source, 0)], old)
-        return jax.lax.dynamic_update_slice(rows, chosen, (0, 0, 0, 0))
+        fresh = (source >= 0).reshape(-1, *[1] * (rows.ndim - 1))
+        chosen = jnp.where(fresh, new[jnp.maximum(source, 0)], old)
+        return jax.lax.dynamic_update_slice(rows, chosen, (0,) * rows.ndim)
 
-    return cache.replace(
-        keys=tuple(fill(rows, new) for rows, (new, _) in zip(cache.keys, prefilled, strict=True)),
-        values=tuple(fill(rows, new) for rows, (_, new) in zip(cache.values, prefilled, strict=True)),
-    )
+    return each(fill, cache, prefilled)
 
 
 @shaped

@@ -112,49 +112,79 @@ def attend_packed(
     v: Float[Array, "B T K E"],
     segments: Int[Array, "B T"],
     block: int,
+    own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None = None,
 ) -> Float[Array, "B T K G E"]:
-    """Causal attention within segments (0 is padding), `block` queries at a time; memory grows linearly with T."""
-    B, T = segments.shape
+    """Causal attention within segments (0 is padding), `block` queries at a time; memory grows linearly with T.
+
+    `own` are J more keys and values of every token, which only it sees.
+    """
+    T = segments.shape[1]
     block = min(block, T)
     count = -(-T // block)
-    pad = count * block - T
-    q_blocks = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0))).reshape(B, count, block, *q.shape[2:])
-    segment_blocks = jnp.pad(segments, ((0, 0), (0, pad))).reshape(B, count, block)
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, count * block - T if axis == 1 else 0) for axis in range(array.ndim)])
+        return jnp.moveaxis(padded.reshape(-1, count, block, *array.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one(index: jax.Array, q_block: jax.Array, segment: jax.Array) -> jax.Array:
+    def one(index: jax.Array, q_block: jax.Array, segment: jax.Array, own_block: tuple[Array, Array] | None) -> Array:
         scores = contract("btkge,bske->bkgts", q_block, k)
         earlier = jnp.arange(T)[None, :] <= (index * block + jnp.arange(block))[:, None]
         same = (segment[:, :, None] == segments[:, None, :]) & (segment[:, :, None] > 0)
-        scores = masked(scores / math.sqrt(q.shape[-1]), (earlier & same)[:, None, None])
+        scale = math.sqrt(q.shape[-1])
+        scores = masked(scores / scale, (earlier & same)[:, None, None])
+        if own_block is not None:
+            scores = jnp.concatenate([scores, contract("btkge,btjke->bkgtj", q_block, own_block[0]) / scale], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bske->btkge", weights, v)
+        mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :T], v)
+        if own_block is not None:
+            mixed += jnp.einsum("bkgtj,btjke->btkge", weights[..., T:], own_block[1])
+        return mixed
 
+    blocks = (jnp.arange(count), *jax.tree.map(split, (q, segments, own)))
     if count == 1:
-        return one(jnp.int32(0), q_blocks[:, 0], segment_blocks[:, 0])[:, :T]
-    blocks = (jnp.arange(count), jnp.moveaxis(q_blocks, 1, 0), jnp.moveaxis(segment_blocks, 1, 0))
+        return one(*jax.tree.map(lambda array: array[0], blocks))[:, :T]
     out = jnp.moveaxis(jax.lax.map(lambda block: one(*block), blocks), 0, 1)
-    return out.reshape(B, count * block, *q.shape[2:])[:, :T]
+    return out.reshape(-1, count * block, *q.shape[2:])[:, :T]
+
+
+@shaped
+def by_node(
+    q: Float[Array, "H E BN"], k: Float[Array, "K E BN"], v: Float[Array, "K E BN"], batch: int
+) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    """Heads of the nodes of B trees, features first, as attend_tree takes them."""
+    K, E = k.shape[:2]
+    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+    q = jnp.moveaxis(q.reshape(K, -1, E, batch, q.shape[-1] // batch), (3, 0, 1, 4, 2), range(5))
+    kv = jnp.moveaxis(kv.reshape(K, 2, E, batch, kv.shape[-1] // batch), 3, 0)
+    return q, kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+
+
+@shaped
+def by_feature(attended: Float[Array, "B K G N E"]) -> Float[Array, "HE BN"]:
+    """What attend_tree returns, features first."""
+    B, _, _, N, _ = attended.shape
+    return jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
 
 
 @shaped
 def attend_tree(
     q: Float[Array, "B K G N E"],
-    k: Float[Array, "B K E N"],
-    v: Float[Array, "B K N E"],
-    ancestors: Bool[Array, "B N N"],
+    k: Float[Array, "B K E M"],
+    v: Float[Array, "B K M E"],
+    ancestors: Bool[Array, "B N M"],
     keys: Float[Array, "B K E S"],
     values: Float[Array, "B K S E"],
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B K G N E"]:
-    """Attention of tree nodes to the committed slots (the first `lengths`) and to their ancestors in the tree."""
+    """Attention of N tree nodes to the committed slots (the first `lengths`) and to their ancestors among M nodes."""
     B, K, G, N, E = q.shape
-    S = values.shape[2]
+    S, M = values.shape[2], v.shape[2]
     scale = 1 / math.sqrt(E)
     committed = (jnp.arange(S) < lengths[:, None])[:, None, None, None]
     flat = q.reshape(B, K, G * N, E)
     old = contract("bkqe,bkes->bkqs", flat, keys).reshape(B, K, G, N, S)
-    new = contract("bkqe,bkem->bkqm", flat, k).reshape(B, K, G, N, N)
+    new = contract("bkqe,bkem->bkqm", flat, k).reshape(B, K, G, N, M)
     old, new = masked(scale * old, committed), masked(scale * new, ancestors[:, None, None])
     top = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)

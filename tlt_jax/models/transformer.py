@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -27,9 +29,12 @@ from tlt_jax.models.architecture import (
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
+NORMED = -1  # the capture of the last hidden state after the final norm
+Captures = tuple[int, ...]  # hidden states to hand out as features: c is the residual stream after c layers, or NORMED
+
 __all__ = [
-    "Layer", "ModelConfig", "Params", "Rope", "Weight", "abstract", "check_mesh", "hidden", "init", "logits",
-    "padded_vocab", "prefill", "shardings", "to_rollout", "tree_forward", "weights",
+    "NORMED", "Captures", "Layer", "ModelConfig", "Params", "Rope", "Weight", "abstract", "check_mesh", "hidden", "init",
+    "logits", "padded_vocab", "prefill", "shardings", "to_rollout", "tree_forward", "weights",
 ]  # fmt: skip
 
 
@@ -84,8 +89,9 @@ def hidden(
     remat: bool = False,
     block: int = 512,
     mesh: Mesh | None = None,
-) -> Float[Array, "B T D"]:
-    """Normed last hidden states of packed rows; a token sees the earlier tokens of its own nonzero segment.
+    captures: Captures = (),
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
+    """Normed last hidden states of packed rows, and features; a token sees the earlier ones of its own nonzero segment.
 
     `params` are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer by
     layer.
@@ -96,14 +102,26 @@ def hidden(
             return x
         return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
 
-    def body(x: Array, layer: Layer) -> tuple[Array, None]:
+    def body(carry: tuple[Array, list[Array]], step: tuple[Array, Layer]) -> tuple[tuple[Array, list[Array]], None]:
+        (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        return rows(packed_layer(layer, config, x, angles, segments, block)[0]), None
+        x = rows(packed_layer(layer, config, x, angles, segments, block)[0])
+        return (x, [jnp.where(depth == capture, x, old) for capture, old in zip(captures, kept, strict=True)]), None
 
     angles = packed_angles(config, positions, compute_dtype)
     x = rows(params.embed[tokens].astype(compute_dtype))
-    x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params.layers)
-    return ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
+    layers = (jnp.arange(1, config.num_layers + 1), params.layers)
+    (x, kept), _ = jax.lax.scan(jax.checkpoint(body) if remat else body, (x, [x] * len(captures)), layers)
+    x = ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
+    return x, gathered(captures, kept, x, axis=-1)
+
+
+def gathered(captures: Captures, kept: Sequence[Array], normed: Array, axis: int) -> Array:
+    """The captured hidden states behind each other on `axis`; zero wide when nothing is captured."""
+    if not captures:
+        return jax.lax.slice_in_dim(normed, 0, 0, axis=axis % normed.ndim)
+    chosen = [normed if capture == NORMED else x for capture, x in zip(captures, kept, strict=True)]
+    return jnp.concatenate(chosen, axis=axis)
 
 
 @shaped
@@ -120,18 +138,27 @@ def head(params: Params) -> Float[Array, "V D"]:
 
 @shaped
 def prefill(
-    params: Params, config: ModelConfig, tokens: Int[Array, "Q P"], lengths: Int[Array, " Q"], block: int = 512
-) -> tuple[tuple[Float[Array, "Q K E P"], Float[Array, "Q K P E"]], ...]:
-    """Keys and values per layer of whole prompts; those past a prompt's length are junk. `params`: "rollout" layout."""
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "Q P"],
+    lengths: Int[Array, " Q"],
+    captures: Captures = (),
+    block: int = 512,
+) -> Scratch:
+    """Keys, values and features of whole prompts; those past a prompt's length are junk. `params`: "rollout" layout."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     x = params.embed[tokens]
     angles = packed_angles(config, positions, x.dtype)
-    kept = []
+    keys, values, states = [], [], [x]
     for layer in params.layers:
         x, k, v = packed_layer(layer, config, x, angles, segments, block)
-        kept.append((jnp.moveaxis(k, 1, 3), jnp.moveaxis(v, 1, 2)))
-    return tuple(kept)  # nobody reads the last x: XLA drops what leads to it
+        keys.append(jnp.moveaxis(k, 1, 3))
+        values.append(jnp.moveaxis(v, 1, 2))
+        states.append(x)
+    normed = ops.rms_norm(x, params.final_norm, config.rms_eps)  # XLA drops what leads to it when nobody reads it
+    features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
+    return Scratch(tuple(keys), tuple(values), features)
 
 
 def tree_layer(
@@ -167,28 +194,29 @@ def tree_forward(
     ancestors: Bool[Array, "B N N"],
     cache: KVCache,
     lengths: Int[Array, " B"],
-) -> tuple[Float[Array, "B N V"], Float[Array, "B N F"], Scratch]:
-    """Logits, features and scratch KV of tree nodes that see the committed slots and their ancestors (themselves too).
+    captures: Captures = (),
+) -> tuple[Float[Array, "B N V"], Scratch]:
+    """Logits of tree nodes that see the committed slots and their ancestors (themselves too), and what `commit` may keep.
 
-    `params` are in the "rollout" layout. Features have the cache's width: 0 for none, D for the last hidden states.
+    `params` are in the "rollout" layout.
     """
     B, N = tokens.shape
     x = params.embed[tokens.reshape(-1)].T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
-    kept = []
+    kept, states = [], [x]
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
         x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, (keys, values, lengths))
         kept.append((k, v))
+        states.append(x)
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
     scores = ops.contract("vd,dt->vt", head(params), x)
     scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
-    x = x.T.reshape(B, N, -1)
-    features = x[..., : cache.features.shape[-1]]
+    features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(B, N, -1)
     # Ties the scratch to the end of the pass: XLA copies the cache when `commit` could write before attention has read.
-    sound = (x[..., 0] == x[..., 0])[:, None, None, :]
+    sound = (x[0] == x[0]).reshape(B, 1, 1, N)
     scratch = Scratch(
         keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),
         values=tuple(jnp.where(jnp.swapaxes(sound, 2, 3), v, 0) for _, v in kept),
         features=features,
     )
-    return scores.T.reshape(B, N, -1), features, scratch
+    return scores.T.reshape(B, N, -1), scratch

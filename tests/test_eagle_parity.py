@@ -1,0 +1,116 @@
+"""Against an independent reference on torch that reads the files which we write: both drafters, a line and a draft step."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import drafter_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tlt_jax import mesh as meshes
+from tlt_jax.models import eagle, hf_drafter
+
+pytestmark = pytest.mark.parity
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+
+
+class Reference:
+    """A drafter directory on torch, without a cache: all rows at once, under a mask."""
+
+    def __init__(self, folder, shared):
+        import torch
+        from safetensors.torch import load_file
+
+        self.torch, self.raw = torch, json.loads((folder / "config.json").read_text())
+        self.files = load_file(folder / "model.safetensors")
+        self.embed, self.head = (torch.tensor(np.asarray(part)) for part in (shared.embed, shared.head))
+        self.new = "Eagle3" in self.raw["architectures"][0]
+        self.prefix = "midlayer." if self.new else "layers.0."
+
+    def linear(self, name, x):
+        bias = self.files.get(f"{name}.bias")
+        return x @ self.files[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    def norm(self, name, x):
+        scale = (x.pow(2).mean(-1, keepdim=True) + self.raw["rms_norm_eps"]).sqrt()
+        return x / scale * self.files[f"{name}.weight"]
+
+    def enter(self, token, state, given):
+        """Residual stream and input of attention of one row."""
+        e = self.embed[token]
+        if not self.new:
+            x = self.linear("fc", self.torch.cat([e, state]))
+            return x, x
+        if given and self.raw["fc_norm"]:
+            state = self.torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(state.split(e.shape[0]))])
+        x = self.linear("fc", state) if given else state
+        norms = self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", x)
+        return x, self.torch.cat(norms)
+
+    def turned(self, heads, positions):
+        """Heads [rows, H, E] as complex numbers, multiplied by exp(i angle)."""
+        half = heads.shape[-1] // 2
+        rates = self.raw["rope_theta"] ** (-self.torch.arange(half, dtype=heads.dtype) / half)
+        angles = self.torch.tensor(positions)[:, None, None] / self.raw["rope_scaling"]["factor"] * rates
+        turned = self.torch.complex(heads[..., :half], heads[..., half:]) * self.torch.polar(angles * 0 + 1, angles)
+        return self.torch.cat([turned.real, turned.imag], -1)
+
+    def hidden(self, rows, positions):
+        """Hidden states of rows of (token, state, given), each of which sees those before it and itself."""
+        x, inner = (self.torch.stack(part) for part in zip(*(self.enter(*row) for row in rows), strict=True))
+        at, E = f"{self.prefix}self_attn.", self.raw["head_dim"]
+        q, k, v = (self.linear(f"{at}{name}_proj", inner).unflatten(-1, (-1, E)) for name in "qkv")
+        q, k = self.turned(q, positions), self.turned(k, positions)
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        scores = self.torch.einsum("thd,shd->hts", q, k) / math.sqrt(E)
+        later = self.torch.ones(len(rows), len(rows)).triu(1).bool()
+        weights = scores.masked_fill(later, -math.inf).softmax(-1)
+        x = x + self.linear(f"{at}o_proj", self.torch.einsum("hts,shd->thd", weights, v).flatten(1))
+        y, mlp = self.norm(f"{self.prefix}post_attention_layernorm", x), f"{self.prefix}mlp."
+        gate = self.torch.nn.functional.silu(self.linear(f"{mlp}gate_proj", y))
+        x = x + self.linear(f"{mlp}down_proj", gate * self.linear(f"{mlp}up_proj", y))
+        return self.norm("norm", x) if self.raw.get("norm_output") else x
+
+    def logits(self, x):
+        """Logits of every token of the policy, -inf where the draft vocabulary lacks it."""
+        if not self.new:
+            return x @ self.head[: cases.VOCAB].T
+        drafted = (x if self.raw["norm_output"] else self.norm("norm", x)) @ self.files["lm_head.weight"].T
+        tokens = self.files["d2t"] + self.torch.arange(drafted.shape[-1])
+        scores = self.torch.full((*x.shape[:-1], cases.VOCAB), -math.inf, dtype=x.dtype)
+        return scores.index_copy(-1, tokens, drafted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_hidden_states_and_logits_equal_the_reference(case, dtype, tmp_path, x64):
+    import torch
+
+    params, config, shared = cases.params(case, dtype), cases.config(case), cases.shared(dtype)
+    hf_drafter.save(params, config, tmp_path, dtype)
+    reference = Reference(tmp_path, shared)
+    config, params = hf_drafter.load(tmp_path, cases.policy(), meshes.make_mesh(1, 1), dtype)
+    tokens, features = cases.line(case, 1, 9, dtype)
+
+    def run(params, shared):
+        rows = tokens, features, jnp.arange(9)[None], jnp.ones_like(tokens)
+        hidden = eagle.unroll(params, config, shared, *rows, 2)
+        return hidden[:, 0], eagle.logits(params, config, shared, hidden[:, 0])
+
+    hidden, logits = (np.asarray(part) for part in jax.jit(run)(params, shared))
+    if params.ids is not None:
+        found, logits = logits, np.full((2, 9, cases.VOCAB), -np.inf, dtype)
+        logits[..., np.asarray(params.ids)] = found
+    slots = [(int(tokens[0, t + 1]), torch.tensor(np.asarray(features[0, t])), True) for t in range(7)]
+    line = reference.hidden(slots, list(range(7)))
+    for t in range(7):
+        node = (int(tokens[0, t + 2]), line[t], False)
+        drafted = reference.hidden([*slots[: t + 1], node], list(range(t + 2)))[-1]
+        for step, state in enumerate((line[t], drafted)):
+            close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "err_msg": f"step {step} at slot {t}"}
+            np.testing.assert_allclose(hidden[step, t], state.numpy(), **close)
+            np.testing.assert_allclose(logits[step, t, : cases.VOCAB], reference.logits(state).numpy(), **close)

@@ -1,0 +1,260 @@
+"""The drafter network: cache extension and tree steps for rollout, unrolled forward for training; arrays in, arrays out.
+
+Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t, x_{t+1}), at rotary position
+t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree the drafter's own hidden state of the parent stands
+in for the features (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from tlt_jax.mesh import sharding
+from tlt_jax.models import kv_cache, layers as ops
+from tlt_jax.models.architecture import rollout_kv_heads
+from tlt_jax.models.eagle_config import (
+    DrafterConfig,
+    DrafterParams,
+    Shared,
+    abstract,
+    cast,
+    check_ids,
+    check_policy,
+    default_captures,
+    for_policy,
+    init,
+    shardings,
+    shared,
+    to_rollout,
+    weights,
+)
+from tlt_jax.models.kv_cache import KVCache
+from tlt_jax.models.transformer import finish, packed_angles
+from tlt_jax.shapes import shaped
+
+__all__ = [
+    "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids", "check_policy",
+    "default_captures", "extend", "for_policy", "init", "logits", "scratch", "shardings", "shared", "shift", "step",
+    "to_rollout", "unroll", "weights",
+]  # fmt: skip
+
+
+def abstract_cache(config: DrafterConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+    """Shape, dtype and sharding of a cache on a data group's mesh: a KVCache of one layer without features."""
+    return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
+
+
+def scratch(config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1) -> KVCache:
+    """Zeros for the keys and values of `rows` tree nodes, on a mesh with this `model` axis."""
+    K, E = rollout_kv_heads(config.block, model_axis), config.head_dim
+    return KVCache(
+        keys=(jnp.zeros((batch, K, E, rows), dtype),),
+        values=(jnp.zeros((batch, K, rows, E), dtype),),
+        features=jnp.zeros((batch, rows, 0), dtype),
+    )
+
+
+def fuse(params: DrafterParams, config: DrafterConfig, embedded: Array, state: Array, axis: int, given: bool) -> Array:
+    """What enters the layer [Z on `axis`], from token embeddings and the state: the policy's features when `given`."""
+    if config.kind == "eagle":
+        return ops.project(jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis)
+    if not given:
+        return state
+    if config.fc_norm:
+        parts = jnp.split(state, len(config.captures), axis=axis)
+        pairs = zip(parts, params.feature_norms, strict=True)
+        state = jnp.concatenate([ops.rms_norm(x, weight, config.rms_eps, axis) for x, weight in pairs], axis=axis)
+    return ops.project(state, params.fuse, None, axis)
+
+
+def qkv(
+    params: DrafterParams, config: DrafterConfig, embedded: Array, x: Array, angles: tuple[Array, Array], axis: int
+) -> tuple[Array, Array, Array]:
+    """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
+    layer = params.layer
+    if config.kind == "eagle3":
+        e = ops.rms_norm(embedded, layer.attention_norm, config.rms_eps, axis)
+        x = jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
+    tokens = x.shape[1:] if axis == 0 else x.shape[:-1]
+    heads = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
+    width = 1 if axis == 0 else -1
+    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(heads)
+    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(heads)
+    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(heads)
+    return ops.rotate(q, *angles, width), ops.rotate(k, *angles, width), v
+
+
+def leave(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array, axis: int) -> Array:
+    """The hidden state after the layer, which the next level and the head read."""
+    x = finish(params.layer, config.block, x, attended, axis)
+    return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
+
+
+def write(cache: KVCache, k: Array, v: Array, starts: Array, done: Array) -> KVCache:
+    """The cache with keys [B, K, E, W] and values [B, K, W, E] at slots starts.. of every row, once `done` [B, W] is.
+
+    XLA copies the whole cache when a write may come before what read it.
+    """
+    sound = (done == done)[:, None]
+
+    def one(row: Array, update: Array, start: Array, axis: int) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, update, start, axis=axis)
+
+    keys = jax.vmap(lambda *row: one(*row, 2))(cache.keys[0], jnp.where(sound[:, :, None], k, 0), starts)
+    values = jax.vmap(lambda *row: one(*row, 1))(cache.values[0], jnp.where(sound[..., None], v, 0), starts)
+    return cache.replace(keys=(keys,), values=(values,))
+
+
+def nodes_in(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    tokens: Array,
+    state: Array,
+    positions: Array,
+    given: bool,
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    """What enters the layer [Z, B*N] at tokens [B, N] with states [B, N, .], and its heads as attend_tree takes them."""
+    state = state.reshape(-1, state.shape[-1]).T
+    embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
+    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
+    x = fuse(params, config, embedded, state, 0, given)
+    return x, ops.by_node(*qkv(params, config, embedded, x, (cos.T, sin.T), 0), tokens.shape[0])
+
+
+def nodes_out(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array) -> Array:
+    """Hidden states [B, N, Z] of nodes after attention."""
+    hidden = leave(params, config, x, ops.by_feature(attended), 0)
+    return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
+
+
+@shaped
+def extend(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    cache: KVCache,
+    tokens: Int[Array, "B W"],
+    features: Float[Array, "B W F"],
+    starts: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B W Z"]]:
+    """The cache with W more slots from starts[b] on, and the hidden states there, in the dtype of `features`.
+
+    Row w holds the features of position starts + w and the token after it; it sees the slots before `starts` and the rows
+    up to itself. The cache must have slots for all W rows; rows beyond what is known are junk that a later call overwrites.
+    `params` are in the "rollout" layout.
+    """
+    B, W = tokens.shape
+    positions = starts[:, None] + jnp.arange(W)
+    x, (q, k, v) = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    seen = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
+    attended = ops.attend_tree(q, k, v, seen, cache.keys[0], cache.values[0], starts)
+    hidden = nodes_out(params, config, x, attended)
+    return write(cache, k, v, starts, hidden[..., 0]), hidden
+
+
+@shaped
+def step(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    cache: KVCache,
+    scratch: KVCache,
+    tokens: Int[Array, "B k"],
+    hidden: Float[Array, "B k Z"],
+    positions: Int[Array, "B k"],
+    starts: Int[Array, " B"],
+    ancestors: Bool[Array, "B k R"],
+    level: int,
+) -> tuple[KVCache, Float[Array, "B k Z"]]:
+    """Hidden states of the k nodes of a level, and the scratch with their keys and values in rows level * k and on.
+
+    `hidden` are those of the nodes' parents. The nodes see the first starts[b] slots of the cache, and of the R =
+    (level + 1) * k first scratch rows those that `ancestors` marks; the last k rows are themselves.
+    `params` are in the "rollout" layout.
+    """
+    rows = (level + 1) * tokens.shape[1]
+    x, (q, k, v) = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
+    keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, rows - tokens.shape[1], axis=3)
+    values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, rows - tokens.shape[1], axis=2)
+    seen = keys[..., :rows], values[:, :, :rows]
+    attended = ops.attend_tree(q, *seen, ancestors, cache.keys[0], cache.values[0], starts)
+    return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
+
+
+@shaped
+def logits(
+    params: DrafterParams, config: DrafterConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
+) -> Float[Array, "*batch U"]:
+    """Logits over the draft vocabulary, in at least float32; those of the policy's padding are the lowest number."""
+    if config.kind == "eagle3" and not config.norm_output:
+        hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
+    matrix = shared.head if params.head is None else params.head
+    scores = ops.contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
+    return scores if params.ids is not None else ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+
+
+@shaped
+def shift(array: Array, segments: Int[Array, "B T"], by: int) -> tuple[Array, Bool[Array, "B T"]]:
+    """array[b, t + by] of packed rows [B, T, ...] at every t, and where that is in t's own (nonzero) segment.
+
+    Elsewhere the values are those of another segment, or zero beyond the row.
+    """
+
+    def moved(array: Array) -> Array:
+        kept = array[:, by:]
+        return jnp.pad(kept, [(0, array.shape[1] - kept.shape[1] if axis == 1 else 0) for axis in range(array.ndim)])
+
+    return moved(array), (moved(segments) == segments) & (segments > 0)
+
+
+@shaped
+def unroll(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T F"],
+    positions: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    steps: int,
+    block: int = 512,
+    mesh: Mesh | None = None,
+) -> Float[Array, "J B T Z"]:
+    """Hidden states of `steps` levels of drafting along the given tokens: EAGLE-3's training-time test (section 3.2).
+
+    Step j at slot t reads token t + 1 + j and the features (j = 0) or step j - 1's hidden state at slot t, has rotary
+    position t + j, and sees step 0 of its segment's slots up to t and its own slot of steps 1..j: what `extend` and then
+    j times `step` compute. It predicts token t + 2 + j; where token t + 1 + j is beyond t's segment it is junk.
+
+    In the dtype of `features`; `params` in the "train" layout. The backward pass computes every step again; memory grows
+    linearly with T. With a mesh, rows stay sharded over `data`.
+    """
+
+    def rows(x: Array) -> Array:
+        return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+
+    @jax.checkpoint
+    def advance(
+        params: DrafterParams, embedded: Array, state: Array, angles: tuple[Array, Array], past: tuple
+    ) -> tuple:
+        x = fuse(params, config, embedded, state, -1, given=not past)
+        q, k, v = qkv(params, config, embedded, x, angles, -1)
+        q = q.reshape(*k.shape[:3], -1, config.head_dim)
+        first, *later = *past, (k, v)
+        own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None
+        attended = ops.attend_packed(q, *first, segments, block, own).reshape(*x.shape[:2], -1)
+        return rows(leave(params, config, x, attended, -1)), (k, v)
+
+    params = cast(params, features.dtype)
+    state, past, hidden = rows(features), (), []
+    for j in range(steps):
+        embedded = rows(shared.embed[shift(tokens, segments, j + 1)[0]].astype(features.dtype))
+        state, kv = advance(params, embedded, state, packed_angles(config.block, positions + j, features.dtype), past)
+        past = (*past, kv)
+        hidden.append(state)
+    return jnp.stack(hidden)

@@ -1,0 +1,289 @@
+"""What a drafter is made of: sizes, the shape, axes and initializer of every weight, and the layouts they live in.
+
+Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last hidden state and answers with
+the policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of several depths and has a head of its own, maybe
+over part of the vocabulary; `fc_norm` and `norm_output` are what EAGLE-3.1 changed (arXiv 2605.09992).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from tlt_jax.mesh import sharding
+from tlt_jax.models.architecture import (
+    Layer,
+    ModelConfig,
+    Params,
+    Rope,
+    Weight,
+    check_mesh,
+    layer_weights,
+    padded_vocab,
+    repeat_kv,
+    rollout_kv_heads,
+)
+from tlt_jax.models.transformer import NORMED, head
+
+KINDS = ("eagle", "eagle3")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes and features of one drafter: hashable, a static argument of every program.
+
+    It is as wide as the policy, whose embedding it reads. `captures` are the hidden states of the policy that it reads,
+    as transformer.hidden takes them. `draft_vocab_size` equals `vocab_size` when it can propose every token.
+    Raises ValueError, naming the values, for what does not go together.
+    """
+
+    kind: str  # eagle | eagle3
+    hidden_size: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    captures: tuple[int, ...]
+    max_positions: int
+    rope: Rope = Rope()
+    rms_eps: float = 1e-6
+    qkv_bias: bool = False  # eagle only
+    fc_bias: bool = False  # eagle only
+    fc_norm: bool = False  # eagle3 only: a norm of its own for each of the hidden states
+    norm_output: bool = False  # eagle3 only: hand the normed hidden state to the next level
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"drafter kind {self.kind!r} is unknown: use {' or '.join(KINDS)}")
+        eagle = self.kind == "eagle"
+        strange = ("fc_norm", "norm_output") if eagle else ("qkv_bias", "fc_bias")
+        strange = [name for name in strange if getattr(self, name)]
+        if strange:
+            raise ValueError(f"{', '.join(strange)} true: not for a drafter of kind {self.kind}")
+        rising = all(one < other for one, other in zip(self.captures, self.captures[1:], strict=False))
+        if eagle and self.captures != (NORMED,):
+            raise ValueError(f"captures {self.captures}: eagle reads the last normed hidden state, ({NORMED},)")
+        if not eagle and not (self.captures and rising and self.captures[0] >= 1):
+            raise ValueError(f"captures {self.captures}: eagle3 reads hidden states of rising depth, from 1 on")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} is not within 1..{self.vocab_size}, the policy's"
+            )
+        if eagle and not self.whole:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: eagle proposes all {self.vocab_size} tokens")
+        self.block  # noqa: B018  (ModelConfig refuses impossible heads)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token of the policy can be proposed."""
+        return self.draft_vocab_size == self.vocab_size
+
+    @property
+    def feature_width(self) -> int:
+        """F, the width of the policy's features."""
+        return len(self.captures) * self.hidden_size
+
+    @cached_property
+    def block(self) -> ModelConfig:
+        """Its one transformer layer, as a policy of one layer: what the layer's code and the KV cache read."""
+        return ModelConfig(
+            family="qwen2" if self.qkv_bias else "llama",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mlp_dim=self.mlp_dim,
+            max_positions=self.max_positions,
+            rope=self.rope,
+            rms_eps=self.rms_eps,
+            qkv_bias=self.qkv_bias,
+            init_std=self.init_std,
+        )
+
+
+def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
+    """A drafter for this policy: one layer of its shape, EAGLE-3.1 for eagle3; `changes` are other fields' values."""
+    eagle = kind == "eagle"
+    base = DrafterConfig(
+        kind=kind,
+        hidden_size=policy.hidden_size,
+        mlp_dim=policy.mlp_dim,
+        num_heads=policy.num_heads,
+        num_kv_heads=policy.num_kv_heads,
+        head_dim=policy.head_dim,
+        vocab_size=policy.vocab_size,
+        draft_vocab_size=policy.vocab_size,
+        captures=(NORMED,) if eagle else default_captures(policy.num_layers),
+        max_positions=policy.max_positions,
+        rope=policy.rope,
+        rms_eps=policy.rms_eps,
+        qkv_bias=eagle and policy.family == "qwen2",
+        fc_norm=not eagle,
+        norm_output=not eagle,
+        init_std=policy.init_std,
+    )
+    config = replace(base, **changes)
+    check_policy(config, policy)
+    return config
+
+
+def default_captures(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's (2, L // 2, L - 3), where these differ; for shallower policies the second, a middle and the last layer."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return tuple(range(1, num_layers + 1)) if num_layers < 4 else (2, (2 + num_layers) // 2, num_layers)
+
+
+def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
+    """Raises ValueError, naming both numbers, when the drafter was made for another policy."""
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, name), getattr(policy, name)
+        if ours != theirs:
+            raise ValueError(
+                f"the drafter's {name} {ours} is not the policy's {theirs}: it was made for another policy"
+            )
+    if max(config.captures) > policy.num_layers:
+        raise ValueError(
+            f"the drafter reads hidden states after layers {config.captures}, the policy has {policy.num_layers} layers"
+        )
+
+
+@struct.dataclass
+class DrafterParams:
+    """A drafter, in the "train" or the "rollout" layout (KV heads repeated); what its kind does not have is None.
+
+    Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3; the layer's q, k and v read
+    2 Z for eagle3, and its `attention_norm` is then that of the token embedding. `ids`: the token of each of the U
+    logits, ascending; None when they are those of the policy, padding included. It is not trained:
+    `params.replace(ids=None)` has trainable leaves only.
+    """
+
+    fuse: Float[Array, "Z I"]
+    fuse_bias: Float[Array, " Z"] | None
+    feature_norms: Float[Array, "C Z"] | None
+    hidden_norm: Float[Array, " Z"] | None
+    layer: Layer
+    final_norm: Float[Array, " Z"] | None
+    head: Float[Array, "U Z"] | None
+    ids: Int32[Array, " U"] | None
+
+
+@struct.dataclass
+class Shared:
+    """What a drafter reads of the policy, never a copy: its embedding and its LM head."""
+
+    embed: Float[Array, "V D"]
+    head: Float[Array, "V D"]
+
+
+def shared(params: Params) -> Shared:
+    """The policy's part of a drafter, from Params of either layout."""
+    return Shared(embed=params.embed, head=head(params))
+
+
+def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> DrafterParams:
+    """A Weight for every array of DrafterParams in this layout."""
+    Z, eagle3 = config.hidden_size, config.kind == "eagle3"
+    norm = Weight((Z,), (None,), "ones")
+    fits = layout == "rollout" or config.num_kv_heads % model_axis == 0
+    kv_heads = config.num_kv_heads if layout == "train" else rollout_kv_heads(config.block, model_axis)
+    layer = layer_weights(config.block, kv_heads, "kv_heads" if fits else None)
+    if eagle3:
+        wide = {name: getattr(layer, name) for name in ("q", "k", "v")}
+        layer = layer.replace(**{name: replace(old, shape=(old.shape[0], 2 * Z)) for name, old in wide.items()})
+    else:
+        layer = layer.replace(attention_norm=None)
+    U = padded_vocab(config.block, model_axis) if config.whole else config.draft_vocab_size
+    return DrafterParams(
+        fuse=Weight((Z, config.feature_width if eagle3 else 2 * Z), (None, "embed")),
+        fuse_bias=Weight((Z,), (None,), "zeros") if config.fc_bias else None,
+        feature_norms=Weight((len(config.captures), Z), (None, None), "ones") if config.fc_norm else None,
+        hidden_norm=norm if eagle3 else None,
+        layer=layer,
+        final_norm=norm if eagle3 else None,
+        head=Weight((U, Z), ("vocab" if U % model_axis == 0 else None, "embed")) if eagle3 else None,
+        ids=None if config.whole else Weight((U,), (None,), "ids"),
+    )
+
+
+def shardings(config: DrafterConfig, mesh: Mesh, layout: str) -> DrafterParams:
+    """The NamedSharding of every array of DrafterParams. Raises ValueError when the drafter does not divide over it."""
+    check_mesh(config.block, mesh)
+    spec = weights(config, mesh.shape["model"], layout)
+    return jax.tree.map(lambda weight: sharding(mesh, weight.axes, layout), spec)
+
+
+def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> DrafterParams:
+    """Shape, dtype and sharding of every array of DrafterParams."""
+    check_mesh(config.block, mesh)
+
+    def describe(weight: Weight) -> jax.ShapeDtypeStruct:
+        kind = jnp.int32 if weight.init == "ids" else dtype
+        return jax.ShapeDtypeStruct(weight.shape, kind, sharding=sharding(mesh, weight.axes, layout))
+
+    return jax.tree.map(describe, weights(config, mesh.shape["model"], layout))
+
+
+def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> np.ndarray | None:
+    """Token ids of the draft vocabulary as int32. Raises ValueError unless they are ascending and the policy's."""
+    if config.whole:
+        if ids is not None:
+            raise ValueError("a drafter that proposes every token takes no draft vocabulary")
+        return None
+    found = np.asarray([] if ids is None else ids)
+    if found.shape != (config.draft_vocab_size,):
+        raise ValueError(
+            f"the draft vocabulary has {found.size} tokens, draft_vocab_size says {config.draft_vocab_size}"
+        )
+    if found[0] < 0 or found[-1] >= config.vocab_size or (np.diff(found) <= 0).any():
+        raise ValueError(f"the draft vocabulary's ids do not ascend within 0..{config.vocab_size - 1}")
+    return found.astype(np.int32)
+
+
+def init(
+    config: DrafterConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike, ids: ArrayLike | None = None
+) -> DrafterParams:
+    """New random DrafterParams in the "train" layout, the same numbers on every mesh; `ids` as check_ids wants them."""
+    known = check_ids(config, ids)
+    spec, structure = jax.tree.flatten(weights(config, mesh.shape["model"]))
+
+    def draw(weight: Weight, key: jax.Array) -> jax.Array:
+        if weight.init == "ids":
+            return jnp.asarray(known)
+        if weight.init == "normal":
+            return config.init_std * jax.random.normal(key, weight.shape, dtype)
+        return jnp.full(weight.shape, weight.init == "ones", dtype)
+
+    def initialize(key: jax.Array) -> DrafterParams:
+        keys = jax.random.split(key, len(spec))
+        params = structure.unflatten([draw(weight, key) for weight, key in zip(spec, keys, strict=True)])
+        if config.whole and params.head is not None:
+            params = params.replace(head=params.head.at[config.vocab_size :].set(0))
+        return params
+
+    return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
+
+
+def to_rollout(params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike) -> DrafterParams:
+    """The same drafter in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
+    rollout = params.replace(layer=repeat_kv(params.layer, config.block, mesh.shape["model"]))
+    return jax.lax.with_sharding_constraint(cast(rollout, dtype), shardings(config, mesh, "rollout"))
+
+
+def cast(params: DrafterParams, dtype: DTypeLike) -> DrafterParams:
+    """The same drafter in this dtype; ids stay what they are."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params.replace(ids=None)).replace(ids=params.ids)

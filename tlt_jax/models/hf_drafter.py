@@ -1,0 +1,283 @@
+"""Drafter directories as SGLang and vLLM load them: config.json and model.safetensors, read, written and refused by name.
+
+EAGLE-3: one `midlayer`, its own norm and head, the draft vocabulary as offsets `d2t`. EAGLE: `layers.0` without its first
+norm, no head. The embedding is the policy's and never written; where a directory holds one, it is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from tlt_jax.models import eagle_config, hf
+from tlt_jax.models.architecture import Layer, ModelConfig
+from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids, weights
+from tlt_jax.models.hf_config import ModelError, from_hf_config, read_json, to_hf_config
+from tlt_jax.models.transformer import NORMED
+
+WEIGHTS = "model.safetensors"
+PREFIX = {"eagle": "layers.0.", "eagle3": "midlayer."}
+TOP = {
+    "fuse": "fc.weight", "fuse_bias": "fc.bias", "hidden_norm": "midlayer.hidden_norm.weight",
+    "final_norm": "norm.weight", "head": "lm_head.weight",
+}  # fmt: skip
+ARCHITECTURES = {  # name -> kind, model_type
+    "LlamaForCausalLMEagle3": ("eagle3", "llama"),
+    "LlamaForCausalLMEagle": ("eagle", "llama"),
+    "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
+}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+READ = {
+    "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "hidden_act", "target_hidden_size",
+    "bias", "attention_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config", LAYER_IDS, "initializer_range",
+    "original_max_position_embeddings", "quantization_config", "partial_rotary_factor", "use_sliding_window",
+    "layer_types",
+}  # fmt: skip
+HARMLESS = {
+    "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
+    "pad_token_id", "pretraining_tp", "sliding_window", "target_model_type", "torch_dtype", "transformers_version",
+    "use_cache",
+}  # fmt: skip
+
+
+def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
+    """Every tensor of a drafter's file, in the order of the network; `layer` 0 marks those of DrafterParams.layer."""
+    spec = weights(config, 1)
+    for leaf in ("fuse", "fuse_bias", "hidden_norm"):
+        if getattr(spec, leaf) is not None:
+            yield hf.Tensor(TOP[leaf], getattr(spec, leaf).shape, leaf, None)
+    if config.fc_norm:
+        for capture in range(len(config.captures)):
+            yield hf.Tensor(f"fc_norm.{capture}.weight", (config.hidden_size,), "feature_norms", capture)
+    for field in fields(Layer):
+        weight = getattr(spec.layer, field.name)
+        if weight is not None:
+            yield hf.Tensor(PREFIX[config.kind] + hf.IN_LAYER[field.name], weight.shape, field.name, 0)
+    if config.kind == "eagle3":
+        yield hf.Tensor(TOP["final_norm"], (config.hidden_size,), "final_norm", None)
+        yield hf.Tensor(TOP["head"], (config.draft_vocab_size, config.hidden_size), "head", None)
+        yield hf.Tensor("d2t", (config.draft_vocab_size,), "ids", None, "int64")
+        yield hf.Tensor("t2d", (config.vocab_size,), "ids", None, "bool")
+
+
+def load(
+    directory: str | Path, policy: ModelConfig, mesh: Mesh, dtype: DTypeLike, positions: int = 0
+) -> tuple[DrafterConfig, DrafterParams]:
+    """The drafter of a directory, for this policy, in the "train" layout; each process reads the bytes of its own shards.
+
+    `positions` is the length of the longest sequence that it has to draft for. Raises ModelError, in one line that names
+    what does not fit: the config, the policy, the positions, the draft vocabulary or the tensors.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if raw is None:
+        raise ModelError(f"{directory} has no config.json: give the directory of an EAGLE or EAGLE-3 drafter")
+    with ExitStack() as stack:
+        stored = hf.open_tensors(directory, stack)
+        try:
+            config = from_raw(raw, policy, TOP["fuse_bias"] in stored)
+            optional = {"t2d", "d2t"} if config.whole else {"t2d"}
+            wanted = [tensor for tensor in tensors(config) if tensor.name in stored or tensor.name not in optional]
+            hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
+            check_positions(config, positions)
+            return config, read_params(config, stored, mesh, dtype)
+        except ValueError as error:
+            raise ModelError(f"drafter {directory}: {error}") from error
+
+
+def from_raw(raw: Mapping[str, Any], policy: ModelConfig, fc_bias: bool) -> DrafterConfig:
+    """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
+    named = raw.get("architectures") or [None]
+    if len(named) != 1 or named[0] not in ARCHITECTURES:
+        raise ModelError(f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}")
+    kind, family = ARCHITECTURES[named[0]]
+    refuse_unsupported(raw, kind, family)
+    layer = from_hf_config(dict(raw) | {"model_type": family})
+    config = DrafterConfig(
+        kind=kind,
+        hidden_size=layer.hidden_size,
+        mlp_dim=layer.mlp_dim,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=raw["draft_vocab_size"] if kind == "eagle3" else layer.vocab_size,
+        captures=read_captures(raw, policy) if kind == "eagle3" else (NORMED,),
+        max_positions=layer.max_positions,
+        rope=layer.rope,
+        rms_eps=layer.rms_eps,
+        qkv_bias=layer.qkv_bias,
+        fc_bias=fc_bias,
+        fc_norm=bool(raw.get("fc_norm")),
+        norm_output=bool(raw.get("norm_output")),
+        init_std=layer.init_std,
+    )
+    eagle_config.check_policy(config, policy)
+    return config
+
+
+def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
+    """Raises ModelError for keys and values of a config.json that mean another network than ours."""
+    strange = sorted(key for key in set(raw) - READ - HARMLESS if raw[key] not in (None, False))
+    if strange:
+        raise ModelError(f"config.json names {', '.join(strange)}: unknown here, and it may change the network")
+    if raw.get("num_hidden_layers") != 1:
+        raise ModelError(f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported")
+    if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
+        wide = f"target_hidden_size {raw['target_hidden_size']} is not hidden_size {raw.get('hidden_size')}"
+        raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
+    biased = [name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"]
+    if kind == "eagle3":
+        biased += ["bias"] * bool(raw.get("bias"))
+        if raw.get("tie_word_embeddings"):
+            raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
+        if not raw.get("draft_vocab_size"):
+            raise ModelError(
+                "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
+            )
+    if biased:
+        raise ModelError(f"{', '.join(biased)} true: not supported in a drafter of this architecture")
+
+
+def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...]:
+    """Which of the policy's hidden states an EAGLE-3 drafter reads; without ids, SGLang's and vLLM's default.
+
+    Two conventions are in use. vLLM's ids, at the top level, count the layers before the state, as ours do; SGLang's, in
+    eagle_config, name the layer whose output it is, one less. Alone, either place may hold either: SGLang (since May 2026,
+    its pull request 25454) takes ids that begin with 1 for outputs, and others for counts. Raises ModelError when the two
+    places disagree.
+    """
+    nested = dict(raw.get("eagle_config") or {})
+    outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
+    if nested.pop("use_aux_hidden_state", True) is not True:
+        raise ModelError("eagle_config.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states")
+    if nested:
+        raise ModelError(f"eagle_config names {', '.join(sorted(nested))}: unknown here, and it may change the network")
+    for ids in (outputs, counts):
+        if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)):
+            raise ModelError(f"{LAYER_IDS} {ids!r} is no list of layer ids")
+    if outputs is None and counts is None:
+        return 2, policy.num_layers // 2, policy.num_layers - 3
+    after = tuple(one + 1 for one in outputs or ())
+    if outputs and counts and tuple(counts) == after:
+        return after
+    if outputs and counts and outputs != counts:
+        raise ModelError(f"{LAYER_IDS} {counts}, but {outputs} in eagle_config: other layers, keep the right ones")
+    ids = outputs or counts
+    return tuple(one + 1 for one in ids) if ids[0] == 1 else tuple(ids)
+
+
+def check_positions(config: DrafterConfig, positions: int) -> None:
+    """Raises ModelError when sequences get longer than the drafter was made for."""
+    if config.max_positions < positions:
+        raise ModelError(
+            f"max_position_embeddings {config.max_positions} is below the {positions} positions of a sequence: "
+            "lower rollout lengths, or raise it if the drafter was trained that far"
+        )
+
+
+def read_params(config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike) -> DrafterParams:
+    """DrafterParams from open tensors. Raises ValueError for a draft vocabulary that is none."""
+    target = eagle_config.abstract(config, mesh, "train", dtype)
+
+    def whole(spec: jax.ShapeDtypeStruct | None, name: str) -> jax.Array | None:
+        if spec is None:
+            return None
+        part = partial(hf.read, stored[name], shape=spec.shape, dtype=dtype)
+        return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+    def norms(spec: jax.ShapeDtypeStruct) -> jax.Array:
+        rows = np.stack([stored[f"fc_norm.{i}.weight"][:].astype(dtype) for i in range(len(config.captures))])
+        return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: rows[index])
+
+    prefix = PREFIX[config.kind]
+    ids = read_ids(config, stored)
+    if ids is not None:
+        ids = jax.make_array_from_callback(ids.shape, target.ids.sharding, ids.__getitem__)
+    layer = {name: whole(getattr(target.layer, name), prefix + hf.IN_LAYER[name]) for name in hf.IN_LAYER}
+    return DrafterParams(
+        layer=Layer(**layer),
+        feature_norms=norms(target.feature_norms) if config.fc_norm else None,
+        ids=ids,
+        **{leaf: whole(getattr(target, leaf), name) for leaf, name in TOP.items()},
+    )
+
+
+def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | None:
+    """The draft vocabulary's token ids, None for all. Raises ModelError, or ValueError, unless d2t and t2d hold one."""
+    if config.kind == "eagle":
+        return None
+    known = np.arange(config.draft_vocab_size)
+    ids = known + stored["d2t"][:].astype(np.int64) if "d2t" in stored else known
+    try:
+        check_ids(config, None if config.whole and (ids == known).all() else ids)
+    except ValueError as error:
+        raise ModelError(f"d2t: {error}; it holds token id minus index in the draft vocabulary") from error
+    if "t2d" in stored and not np.array_equal(np.flatnonzero(stored["t2d"][:]), ids):
+        raise ModelError("t2d marks other tokens than d2t names")
+    return None if config.whole else ids.astype(np.int32)
+
+
+def save(params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike) -> None:
+    """Writes a directory that SGLang and vLLM load, weights in this dtype; `params` in the "train" layout.
+
+    Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
+    process takes part; the first one writes.
+    """
+    directory, dtype = Path(directory), jnp.dtype(dtype)
+    listed = list(tensors(config))
+    arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in [*directory.glob("model*.safetensors"), directory / hf.INDEX]:
+            stale.unlink(missing_ok=True)
+        (directory / "config.json").write_text(json.dumps(to_raw(config, dtype), indent=2) + "\n")
+        hf.write_shard(directory / WEIGHTS, listed, dtype, arrays)
+    else:
+        for _ in arrays:
+            pass
+
+
+def host_copy(params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype) -> np.ndarray:
+    """One tensor on the host, without vocabulary padding."""
+    if tensor.leaf == "ids":
+        ids = np.arange(config.draft_vocab_size) if params.ids is None else np.asarray(params.ids, np.int64)
+        return ids - np.arange(ids.size) if tensor.name == "d2t" else np.isin(np.arange(config.vocab_size), ids)
+    stacked = tensor.leaf == "feature_norms"
+    leaf = getattr(params if stacked or tensor.layer is None else params.layer, tensor.leaf)
+    leaf = leaf[tensor.layer] if stacked else leaf
+    return np.asarray(fetcher(leaf.sharding.mesh, dtype)(leaf))[: tensor.shape[0]]
+
+
+@cache
+def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    """Gives a copy in this dtype to every device."""
+    return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
+    """The config.json of a drafter."""
+    raw = to_hf_config(config.block, dtype)
+    if config.kind == "eagle":
+        return raw | {"architectures": [raw["architectures"][0] + "Eagle"], "bias": config.fc_bias}
+    return raw | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        LAYER_IDS: list(config.captures),
+        "eagle_config": {LAYER_IDS: [one - 1 for one in config.captures], "use_aux_hidden_state": True},
+    }
