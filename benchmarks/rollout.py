@@ -201,7 +201,7 @@ def forward_only(engine: Engine, rounds: int) -> Callable[..., Any]:
         def step(_: int, state: Any) -> Any:
             roots, lengths = state.roots[:, None], state.lengths
             seen = jnp.ones((*roots.shape, 1), bool)
-            logits, _, scratch = target.forward(weights.target, roots, lengths[:, None], seen, state.cache, lengths)
+            logits, scratch = target.forward(weights.target, roots, lengths[:, None], seen, state.cache, lengths)
             cache = target.keep(state.cache, scratch, jnp.zeros_like(roots), lengths)
             following = (logits.max(axis=(1, 2)) > 0).astype(jnp.int32)
             return state.replace(roots=following, lengths=lengths + 1, cache=cache)
@@ -221,7 +221,7 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     keys = {name: Key("chunk", 0, batch, slots, (rounds,), rules=Rules(Sampling(heat))) for name, heat in
             (("greedy", 0.0), ("full", 1.0))}  # fmt: skip
     programs = {name: engine.registry.get(key) for name, key in keys.items()} | {"model": forward_only(engine, rounds)}
-    weights = Weights(ours.weights[0], ())
+    weights = ours.weights[0]
     far = jnp.full(batch, 1 << 30, jnp.int32)
 
     state = engine.registry.get(Key("start", 0, batch, slots))()
@@ -229,7 +229,7 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     states = dict.fromkeys(programs)
 
     def run(name: str) -> None:
-        out = programs[name](states[name], weights)
+        out = programs[name](states[name], weights, *[()] * (name != "model"))
         states[name] = out if name == "model" else out[0]
         jax.block_until_ready(states[name])
 
@@ -264,7 +264,7 @@ def prefill(ours: Ours, prompts: np.ndarray) -> None:
     while left > 0:
         size = block_size(left, width)
         tokens, lengths = np.zeros((size, width), np.int32), np.full(size, PROMPT_TOKENS - 1, np.int32)
-        jax.block_until_ready(ours.engine.registry.get(prefill_key(0, size, width))(ours.weights[0], tokens, lengths))
+        jax.block_until_ready(ours.engine.registry.get(prefill_key(0, size, width))(ours.weights[0].target, tokens, lengths))
         left -= size
 
 

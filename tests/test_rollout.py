@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -15,9 +16,8 @@ from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import block_size, bucket_width
 from tlt_jax.spec_decode.records import Decision
-from tlt_jax.spec_decode.rollout import bucketed
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
@@ -31,8 +31,17 @@ pytestmark = pytest.mark.usefixtures("x64")
 @cache
 def programs(groups: int = 1, drafter: str = "none"):
     """Executables that the tests share; shapes that one test compiled serve the next."""
-    drafters = {"none": NO_DRAFTER, "good": toys.good_drafter(TABLE), "bad": toys.bad_drafter(V)}
-    return toys.registry(groups, V, drafters[drafter])
+    drafters = {"none": toys.no_drafter, "some ids": toys.table_drafter(ids=np.array([0, 2, 3, 5, 7, 9]))}
+    return toys.registry(groups, V, drafters.get(drafter, toys.table_drafter()))
+
+
+GUESSES = {"exact": TABLE, "wrong": -TABLE, "noisy": toys.table(V, seed=9, scale=0.5) + TABLE, "broken": TABLE * np.nan}
+
+
+def drafted(drafter: str, *args, groups: int = 1, **rest):
+    """A rollout with a drafter: what it believes the table to be, or the tokens it knows of."""
+    guess = GUESSES.get(drafter, TABLE)
+    return toys.play(programs(groups, "some ids" if drafter == "some ids" else "table"), *args, guess=guess, **rest)
 
 
 def answers(result) -> list[tuple[int, list[int], str]]:
@@ -62,20 +71,43 @@ def reference(
 
 
 @pytest.mark.parametrize("setting, drafter", [
-    (Sampling(1.0), "none"), (Sampling(1.0), "good"), (Sampling(1.0), "bad"), (Sampling(0.0), "none"), (Sampling(0.0), "good"),
-    (Sampling(0.6, 5, 1.0), "good"), (Sampling(1.3, 0, 0.8), "bad"), (Sampling(1.0, 4, 0.9), "good"),
+    (Sampling(1.0), "none"), (Sampling(1.0), "exact"), (Sampling(1.0), "wrong"), (Sampling(0.0), "none"),
+    (Sampling(0.0), "exact"), (Sampling(0.6, 5, 1.0), "noisy"), (Sampling(1.3, 0, 0.8), "wrong"),
+    (Sampling(1.0, 4, 0.9), "some ids"), (Sampling(1.0), "broken"), (Sampling(0.0), "noisy"),
 ])  # fmt: skip
 def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     rules = Rules(setting, RULES.eos_ids, RULES.stop_ids)
-    strategy = PLAIN if drafter == "none" else toys.TREE
-    result = toys.play(programs(1, drafter), TABLE, PROMPTS, SAMPLES, rules, strategy=strategy)
+    if drafter == "none":
+        result = toys.play(programs(), TABLE, PROMPTS, SAMPLES, rules)
+    else:
+        result = drafted(drafter, TABLE, PROMPTS, SAMPLES, rules, strategy=toys.TREE)
     expected, logprobs = reference(rules)
     assert answers(result) == expected
     for one, logp in zip(result.completions, logprobs, strict=True):
         np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
-    if drafter == "good":
-        plain = toys.play(programs(), TABLE, PROMPTS, SAMPLES, rules)
-        assert result.stats["rounds"] < plain.stats["rounds"], "guesses were accepted"
+    row_rounds = sum(measured.row_rounds for measured in result.measurements)
+    alone = 0 if drafter == "none" else SAMPLES  # the first round of a prompt of one token has nothing to draft from
+    assert result.stats["declined"] == (row_rounds if drafter == "broken" else alone)
+    assert accepted(result) == result.stats["tokens"] - row_rounds
+
+
+def accepted(result) -> int:
+    """Drafted tokens that the target took."""
+    return sum(int(measured.hits.sum()) for measured in result.measurements)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(1, 1, 2), Strategy(3, 1, 4), Strategy(3, 2, 6), Strategy(4, 3, 12), Strategy(2, 4, 9)]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy, temperature):
+    rules = Rules(Sampling(temperature), (), ())
+    result = drafted("exact", TABLE, PROMPTS, SAMPLES, rules, strategy=strategy)
+    plain = toys.play(programs(), TABLE, PROMPTS, SAMPLES, rules)
+    assert answers(result) == answers(plain)
+    rounds = sum(measured.row_rounds for measured in result.measurements)
+    alone = [len(prompt) == 1 for prompt in PROMPTS]  # the first round of such a prompt has nothing to draft from
+    assert rounds == SAMPLES * sum(first + -(-(LIMIT - first) // strategy.path) for first in alone)
 
 
 def test_the_reference_ends_in_every_way():
@@ -105,21 +137,27 @@ def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slot
         assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), "spans do not overlap"
 
 
-def test_strategies_may_change_every_chunk():
-    plain = bucketed((2, 6), (64,))
+@pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])
+def test_strategies_may_change_every_chunk(drafter, groups):
+    plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def restless(view):
         decision = plain(view)
-        strategy = toys.TREE if (view.retired + view.live) % 2 else PLAIN
+        strategy = (PLAIN, toys.TREE, PLAIN, Strategy(2, 3, 8))[next(turn) % 4]
         return Decision(view.group, view.retired, decision.batch, decision.slots, strategy)
 
-    result = toys.play(programs(1, "good"), TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless)
+    result = drafted(drafter, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless, groups=groups)
     assert answers(result) == reference(RULES)[0]
-    assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE}
+    assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE, Strategy(2, 3, 8)}
+    speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
+    if drafter == "exact":  # whatever was missed while decoding plainly was made up for, with true features
+        ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)
+        tokens, rounds = (sum(getattr(one, name) for one in speculated) for name in ("tokens", "row_rounds"))
+        assert tokens >= (toys.TREE.path - 1) * rounds - 3 * ends
 
 
 def test_the_cache_has_room_for_every_chunk_in_flight():
-    plain, views = bucketed((12,), (64,)), []
+    plain, views = toys.bucketed((12,), (64,)), []
 
     def watch(view):
         views.append(view)
@@ -134,7 +172,7 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
 
 def test_recorded_decisions_replay_the_rollout():
     play = partial(toys.play, programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=3, in_flight=1)
-    first = play(decide=bucketed((1, 2, 5), (32, 64)))
+    first = play(decide=toys.bucketed((1, 2, 5), (32, 64)))
     recorded = iter(first.decisions)
 
     def replay(view):

@@ -8,8 +8,19 @@ import pytest
 import references
 
 from tlt_jax.spec_decode import chunk, tree, verify
-from tlt_jax.spec_decode.chunk import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report, Rules
-from tlt_jax.spec_decode.tree import DraftTree, Target
+from tlt_jax.spec_decode.chunk import (
+    BINS,
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    Admission,
+    DecodeState,
+    Emitted,
+    Report,
+    Rules,
+    Stats,
+)
+from tlt_jax.spec_decode.tree import NO_DRAFTER, DraftTree, Target
 
 
 def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -41,7 +52,9 @@ def test_match_walks_like_a_loop(nodes):
         for i in range(1, nodes):
             chosen[b, parents[b, i]] = tokens[b, i]
     depth = int(depths.max())
-    walk = verify.match(DraftTree(*map(jnp.asarray, (tokens, parents, depths))), jnp.asarray(chosen), depth)
+    unused = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
+    tree_of = DraftTree(*map(jnp.asarray, (tokens, parents, depths)), *unused)
+    walk = verify.match(tree_of, jnp.asarray(chosen), depth)
     for b in range(300):
         path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)
         accepted = int(walk.accepted[b])
@@ -50,11 +63,14 @@ def test_match_walks_like_a_loop(nodes):
         assert walk.tokens[b, : accepted + 1].tolist() == emitted
 
 
+UNUSED = dict.fromkeys(("resize", "empty", "room", "vocab", "params"))
+
+
 def state_of(lengths, limits, live, tail) -> DecodeState:
     ints = [jnp.asarray(x, jnp.int32) for x in (lengths, lengths, limits)]
-    return DecodeState(
-        *ints, jnp.asarray(live), jnp.zeros((len(lengths), 2), jnp.uint32), jnp.asarray(tail, jnp.int32), (), ()
-    )
+    history = jnp.zeros((len(lengths), 12), jnp.int32)
+    keys = jnp.zeros((len(lengths), 2), jnp.uint32)
+    return DecodeState(*ints, jnp.asarray(live), keys, jnp.asarray(tail, jnp.int32), history, (), ())
 
 
 def test_an_answer_ends_inside_an_accepted_run():
@@ -80,20 +96,29 @@ def test_the_tail_holds_the_last_tokens():
 
 def test_a_new_sequence_forgets_the_row_it_takes():
     state = state_of([5, 6], [99, 99], [False, True], [[4, 5], [6, 7]])
-    target = Target(None, None, None, lambda cache, prefilled, source: cache, None, None, None)
-    new = Admission(*(jnp.array(x, jnp.int32) for x in ([3, -1], [1, 0], [2, 0], [9, 0])), jnp.ones((2, 2), jnp.uint32))
-    state = chunk.admit(target, state, (), new)
+    target = Target(*[None] * 4, insert=lambda cache, prefilled, source: cache, **UNUSED)
+    new = Admission(
+        *(jnp.array(x, jnp.int32) for x in ([3, -1], [1, 0], [2, 0], [9, 0])),
+        keys=jnp.ones((2, 2), jnp.uint32),
+        history=jnp.array([[8, 7, 1], [9, 9, 9]], jnp.int32),
+    )
+    state = chunk.admit(target, NO_DRAFTER, state, (), new)
+    assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
     assert state.tail.tolist() == [[-1, -1], [6, 7]] and state.live.all() and state.keys.tolist() == [[1, 1], [0, 0]]
     assert (state.roots.tolist(), state.lengths.tolist(), state.limits.tolist()) == ([1, 6], [2, 6], [9, 99])
 
 
 def test_reports_grow_from_the_left():
     zeros = jnp.zeros((2, 6))
-    report = Report(zeros.astype(jnp.int32), zeros, jnp.array([0, 2], jnp.int32), jnp.zeros(2, jnp.int32), jnp.int32(1))
+    one = jnp.int32(1)
+    stats = Stats(one, one, jnp.ones((1, 2, 2), jnp.int32), jnp.ones(BINS, jnp.int32), jnp.ones(BINS, jnp.int32))
+    counts = jnp.array([0, 2], jnp.int32)
+    report = Report(zeros.astype(jnp.int32), zeros, counts, jnp.zeros(2, jnp.int32), one, stats)
     emitted = Emitted(
         jnp.array([[1, 2, 3], [4, 5, 6]], jnp.int32), -jnp.ones((2, 3)), jnp.array([1, 3], jnp.int32),
         jnp.array([RUNNING, TRUNCATED], jnp.int32),
     )  # fmt: skip
-    report = chunk.append(report, emitted)
+    report = chunk.append(report, emitted, stats)
+    assert report.stats.row_rounds == 2 and (report.stats.hits == 2).all()
     assert report.tokens.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 4, 5, 6, 0]]
     assert report.counts.tolist() == [1, 5] and report.finish.tolist() == [RUNNING, TRUNCATED] and report.rounds == 2

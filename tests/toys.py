@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,23 +11,26 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax import mesh as meshes
-from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode import noise, tuner
 from tlt_jax.spec_decode.chunk import Rules, Weights
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
+from tlt_jax.spec_decode.drafting import Coupling, Network, learned
+from tlt_jax.spec_decode.pilot import Pilot
 from tlt_jax.spec_decode.programs import Registry
 from tlt_jax.spec_decode.records import Group, Job
-from tlt_jax.spec_decode.rollout import RolloutResult, bucketed, rollout
-from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, DraftTree, Strategy, Target
+from tlt_jax.spec_decode.rollout import RolloutResult, rollout
+from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, Strategy, Target
 
 DECAY = 0.7
-TAIL = 4
+TAIL = 6
 
 
 @struct.dataclass
 class TokenCache:
-    """The committed tokens themselves."""
+    """The committed tokens themselves, and the logits after each as features."""
 
     tokens: jax.Array
+    features: jax.Array
 
 
 def table(vocab: int, seed: int = 0, scale: float = 2.0, dtype=np.float64) -> np.ndarray:
@@ -49,89 +54,147 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
         ages = positions[:, :, None] - positions[:, None, :]
         new = jnp.where(ancestors, jnp.power(DECAY, ages.astype(params.dtype)), 0)
         logits = jnp.einsum("bns,bsv->bnv", old, params[cache.tokens]) + jnp.einsum("bnm,bmv->bnv", new, params[tokens])
-        return logits, jnp.zeros((*tokens.shape, 0), params.dtype), tokens
+        return logits, TokenCache(tokens, logits)
 
     def keep(cache, scratch, path, lengths):
         rows = jnp.arange(path.shape[0])[:, None]
         slots = lengths[:, None] + jnp.arange(path.shape[1])
-        return TokenCache(cache.tokens.at[rows, slots].set(jnp.take_along_axis(scratch, path, axis=1)))
+        return jax.tree.map(lambda old, new: old.at[rows, slots].set(new[rows, path]), cache, scratch)
+
+    def prefill(params, tokens, lengths):
+        ages = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
+        decay = jnp.where(ages >= 0, jnp.power(DECAY, ages.astype(params.dtype)), 0)
+        return TokenCache(tokens, jnp.einsum("ts,qsv->qtv", decay, params[tokens]))
 
     def insert(cache, prefilled, source):
-        width = prefilled.shape[1]
-        new = jnp.where((source >= 0)[:, None], prefilled[jnp.maximum(source, 0)], cache.tokens[:, :width])
-        return TokenCache(cache.tokens.at[:, :width].set(new))
+        def fill(old, new):
+            kept = old[:, : new.shape[1]]
+            fresh = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
+            return old.at[:, : new.shape[1]].set(jnp.where(fresh, new[jnp.maximum(source, 0)], kept))
 
-    def resize(cache, rows, slots):
-        taken = cache.tokens[jnp.maximum(rows, 0)][:, : slots + TAIL]
-        return TokenCache(jnp.pad(taken, ((0, 0), (0, slots + TAIL - taken.shape[1]))))
+        return jax.tree.map(fill, cache, prefilled)
 
     whole = NamedSharding(group, PartitionSpec())
     return Target(
         forward=forward,
         keep=keep,
-        prefill=lambda params, tokens, lengths: tokens,
+        features=lambda cache: cache.features,
+        prefill=prefill,
         insert=insert,
-        resize=resize,
-        empty=lambda batch, slots: TokenCache(jax.ShapeDtypeStruct((batch, slots + TAIL), jnp.int32, sharding=whole)),
+        resize=lambda cache, rows, slots: jax.tree.map(partial(fit, rows, slots), cache),
+        empty=lambda batch, slots: TokenCache(
+            jax.ShapeDtypeStruct((batch, slots + TAIL), jnp.int32, sharding=whole),
+            jax.ShapeDtypeStruct((batch, slots + TAIL, vocab), dtype, sharding=whole),
+        ),
+        room=lambda slots: slots + TAIL,
+        vocab=vocab,
         params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
     )
 
 
-TREE = Strategy(depth=2, topk=2, nodes=5)
+def fit(rows, slots, leaf):
+    """The given rows of an array of slots, cut or padded."""
+    taken = leaf[jnp.maximum(rows, 0)][:, : slots + TAIL]
+    return jnp.pad(taken, [(0, 0), (0, slots + TAIL - taken.shape[1])] + [(0, 0)] * (leaf.ndim - 2))
 
 
-def tree_drafter(guess) -> Drafter:
-    """A drafter of TREE's shape: two children of the root, two of the first child; guess(tokens, lengths, keys) -> ids."""
-
-    def draft(params, state, roots, lengths, keys, strategy):
-        if strategy == PLAIN:
-            return NO_DRAFTER.draft(params, state, roots, lengths, keys, strategy)
-        children = guess(roots, lengths, keys)
-        grandchildren = guess(children[:, 0], lengths + 1, keys)
-        tokens = jnp.concatenate([roots[:, None], children, grandchildren], axis=1).astype(jnp.int32)
-        parents = jnp.broadcast_to(jnp.array([0, 0, 0, 1, 1], jnp.int32), tokens.shape)
-        depths = jnp.broadcast_to(jnp.array([0, 1, 1, 2, 2], jnp.int32), tokens.shape)
-        return DraftTree(tokens, parents, depths)
-
-    return Drafter(draft, NO_DRAFTER.extend)
+TREE = Strategy(depth=3, topk=2, nodes=6)
 
 
-def good_drafter(weights: np.ndarray) -> Drafter:
-    """Guesses from the newest token alone, and looks at the noise."""
+@struct.dataclass
+class Branch:
+    """Scratch of the toy network: the tokens and positions of the nodes so far."""
 
-    def guess(tokens, lengths, keys):
-        scores = (
-            jnp.asarray(weights)[tokens]
-            + noise.gumbel(keys, lengths[:, None] + 1, weights.shape[1], weights.dtype)[:, 0]
-        )
-        return jax.lax.top_k(scores, 2)[1]
-
-    return tree_drafter(guess)
+    tokens: jax.Array
+    positions: jax.Array
 
 
-def bad_drafter(vocab: int) -> Drafter:
-    """Guesses what has nothing to do with the target."""
-    return tree_drafter(lambda tokens, lengths, keys: jnp.stack([lengths % vocab, (lengths + 1) % vocab], axis=1))
+def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=jnp.float64) -> Network:
+    """The table as a drafter's network; its hidden state are the logits, from the target's for the token before.
+
+    With the target's own table it knows exactly what the target will say, if features, slots, parents and ancestors are
+    all right: `step` computes the logits twice, from the parent and from the cache and the ancestors, and answers NaN
+    where they differ. With `ids` it only knows these tokens.
+    """
+    whole = NamedSharding(group, PartitionSpec())
+
+    def extend(weights, cache, tokens, features, starts):
+        hidden = DECAY * features + weights.drafter[tokens]
+        rows, slots = jnp.arange(tokens.shape[0])[:, None], starts[:, None] + jnp.arange(tokens.shape[1])
+        return cache.at[rows, slots].set(hidden), hidden
+
+    def step(weights, cache, scratch, tokens, hidden, positions, starts, ancestors, level):
+        k, table = tokens.shape[1], weights.drafter
+        here = slice(level * k, (level + 1) * k)
+        scratch = Branch(scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions))
+        count = ancestors.shape[2]
+        ages = positions[:, :, None] - scratch.positions[:, None, :count]
+        decay = jnp.where(ancestors, jnp.power(DECAY, ages.astype(table.dtype)), 0)
+        base = jnp.take_along_axis(cache, (starts - 1)[:, None, None], axis=1)
+        age = (positions - starts[:, None] + 1)[:, :, None].astype(table.dtype)
+        whole = jnp.power(DECAY, age) * base + jnp.einsum("bkr,brv->bkv", decay, table[scratch.tokens[:, :count]])
+        one = DECAY * hidden + table[tokens]
+        return scratch, jnp.where(jnp.abs(whole - one).max(axis=-1, keepdims=True) < 1e-9, one, jnp.nan)
+
+    return Network(
+        extend=extend,
+        step=step,
+        logits=lambda weights, hidden: hidden if ids is None else hidden[..., ids],
+        ids=lambda weights: None if ids is None else jnp.asarray(ids, jnp.int32),
+        resize=lambda cache, rows, slots: fit(rows, slots, cache),
+        empty=lambda batch, slots: jax.ShapeDtypeStruct((batch, slots + TAIL, vocab), dtype, sharding=whole),
+        scratch=lambda batch, rows: Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2),
+        params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
+        hidden=jax.ShapeDtypeStruct((1, vocab), dtype, sharding=whole),
+    )
 
 
-def registry(groups: int, vocab: int, drafter: Drafter = NO_DRAFTER) -> Registry:
+CERTAIN = Coupling(1.0, 50.0)
+
+
+def table_drafter(coupling: Coupling = CERTAIN, ids: np.ndarray | None = None):
+    """A maker of the drafter of the toy network on a data group."""
+    return lambda group, vocab: learned(table_network(group, vocab, ids), coupling)
+
+
+def no_drafter(group: Mesh, vocab: int) -> Drafter:
+    """A maker of no drafter."""
+    return NO_DRAFTER
+
+
+def registry(groups: int, vocab: int, drafter=no_drafter) -> Registry:
     """Executables of the table target on this many data groups of one device."""
     mesh = meshes.make_mesh(groups, 1)
     parts = [meshes.data_group(mesh, index) for index in range(groups)]
-    return Registry([table_target(part, vocab) for part in parts], parts, drafter, lambda compiled: None)
+    targets, drafters = [table_target(part, vocab) for part in parts], [drafter(part, vocab) for part in parts]
+    return Registry(targets, drafters, parts, lambda compiled: None)
+
+
+def bucketed(batches, slots, strategy: Strategy = PLAIN):
+    """The decider that always takes one strategy."""
+    return Pilot(batches, slots, tuner.fixed(strategy)).decide
+
+
+def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:
+    """The tables on a data group."""
+    whole = NamedSharding(programs.meshes[group], PartitionSpec())
+    if not programs.drafters[group].remembers:
+        return Weights(jax.device_put(weights, whole), ())
+    return Weights(*(jax.device_put(one, whole) for one in (weights, weights if guess is None else guess)))
 
 
 def play(
     programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: Rules, *, max_new_tokens=24,
-    capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
+    capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0, guess=None,
 ) -> RolloutResult:  # fmt: skip
-    """A rollout of the table target."""
+    """A rollout of the table target; the drafter's table is `guess`, or the target's."""
     count = len(programs.targets)
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
     keys = noise.sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
     job = Job(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity, TREE.path)
     dealer = Dealer(LocalBoard(), "test", len(prompts), samples)
-    placed = [jax.device_put(weights, NamedSharding(part, PartitionSpec())) for part in programs.meshes]
     decide = decide or bucketed(batches, slots, strategy)
-    groups = [Group(i, programs, Weights(placed[i], ()), job, dealer, decide) for i in range(count)]
+    groups = [
+        Group(i, programs, placed(programs, i, weights, guess), job, dealer, decide) for i in range(count)
+    ]
     return rollout(groups)

@@ -97,6 +97,31 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """Drafting ahead of the policy in the rollout; it changes no token, only the speed."""
+
+    drafter: str = knob("none", "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter")
+    tuner: str = knob(
+        "goodput",
+        "who picks the strategy of the next chunk. goodput: predicted tokens per second | threshold: on when few "
+        "sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy",
+        one_of=("goodput", "threshold", "beg_mab", "fixed"),
+    )
+    strategies: list[str] = knob(
+        ["2_2_4", "4_2_8", "6_4_16"], "trees to choose from besides none, as depth_topk_nodes (nodes with the root)"
+    )
+    threshold: int = knob(32, "speculation.tuner threshold: most live sequences of a data group", at_least=1)
+    coupling: float = knob(
+        0.75, "how much of the policy's own noise orders a learned drafter's siblings; 0: none", at_least=0, at_most=1
+    )
+    sharpness: float = knob(1.0, "how sharply a learned drafter's scores follow that order", above=0)
+    min_match: int = knob(1, "ngram: least number of equal tokens that make a place worth repeating", at_least=1)
+    max_match: int = knob(12, "ngram: most tokens that are compared", at_least=1)
+    pool: int = knob(2048, "ngram: tokens of other answers to the prompt that each sequence can look into", at_least=16)
+    memory: int = knob(4_000_000, "ngram: tokens of answers that are remembered in all", at_least=16)
+
+
+@dataclass(frozen=True)
 class Reward:
     terms: dict[str, float] = knob(
         {"task": 1.0}, f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function"
@@ -173,6 +198,33 @@ class Sft:
 
 
 @dataclass(frozen=True)
+class Warmup:
+    """What `python -m tlt_jax.train.drafter` does."""
+
+    kind: str = knob("eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3"))
+    start: str = knob("", "drafter directory to go on from; empty: a new drafter")
+    texts: str = knob(
+        "",
+        "JSONL or Parquet files with columns prompt and response (text or token ids); empty: the policy answers "
+        "the data's prompts",
+    )
+    rollouts: int = knob(16, "RL-sized rollouts that the policy answers, when warmup.texts is empty", at_least=1)
+    steps: int = knob(1000, "optimizer steps, each on train.rows packed rows", at_least=1)
+    learning_rate: float = knob(1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0)
+    weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
+    unroll: int = knob(0, "draft steps learned at every position (training-time test); 0: 1 for eagle, 5 for eagle3",
+                       at_least=0)  # fmt: skip
+    decay: float = knob(0.8, "weight of each further draft step's loss, over that of the one before", above=0, at_most=1)
+    loss: str = knob(
+        "cross_entropy",
+        "cross_entropy: to the policy's distribution | acceptance: turns to 1 - the expected acceptance as that grows",
+        one_of=("cross_entropy", "acceptance"),
+    )
+    noise: float = knob(0.0, "uniform noise up to this size is added to the features", at_least=0)
+    vocab: int = knob(0, "tokens that a new eagle3 drafter can propose, the most frequent; 0: all", at_least=0)
+
+
+@dataclass(frozen=True)
 class Eval:
     every: int = knob(20, "evaluate before step 0, then every n steps and at the end; 0: never", at_least=0)
     prompts: int = knob(0, "evaluation prompts; 0: all of the split", at_least=0)
@@ -218,11 +270,13 @@ class Config:
     mesh: Mesh = section(Mesh)
     data: Data = section(Data)
     rollout: Rollout = section(Rollout)
+    speculation: Speculation = section(Speculation)
     reward: Reward = section(Reward)
     algorithm: Algorithm = section(Algorithm)
     optim: Optim = section(Optim)
     train: Train = section(Train)
     sft: Sft = section(Sft)
+    warmup: Warmup = section(Warmup)
     eval: Eval = section(Eval)
     checkpoint: Checkpoint = section(Checkpoint)
     log: Log = section(Log)
@@ -231,7 +285,7 @@ class Config:
 
 # Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
 FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
-        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "reward.workers", "sft.cache",
+        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "reward.workers", "sft.cache",
         "checkpoint.every", "checkpoint.keep", "checkpoint.export")  # fmt: skip
 
 

@@ -13,21 +13,24 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from tlt_jax import mesh as meshes
+from tlt_jax import drafters, mesh as meshes
 from tlt_jax.config import Config
 from tlt_jax.data import Prompt
-from tlt_jax.models import kv_cache, transformer
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models import eagle, kv_cache, transformer
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.transformer import Captures, ModelConfig, Params
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules, Weights
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import bucket_width
+from tlt_jax.spec_decode.ngram import Texts
+from tlt_jax.spec_decode.pilot import Pilot
 from tlt_jax.spec_decode.programs import Compiled, Registry
-from tlt_jax.spec_decode.records import Group, Job
-from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, bucketed, rollout
+from tlt_jax.spec_decode.records import Event, Group, Job, Tokens
+from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, rollout
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import NO_DRAFTER, Target
+from tlt_jax.spec_decode.tree import PLAIN, PyTree, Target
 
 __all__ = ["EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult"]
 
@@ -40,15 +43,33 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owns the executables of every data group, and the queue that deals prompts to them."""
+    """Owns the executables of every data group, the queue that deals prompts to them, and what speculation learned.
 
-    def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, stop_ids: Sequence[Sequence[int]] = ()):
+    `drafter` is the learned drafter's configuration, when there is one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        mesh: Mesh,
+        stop_ids: Sequence[Sequence[int]] = (),
+        drafter: DrafterConfig | None = None,
+    ):
         use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
-        targets = [make_target(model_config, group, config.model.compute_dtype) for group in self.groups]
-        self.registry = Registry(targets, self.groups, NO_DRAFTER, log_compile)
+        settings, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
+        arms = drafters.pool(settings)
+        self.path = max(arm.path for arm in (PLAIN, *arms))
+        captures = drafter.captures if drafter else ()
+        targets = [make_target(model_config, group, dtype, captures, self.path) for group in self.groups]
+        guesses = [drafters.make(settings, drafter, *pair, dtype) for pair in zip(targets, self.groups, strict=True)]
+        self.registry = Registry(targets, guesses, self.groups, log_compile)
+        self.tuner = drafters.make_tuner(settings, arms, mesh.devices.flat[0].platform)
+        self.tuner_state = self.tuner.init()
+        self.texts = Texts(settings.pool, settings.memory) if settings.drafter == drafters.NGRAM else None
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
         self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
@@ -59,19 +80,23 @@ class Engine:
             )
         reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=config.model.compute_dtype)
         self.reshard = jax.jit(reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout"))
+        if drafter:
+            reshard = partial(eagle.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
+            self.reshard_drafter = jax.jit(reshard, out_shardings=eagle.shardings(drafter, mesh, "rollout"))
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""
         return -(-prompts // len(self.groups)) * samples
 
-    def publish(self, params: Params) -> list[Params]:
-        """The rollout's copy of the policy: one reshard over the mesh, then each data group's zero-copy view of it."""
-        weights = self.reshard(params)
+    def publish(self, params: Params, drafter: DrafterParams | None = None) -> list[Weights]:
+        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views."""
+        self.tuner_state = self.tuner.renew(self.tuner_state)
+        weights = Weights(self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ())
         return [meshes.view(weights, group) for group in self.groups]
 
     def rollout(
         self,
-        weights: Sequence[Params],
+        weights: Sequence[Weights],
         prompts: Sequence[Prompt],
         samples: int,
         sampling: Sampling,
@@ -107,26 +132,47 @@ class Engine:
             rounds=self.config.rollout.chunk,
             in_flight=self.config.rollout.in_flight,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
+            path=self.path,
         )
         dealer = Dealer(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
-        decide = bucketed(self.batches, self.cache_buckets(tokens, max_new_tokens))
+        pilot = Pilot(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
+        guide = partial(self.guide, job)
         groups = [
-            Group(index, self.registry, Weights(weights[index], ()), job, dealer, decide)
+            Group(index, self.registry, weights[index], job, dealer, pilot.decide, guide)
             for index in range(len(self.groups))
         ]
+        if self.texts:
+            self.texts.begin()
         before = len(self.registry.compiles)
         try:
-            result = rollout(groups, on_finish, interrupted)
+            result = rollout(groups, on_finish, interrupted, pilot.observe, self.listen)
         finally:
             dealer.close()
+            self.tuner_state = pilot.state
         new = self.registry.compiles[before:]
         result.stats.update(compiles=len(new), compile_seconds=sum(compiled.seconds for compiled in new))
         return result
+
+    def guide(self, job: Job, rows: Sequence[int | None]) -> PyTree:
+        """What n-grams are drawn from, for the sequences of a chunk's rows."""
+        if not self.texts:
+            return ()
+        for uid in rows:
+            if uid is not None and uid not in self.texts.shelf_of:
+                self.texts.add(uid, job.prompts[uid // job.samples])
+        return self.texts.pool(rows)
+
+    def listen(self, event: Event) -> None:
+        """Remembers the answers that n-grams are drawn from."""
+        if self.texts and isinstance(event, Tokens):
+            self.texts.write(event.uid, event.tokens)
 
     def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
         """Raises ConfigError for prompts that cannot be decoded."""
         if not prompts or min(len(prompt) for prompt in prompts) == 0:
             raise ConfigError("a rollout needs at least one prompt, and at least one token in each prompt")
+        if np.size(max_new_tokens) not in (1, len(prompts)):
+            raise ConfigError(f"{np.size(max_new_tokens)} answer limits for {len(prompts)} prompts: give one, or one for each")
         limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
         if min(limits) < 1:
             raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
@@ -137,9 +183,10 @@ class Engine:
                 f"a prompt of {longest} tokens and an answer of {limit} exceed the model's {positions} positions: "
                 f"use at most {positions - longest} new tokens"
             )
-        highest, vocab = max(int(prompt.max()) for prompt in prompts), self.model_config.vocab_size
-        if highest >= vocab:
-            raise ConfigError(f"prompt token {highest} is outside the vocabulary of {vocab}: use ids below {vocab}")
+        every, vocab = np.concatenate(prompts), self.model_config.vocab_size
+        if every.min() < 0 or every.max() >= vocab:
+            worst = every.min() if every.min() < 0 else every.max()
+            raise ConfigError(f"prompt token {worst} is outside the vocabulary of {vocab}: use ids from 0 to {vocab - 1}")
 
     def cache_buckets(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> list[int]:
         """Cache lengths to compile: those of the configuration, and what these prompts need beyond it."""
@@ -151,21 +198,25 @@ class Engine:
         return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
 
 
-def make_target(config: ModelConfig, group: Mesh, dtype: str) -> Target:
-    """The policy on one data group."""
+def make_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures, path: int) -> Target:
+    """The policy on one data group; a round commits at most `path` tokens."""
+    width = len(captures) * config.hidden_size
 
     def room(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
-        on_cpu = group.devices.flat[0].platform == "cpu"
-        return slots + TAIL if on_cpu else -(-(slots + TAIL) // LANES) * LANES
+        slots += max(TAIL, path)
+        return slots if group.devices.flat[0].platform == "cpu" else -(-slots // LANES) * LANES
 
     return Target(
-        forward=lambda params, *rest: transformer.tree_forward(params, config, *rest),
+        forward=lambda params, *rest: transformer.tree_forward(params, config, *rest, captures),
         keep=kv_cache.commit,
-        prefill=lambda params, tokens, lengths: transformer.prefill(params, config, tokens, lengths),
+        features=lambda cache: cache.features,
+        prefill=lambda params, tokens, lengths: transformer.prefill(params, config, tokens, lengths, captures),
         insert=kv_cache.insert,
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
-        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), 0, dtype, group),
+        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), width, dtype, group),
+        room=room,
+        vocab=transformer.padded_vocab(config, group.shape["model"]),
         params=transformer.abstract(config, group, "rollout", dtype),
     )
 

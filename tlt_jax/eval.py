@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy
+from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Prompt
 from tlt_jax.engine import EVAL_STREAM, Completion, Engine
@@ -88,8 +88,9 @@ def main() -> int:
         model = policy.describe(config, tokenizer)
         checks.validate_model(config, model)
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer))
-        weights = engine.publish(policy.load(config, model, mesh))
+        drafter, drafter_params = drafters.load(config, model, mesh)
+        engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer), drafter)
+        weights = engine.publish(policy.load(config, model, mesh), drafter_params)
         print(json.dumps(evaluate(engine, weights, dataset, tokenizer, scorer, config)))
     return 0
 

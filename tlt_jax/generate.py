@@ -25,6 +25,7 @@ KNOBS = {  # option -> the knob whose default, meaning and limits it has
     "seed": "train.seed",
     "num-samples": "rollout.samples",
     "dtype": "model.compute_dtype",
+    "drafter": "speculation.drafter",
 }
 
 
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{output['tokens']} tokens, {output['tokens_per_second']:.1f} tokens/s "
         f"(compilation took {output['compile_seconds']:.1f} s more)"
     )
+    if arguments.drafter != "none":
+        share = output["speculated_tokens"] / output["tokens"]
+        print(f"accept length {output['accept_length']:.2f}, in rounds that made {share:.0%} of the tokens")
     return 0
 
 
@@ -97,7 +101,7 @@ def configure(arguments: argparse.Namespace) -> Config:
 
 def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes the prompts; what `--json` prints."""
-    from tlt_jax import mesh as meshes
+    from tlt_jax import drafters, mesh as meshes
     from tlt_jax.data import Prompt
     from tlt_jax.engine import GENERATE_STREAM, Engine
     from tlt_jax.models import hf
@@ -110,10 +114,11 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     model = hf.read_config(directory, eos)
     mesh = meshes.make_mesh(1, 1)
     rollout = replace(config.rollout, prompts=len(questions))
-    engine = Engine(replace(config, rollout=rollout), model, mesh)
+    drafter, drafter_params = drafters.load(config, model, mesh)
+    engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
     prompts = [Prompt(i, np.asarray(question.tokens, np.int32), {}) for i, question in enumerate(questions)]
     engine.check([prompt.tokens for prompt in prompts], rollout.max_new_tokens)
-    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype))
+    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype), drafter_params)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
     result = engine.rollout(
         weights, prompts, rollout.samples, sampling, rollout.max_new_tokens, stream=GENERATE_STREAM, step=0
@@ -138,6 +143,8 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": result.stats["tokens"] / seconds,
         "seconds": seconds,
         "compile_seconds": result.stats["compile_seconds"],
+        "accept_length": result.stats["accept_length"],
+        "speculated_tokens": result.stats["speculated_tokens"],
     }
 
 

@@ -81,7 +81,15 @@ NAMES = tuple(
         ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
         ("perf/compiles", "scalar", "programs compiled during the step"),
         ("perf/compile_s", "scalar", "seconds of compiling during the step"),
+        ("perf/programs", "scalar", "compiled programs of the rollout that are held"),
         ("perf/max_memory_gib", "scalar", "peak memory of the process (on CPU) or of one device so far"),
+        # speculation
+        ("speculation/accept_length", "scalar", "tokens that a drafting round gives a sequence, the one after the draft too"),
+        ("speculation/accept_rate@{k}", "scalar", "share of drafting rounds whose draft held to depth k"),
+        ("speculation/share", "scalar", "share of the answers' tokens that drafting rounds made"),
+        ("speculation/declined", "scalar", "share of drafting rounds in which the drafter proposed nothing"),
+        ("speculation/nodes@{k}", "scalar", "mean tree nodes of a round in batch bucket k; 1 is plain decoding"),
+        ("speculation/prediction_error", "scalar", "median |log(predicted / measured tokens per second)| of the chunks"),
         ("training/epoch", "scalar", "passes over the training rows so far"),
         # evaluation
         ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
@@ -94,6 +102,16 @@ NAMES = tuple(
         ("sft/grad_norm", "scalar", "global gradient norm of the warm start before clipping"),
         ("sft/lr", "scalar", "learning rate of the warm start"),
         ("sft/tokens_per_second", "scalar", "target tokens per second of the warm start"),
+        # drafter training
+        ("drafter/loss", "scalar", "loss of the drafter, all draft steps"),
+        ("drafter/token_loss", "scalar", "cross-entropy from the policy to the drafter per token, first draft step"),
+        ("drafter/feature_loss", "scalar", "smooth-L1 distance to the policy's features, first draft step; only eagle"),
+        ("drafter/agreement@{k}", "scalar", "share of tokens that the drafter and the policy find likeliest, draft step k"),
+        ("drafter/acceptance@{k}", "scalar", "mean of sum min(policy, drafter) over the vocabulary, draft step k"),
+        ("drafter/grad_norm", "scalar", "global gradient norm of the drafter before clipping"),
+        ("drafter/lr", "scalar", "learning rate of the drafter"),
+        ("drafter/nonfinite", "scalar", "non-finite drafter updates skipped since its training began"),
+        ("drafter/tokens_per_second", "scalar", "answer tokens per second of drafter training"),
         # pictures and texts
         ("rollout/timeline", "image", "what each data group did during the rollout, one lane per group"),
         ("rollout/samples", "text", "sample prompts and answers with their rewards"),

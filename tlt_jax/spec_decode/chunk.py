@@ -11,11 +11,25 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode import noise, sampling, verify
+from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import Drafter, DraftTree, PyTree, Strategy, Target, ancestors
+from tlt_jax.spec_decode.tree import (
+    ABSENT,
+    PLAIN,
+    Context,
+    Drafter,
+    DraftTree,
+    PyTree,
+    Strategy,
+    Target,
+    ancestors,
+    root_only,
+    score_order,
+)
 
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
+BINS = 10  # of the reliability table of scores
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class Weights:
 class DecodeState:
     """Sequences in decoding. The root is the newest token: its position is `lengths`, and the cache holds all before it.
 
-    `limits` are the tokens of prompt and answer together. A row that is not live changes nothing that is ever read.
+    `limits` are the tokens of prompt and answer together; `history` the tokens themselves, the root too (S is 0 when no
+    drafter reads them). A row that is not live changes nothing that is ever read.
     """
 
     roots: Int32[Array, " B"]
@@ -62,19 +77,36 @@ class DecodeState:
     live: Bool[Array, " B"]
     keys: UInt32[Array, "B 2"]
     tail: Int32[Array, "B W"]
+    history: Int32[Array, "B S"]
     cache: PyTree
     drafter: PyTree
 
 
 @struct.dataclass
 class Admission:
-    """New sequences for the rows whose source (a row of a prefill) is not -1."""
+    """New sequences for the rows whose source (a row of a prefill) is not -1; `history` holds their prompts."""
 
     source: Int32[Array, " B"]
     roots: Int32[Array, " B"]
     lengths: Int32[Array, " B"]
     limits: Int32[Array, " B"]
     keys: UInt32[Array, "B 2"]
+    history: Int32[Array, "B P"]
+
+
+@struct.dataclass
+class Stats:
+    """What the trees of live rows were worth, added up over the rounds of a chunk.
+
+    hits[d, n, r]: accepted nodes of depth d + 1 that were n-th by score and whose `ranks` is r. In the reliability table,
+    nodes[i] have a score that promises i/10 to (i+1)/10, and held[i] of them were accepted. `declined`: trees of a root only.
+    """
+
+    row_rounds: Int32[Array, ""]
+    declined: Int32[Array, ""]
+    hits: Int32[Array, "D N k"]
+    nodes: Int32[Array, " bins"]
+    held: Int32[Array, " bins"]
 
 
 @struct.dataclass
@@ -86,19 +118,33 @@ class Report:
     counts: Int32[Array, " B"]
     finish: Int32[Array, " B"]
     rounds: Int32[Array, ""]
+    stats: Stats
 
 
-def chunk(decoder: Decoder, rounds: int, state: DecodeState, weights: Weights) -> tuple[DecodeState, Report]:
+def chunk(
+    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree
+) -> tuple[DecodeState, Report]:
     """Decodes for up to `rounds` rounds, fewer when no row is live any more."""
-    batch, room = state.roots.shape[0], rounds * decoder.strategy.path
-    dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
+    strategy = decoder.strategy
+    batch, room = state.roots.shape[0], rounds * strategy.path
     report = Report(
         tokens=jnp.zeros((batch, room), jnp.int32),
-        logprobs=jnp.zeros((batch, room), dtype),
+        logprobs=jnp.zeros((batch, room), float_type(weights)),
         counts=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
         rounds=jnp.int32(0),
+        stats=Stats(
+            row_rounds=jnp.int32(0),
+            declined=jnp.int32(0),
+            hits=jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32),
+            nodes=jnp.zeros(BINS, jnp.int32),
+            held=jnp.zeros(BINS, jnp.int32),
+        ),
     )
+    if strategy != PLAIN:
+        state = state.replace(
+            drafter=decoder.drafter.catch_up(weights, state.drafter, context_of(decoder.target, state, guide))
+        )
 
     def goes_on(carry: tuple[DecodeState, Report]) -> Array:
         state, report = carry
@@ -106,8 +152,8 @@ def chunk(decoder: Decoder, rounds: int, state: DecodeState, weights: Weights) -
 
     def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
         state, report = carry
-        state, emitted = advance_round(decoder, state, weights)
-        return state, append(report, emitted)
+        state, emitted, stats = advance_round(decoder, state, weights, guide)
+        return state, append(report, emitted, stats)
 
     return jax.lax.while_loop(goes_on, step, (state, report))
 
@@ -122,30 +168,56 @@ class Emitted:
     finish: Int32[Array, " B"]
 
 
-def advance_round(decoder: Decoder, state: DecodeState, weights: Weights) -> tuple[DecodeState, Emitted]:
+def advance_round(
+    decoder: Decoder, state: DecodeState, weights: Weights, guide: PyTree
+) -> tuple[DecodeState, Emitted, Stats]:
     """Draft, forward, choose at every node, follow the matches, commit."""
     target, drafter, rules, strategy = decoder
-    tree = drafter.draft(weights.drafter, state.drafter, state.roots, state.lengths, state.keys, strategy)
+    noise = noise_ahead(decoder, state, weights)
+    if strategy == PLAIN:
+        tree = root_only(state.roots)
+    else:
+        context = context_of(target, state, guide, noise)
+        state = state.replace(drafter=drafter.extend(weights, state.drafter, context, strategy.path))
+        tree = drafter.draft(weights, state.drafter, context, strategy, rules.sampling.temperature)
     positions = state.lengths[:, None] + tree.depths
-    logits, features, scratch = target.forward(
+    logits, scratch = target.forward(
         weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
     )
     scaled = sampling.scale(logits, rules.sampling)
-    chosen = choose(scaled, rules.sampling, tree, state, strategy)
+    filtered = sampling.filter(scaled, rules.sampling)
+    chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
     walk = verify.match(tree, chosen, strategy.depth)
-    visited, features = (along(walk.path, nodes) for nodes in (scaled, features))
     counts, finish = settle(rules, state, walk.tokens, walk.accepted)
-    emitted = Emitted(walk.tokens, sampling.logprob(visited, walk.tokens), counts, finish)
+    emitted = Emitted(walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish)
     last = jnp.take_along_axis(walk.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    state = state.replace(
+    after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
         lengths=state.lengths + counts,
         live=state.live & (finish == RUNNING),
         tail=shift(state.tail, walk.tokens, counts),
+        history=remember(state.history, walk.tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
-        drafter=drafter.extend(weights.drafter, state.drafter, walk.tokens, counts, features),
     )
-    return state, emitted
+    return after, emitted, measure(tree, walk, counts, state.live, strategy)
+
+
+def context_of(target: Target, state: DecodeState, guide: PyTree, noise: Array | None = None) -> Context:
+    """What the drafter may look at."""
+    return Context(state.history, state.lengths, target.features(state.cache), guide, noise)
+
+
+def noise_ahead(decoder: Decoder, state: DecodeState, weights: Weights) -> Array | None:
+    """Noise [B, M, V] of the positions after the root; one depth, one noise, since at most one node of it is visited."""
+    if decoder.rules.sampling.is_greedy:
+        return None
+    positions = state.lengths[:, None] + 1 + jnp.arange(decoder.strategy.path, dtype=jnp.int32)
+    return gumbel(state.keys, positions, decoder.target.vocab, float_type(weights))
+
+
+def float_type(weights: Weights) -> jnp.dtype:
+    """What probabilities are computed in: at least float32."""
+    return jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
 
 
 @shaped
@@ -154,16 +226,37 @@ def along(path: Int32[Array, "B M"], nodes: Float[Array, "B N X"]) -> Float[Arra
     return nodes if nodes.shape[1] == 1 else jnp.take_along_axis(nodes, path[:, :, None], axis=1)
 
 
-def choose(
-    scaled: Array, rule: Sampling, tree: DraftTree, state: DecodeState, strategy: Strategy
-) -> Int32[Array, "B N"]:
-    """The target's token after every node, with the noise of the position that it would take."""
-    filtered = sampling.filter(scaled, rule)
-    if rule.is_greedy:
-        return sampling.choose(filtered)
-    positions = state.lengths[:, None] + 1 + jnp.arange(strategy.path, dtype=jnp.int32)
-    gumbel = noise.gumbel(state.keys, positions, scaled.shape[-1], scaled.dtype)
-    return sampling.choose(filtered + along(tree.depths, gumbel))  # one depth, one noise: at most one node is visited
+@shaped
+def remember(
+    history: Int32[Array, "B S"], tokens: Int32[Array, "B M"], lengths: Int32[Array, " B"]
+) -> Int32[Array, "B S"]:
+    """The history with the tokens of a round after its roots; those past the emitted ones are junk that is overwritten."""
+    if not history.shape[1]:
+        return history
+    return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start + 1,)))(
+        history, tokens, lengths
+    )
+
+
+def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, strategy: Strategy) -> Stats:
+    """What the trees of one round were worth."""
+    drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
+    steps = jnp.arange(strategy.path)
+    accepted = (steps > 0) & (steps < counts[:, None])
+    held = (walk.path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
+    held = held.any(axis=1) & drafted
+    hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
+    if strategy.depth:
+        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(held.astype(jnp.int32))
+    promised = jnp.clip((BINS * jnp.exp(tree.scores)).astype(jnp.int32), 0, BINS - 1)
+    table = jnp.zeros(BINS, jnp.int32)
+    return Stats(
+        row_rounds=live.sum(dtype=jnp.int32),
+        declined=(live & ~drafted.any(axis=1)).sum(dtype=jnp.int32) * (strategy != PLAIN),
+        hits=hits,
+        nodes=table.at[promised].add(drafted.astype(jnp.int32)),
+        held=table.at[promised].add(held.astype(jnp.int32)),
+    )
 
 
 @shaped
@@ -204,7 +297,7 @@ def shift(tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[
     return jnp.take_along_axis(window, counts[:, None] + jnp.arange(tail.shape[1]), axis=1)
 
 
-def append(report: Report, emitted: Emitted) -> Report:
+def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
     """The report with one round more."""
     column = jnp.arange(report.tokens.shape[1])
     tokens, logprobs = report.tokens, report.logprobs
@@ -218,10 +311,13 @@ def append(report: Report, emitted: Emitted) -> Report:
         report.counts + emitted.counts,
         jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
         report.rounds + 1,
+        jax.tree.map(jnp.add, report.stats, stats),
     )
 
 
-def admit(target: Target, state: DecodeState, prefilled: PyTree, new: Admission) -> DecodeState:
+def admit(
+    target: Target, drafter: Drafter, state: DecodeState, prefilled: PyTree, new: Admission
+) -> DecodeState:
     """Puts new sequences into rows; each takes the keys and values of its prompt from a prefill."""
     fresh = new.source >= 0
 
@@ -235,16 +331,24 @@ def admit(target: Target, state: DecodeState, prefilled: PyTree, new: Admission)
         live=state.live | fresh,
         keys=take(state.keys, new.keys),
         tail=take(state.tail, jnp.full_like(state.tail, -1)),
+        history=jax.lax.dynamic_update_slice(
+            state.history, take(state.history[:, : new.history.shape[1]], new.history), (0, 0)
+        ),
         cache=target.insert(state.cache, prefilled, new.source),
+        drafter=drafter.reset(state.drafter, fresh),
     )
 
 
-def resize(target: Target, slots: int, state: DecodeState, rows: Int32[Array, " C"]) -> DecodeState:
+def resize(target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]) -> DecodeState:
     """The given rows of the state (-1: an empty row), with room for `slots` committed tokens."""
     source = jnp.maximum(rows, 0)
     taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "tail")}
-    live = state.live[source] & (rows >= 0)
-    cache = target.resize(state.cache, rows, slots)
+    history, room = state.history[source], target.room(slots) if drafter.remembers else 0
+    history = jnp.pad(history, ((0, 0), (0, max(room - history.shape[1], 0))))[:, :room]
     return state.replace(
-        live=live, cache=cache, drafter=jax.tree.map(lambda leaf: leaf[source], state.drafter), **taken
+        live=state.live[source] & (rows >= 0),
+        history=history,
+        cache=target.resize(state.cache, rows, slots),
+        drafter=drafter.resize(state.drafter, rows, slots),
+        **taken,
     )

@@ -59,7 +59,8 @@ def retire(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     if flight.report is None:
         return state, [Retired(flight.number, flight.kind)]
     report = jax.device_get(flight.report)
-    events: list[Event] = [Retired(flight.number, flight.kind, int(report.rounds))]
+    tokens = int(report.counts.sum())
+    events: list[Event] = [Retired(flight.number, flight.kind, int(report.rounds), tokens, report.stats)]
     news = {}
     for row, uid in enumerate(flight.rows):
         count = int(report.counts[row])
@@ -191,7 +192,7 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         flight = Flight(state.dispatched, "prefill", marker)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
         state = replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
-    admission = admit(group.job, state, source, joining)
+    admission = admit(group, state, source, joining)
     device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(
         state.device, source.values, admission
     )
@@ -212,8 +213,10 @@ def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
     return replace(source, values=values), marker
 
 
-def admit(job: Job, state: GroupState, source: Prefilled, joining: Joining) -> Admission:
+def admit(group: Group, state: GroupState, source: Prefilled, joining: Joining) -> Admission:
     """The host arrays that put sequences into their rows."""
+    job, remembered = group.job, group.registry.remembered(group.index, source.sizes[1])
+    history = np.zeros((state.batch, remembered), np.int32)
     small = {name: np.zeros(state.batch, np.int32) for name in ("roots", "lengths", "limits")}
     rows, keys = np.full(state.batch, -1, np.int32), np.zeros((state.batch, 2), np.uint32)
     for row, uid in joining.rows:
@@ -223,20 +226,22 @@ def admit(job: Job, state: GroupState, source: Prefilled, joining: Joining) -> A
         small["roots"][row], small["lengths"][row] = prompt[-1], len(prompt) - 1
         small["limits"][row] = len(prompt) + job.max_new_tokens[index]
         keys[row] = job.keys[uid]
-    return Admission(source=rows, keys=keys, **small)
+        history[row, : len(prompt)] = prompt[:remembered]
+    return Admission(source=rows, keys=keys, history=history, **small)
 
 
 def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The decided chunk is dispatched."""
     decision = state.decision
     key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
-    device, report = group.registry.get(key)(state.device, group.weights)
     uids = tuple(running.uid if running else None for running in state.rows)
+    device, report = group.registry.get(key)(state.device, group.weights, group.guide(uids))
     flight = Flight(state.dispatched, "decode", report.counts, uids, report)
     state = replace(
         state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1
     )
-    return state, [Dispatched(flight.number, "decode", state.batch, state.slots)]
+    event = Dispatched(flight.number, "decode", state.batch, state.slots, decision.strategy, decision.predicted)
+    return state, [event]
 
 
 def key_of(group: Group, shape: GroupState | Decision, kind: str, **rest: Any) -> Key:

@@ -50,9 +50,13 @@ class Registry:
     """Owns the executables of every data group; `compiles` is the log."""
 
     def __init__(
-        self, targets: Sequence[Target], meshes: Sequence[Mesh], drafter: Drafter, log: Callable[[Compiled], None]
+        self,
+        targets: Sequence[Target],
+        drafters: Sequence[Drafter],
+        meshes: Sequence[Mesh],
+        log: Callable[[Compiled], None],
     ):
-        self.targets, self.meshes, self.drafter, self.log = targets, meshes, drafter, log
+        self.targets, self.drafters, self.meshes, self.log = targets, drafters, meshes, log
         self.executables: OrderedDict[Key, Callable[..., Any]] = OrderedDict()
         self.compiles: list[Compiled] = []
 
@@ -71,7 +75,7 @@ class Registry:
 
     def lower(self, key: Key) -> jax.stages.Lowered:
         """The program of a key for the devices (or device descriptions) of its group's mesh."""
-        target = self.targets[key.group]
+        target, drafter = self.targets[key.group], self.drafters[key.group]
         state = self.state(key)
         if key.kind == "start":
             return jax.jit(partial(zeros, state), out_shardings=shardings(state)).lower()
@@ -81,22 +85,24 @@ class Registry:
         if key.kind == "admit":
             prefilled = self.prefilled(key)
             new = Admission(
-                *(self.array(key, key.batch) for _ in range(4)), self.array(key, key.batch, 2, dtype=jnp.uint32)
+                *(self.array(key, key.batch) for _ in range(4)),
+                keys=self.array(key, key.batch, 2, dtype=jnp.uint32),
+                history=self.array(key, key.batch, self.remembered(key.group, key.sizes[1])),
             )
-            return self.update(partial(chunk.admit, target), state).lower(state, prefilled, new)
+            return self.update(partial(chunk.admit, target, drafter), state).lower(state, prefilled, new)
         if key.kind == "resize":
             batch, slots = key.sizes[:2]
             after = shardings(self.state(key, batch, slots))
-            program = jax.jit(partial(chunk.resize, target, slots), out_shardings=after)
+            program = jax.jit(partial(chunk.resize, target, drafter, slots), out_shardings=after)
             return program.lower(state, self.array(key, batch))
         if key.kind == "chunk":
-            decoder = Decoder(target, self.drafter, key.rules, key.strategy)
+            decoder = Decoder(target, drafter, key.rules, key.strategy)
             program = jax.jit(
                 partial(chunk.chunk, decoder, key.sizes[0]),
                 donate_argnums=0,
                 out_shardings=(shardings(state), self.replicated(key)),
             )
-            return program.lower(state, Weights(target.params, ()))
+            return program.lower(state, Weights(target.params, drafter.params), drafter.guide(key.batch))
         raise ValueError(f"no program of kind {key.kind!r}")
 
     def update(self, function: Callable[..., DecodeState], state: DecodeState) -> Any:
@@ -111,9 +117,14 @@ class Registry:
         """A small array that every device of the group holds."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated(key))
 
+    def remembered(self, group: int, width: int) -> int:
+        """Tokens of a prompt that an admission brings along when its prefill is so wide: all, or none that anyone reads."""
+        return width + 1 if self.drafters[group].remembers else 0
+
     def state(self, key: Key, batch: int = 0, slots: int = 0) -> DecodeState:
         """Shapes and shardings of the decoding state."""
         batch, slots, small = batch or key.batch, slots or key.slots, partial(self.array, key)
+        target, drafter = self.targets[key.group], self.drafters[key.group]
         return DecodeState(
             roots=small(batch),
             lengths=small(batch),
@@ -121,8 +132,9 @@ class Registry:
             live=small(batch, dtype=jnp.bool_),
             keys=small(batch, 2, dtype=jnp.uint32),
             tail=small(batch, key.tail),
-            cache=self.targets[key.group].empty(batch, slots),
-            drafter=(),
+            history=small(batch, target.room(slots) if drafter.remembers else 0),
+            cache=target.empty(batch, slots),
+            drafter=drafter.empty(batch, slots),
         )
 
     def prefilled(self, key: Key) -> PyTree:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode.chunk import DecodeState, Report, Rules, Weights
+from tlt_jax.spec_decode.chunk import DecodeState, Report, Rules, Stats, Weights
 from tlt_jax.spec_decode.dealing import Dealer
 from tlt_jax.spec_decode.programs import Registry
-from tlt_jax.spec_decode.tree import PyTree, Strategy
+from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,12 @@ class Decision:
     slots: int
     strategy: Strategy
     joining: tuple[int, ...] = ()
+    predicted: float = math.nan  # tokens per second
+    reason: str = ""
 
 
 Decider = Callable[[View], Decision]
+Guide = Callable[[tuple[int | None, ...]], PyTree]  # the uids of a chunk's rows -> what the drafter is given along with it
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Group:
     job: Job
     dealer: Dealer
     decide: Decider
+    guide: Guide = lambda rows: ()
 
 
 @dataclass(frozen=True)
@@ -131,21 +136,25 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A program was queued on the group's devices."""
+    """A program was queued on the group's devices; of a chunk also its strategy and predicted tokens per second."""
 
     number: int
     kind: str
     batch: int
     slots: int
+    strategy: Strategy = PLAIN
+    predicted: float = math.nan
 
 
 @dataclass(frozen=True)
 class Retired:
-    """A program is done and was read."""
+    """A program is done and was read; of a chunk: its rounds, the tokens that it emitted, and what its trees were worth."""
 
     number: int
     kind: str
     rounds: int = 0
+    tokens: int = 0
+    stats: Stats | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from tlt_jax.spec_decode import group as machine
 from tlt_jax.spec_decode.chunk import RUNNING, TRUNCATED
 from tlt_jax.spec_decode.records import (
     Decided,
-    Decider,
     Decision,
     Dispatched,
     Event,
@@ -21,9 +20,9 @@ from tlt_jax.spec_decode.records import (
     GroupState,
     Retired,
     Tokens,
-    View,
 )
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.spec_decode.tuner import Measurement
 
 POLL_SECONDS = 2e-4
 
@@ -46,7 +45,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Span:
-    """What a group's devices did, in seconds since the rollout began: "prefill" or "decode"."""
+    """What a group's devices did, in seconds since the rollout began: "prefill", "decode" or "speculate"."""
 
     group: int
     kind: str
@@ -57,11 +56,16 @@ class Span:
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """All completions, ordered by uid, with the timeline, the decisions and totals."""
+    """All completions, ordered by uid, with the timeline, the decisions, and totals.
+
+    `predicted` are the tokens per second that were expected of each chunk in `measurements`.
+    """
 
     completions: list[Completion]
     spans: list[Span]
     decisions: list[Decision]
+    measurements: list[Measurement]
+    predicted: list[float]
     stats: dict[str, float]
 
 
@@ -72,11 +76,15 @@ class Ledger:
     groups: int
     samples: int
     on_finish: Callable[[Completion], None] | None
+    observe: Callable[[Measurement], None]
+    listen: Callable[[Event], None]
     begin: float = field(default_factory=time.perf_counter)
     parts: dict[int, list[Tokens]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
     open: dict[tuple[int, int], tuple[Dispatched, float]] = field(default_factory=dict)
     totals: Counter = field(default_factory=Counter)
 
@@ -87,21 +95,46 @@ class Ledger:
         """Takes note of the events of one `advance`."""
         now = time.perf_counter() - self.begin
         for event in events:
+            self.listen(event)
             match event:
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
                     self.open[group, number] = (event, now)
-                case Retired(number, kind, rounds):
-                    dispatched, at = self.open.pop((group, number))
-                    self.spans.append(Span(group, kind, max(at, self.free_at[group]), now, dispatched.batch))
-                    self.free_at[group] = now
-                    self.totals.update({"rounds": rounds, "row_rounds": rounds * dispatched.batch, kind: 1})
+                case Retired(number):
+                    self.retire(group, event, *self.open.pop((group, number)), now)
                 case Tokens(uid):
                     self.parts.setdefault(uid, []).append(event)
                     self.totals["tokens"] += len(event.tokens)
                     if event.finish != RUNNING:
                         self.finish(uid, event.finish)
+
+    def retire(self, group: int, retired: Retired, dispatched: Dispatched, at: float, now: float) -> None:
+        """The program is done: a span of the timeline, and a measurement when it was a chunk."""
+        start, self.free_at[group] = max(at, self.free_at[group]), now
+        kind, strategy = retired.kind, dispatched.strategy
+        label = "speculate" if kind == "decode" and strategy != PLAIN else kind
+        self.spans.append(Span(group, label, start, now, dispatched.batch))
+        self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
+        if retired.stats is None or not retired.rounds:
+            return
+        live_rounds = int(retired.stats.row_rounds)
+        measurement = Measurement(
+            group=group,
+            batch=dispatched.batch,
+            live=live_rounds / retired.rounds,
+            slots=dispatched.slots,
+            strategy=strategy,
+            rounds=retired.rounds,
+            row_rounds=live_rounds,
+            tokens=retired.tokens,
+            seconds=now - start,
+            hits=np.asarray(retired.stats.hits),
+        )
+        self.measurements.append(measurement)
+        self.predicted.append(dispatched.predicted)
+        self.totals["declined"] += int(retired.stats.declined)
+        self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
         """The sequence is complete: reports it."""
@@ -121,28 +154,38 @@ class Ledger:
         """Everything, in order of uid."""
         seconds = time.perf_counter() - self.begin
         registry = groups[0].registry
+        speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
+        drafted = sum(measured.tokens for measured in speculated)
         stats = {
             "tokens": self.totals["tokens"],
+            "speculated_tokens": drafted,
+            "accept_length": drafted / max(sum(measured.row_rounds for measured in speculated), 1),
             "seconds": seconds,
             "tokens_per_second": self.totals["tokens"] / seconds,
             "rounds": self.totals["rounds"],
             "row_rounds": self.totals["row_rounds"],
             "chunks": self.totals["decode"],
             "prefills": self.totals["prefill"],
+            "declined": self.totals["declined"],
             "programs": len(registry.executables),
         }
         completions = [self.completions[uid] for uid in sorted(self.completions)]
-        return RolloutResult(completions, self.spans, self.decisions, stats)
+        return RolloutResult(completions, self.spans, self.decisions, self.measurements, self.predicted, stats)
 
 
 def rollout(
     groups: Sequence[Group],
     on_finish: Callable[[Completion], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
+    observe: Callable[[Measurement], None] = lambda measurement: None,
+    listen: Callable[[Event], None] = lambda event: None,
 ) -> RolloutResult:
-    """Decodes the groups' job to its end; one thread, no group waits for another."""
+    """Decodes the groups' job to its end; one thread, no group waits for another.
+
+    `observe` gets what every chunk measured, `listen` every event.
+    """
     states = [GroupState() for _ in groups]
-    ledger = Ledger(len(groups), groups[0].job.samples, on_finish)
+    ledger = Ledger(len(groups), groups[0].job.samples, on_finish, observe, listen)
     busy = True
     while busy:
         if interrupted and interrupted():
@@ -156,16 +199,3 @@ def rollout(
         if busy and not happened:
             time.sleep(POLL_SECONDS)
     return ledger.result(groups)
-
-
-def bucketed(batches: Sequence[int], slots: Sequence[int], strategy: Strategy = PLAIN) -> Decider:
-    """The decider with one strategy: the smallest buckets that fit; the cache shrinks only together with the batch."""
-
-    def decide(view: View) -> Decision:
-        batch = next(size for size in batches if size >= view.live)
-        room = next(size for size in slots if size >= view.longest)
-        if batch == view.batch:
-            room = max(room, view.slots)
-        return Decision(view.group, view.retired, batch, room, strategy)
-
-    return decide

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from tlt_jax import checks, data, eval, mesh as meshes, plan, policy
+from tlt_jax import checks, data, drafters, eval, mesh as meshes, plan, policy
 from tlt_jax.checkpoint import Preemption, Store
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Prompt
@@ -36,7 +36,8 @@ def train(config: Config) -> int:
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
-    engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer))
+    drafter, drafter_params = drafters.load(config, model, mesh)
+    engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer), drafter)
     plan.preflight(config, recipe, engine)
     folder.enter(config)
     with (
@@ -61,7 +62,7 @@ def train(config: Config) -> int:
             while True:
                 watch = report.Stopwatch()
                 with watch.phase("update_weights"):
-                    weights = engine.publish(state.params)
+                    weights = engine.publish(state.params, drafter_params)
                 measured: dict[str, float] = {}
                 is_new = step != resumed or is_due
                 try:

@@ -1,0 +1,354 @@
+"""Tuners against simulated rollouts with known costs and hit rates: what they choose, learn, keep and never lose."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import tuner_worlds as worlds
+
+from tlt_jax.settings import ConfigError
+from tlt_jax.spec_decode import acceptance, costs, strategies, tuner
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.tuner import Measurement
+
+ARMS = strategies.pool(strategies.POOL)
+MAKERS = {
+    "fixed": lambda: tuner.fixed("6_4_16"),
+    "threshold": lambda: tuner.threshold(strategies.PAPER),
+    "beg_mab": lambda: tuner.beg_mab(strategies.POOL),
+    "goodput": lambda: tuner.goodput(strategies.POOL),
+}
+
+
+def decode(world, made, rollouts=3, seed=0, state=None, renew=True):
+    """(state, runs) of some rollouts of 48 answers, one after the other."""
+    random, runs, seen = np.random.default_rng(seed), [], set()
+    state = made.init() if state is None else state
+    for i in range(rollouts):
+        state, run = worlds.rollout(world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen)
+        runs.append(run)
+        state = made.renew(state) if renew else state
+    return state, runs
+
+
+def seconds(runs):
+    return sum(run.seconds for run in runs)
+
+
+def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=16, group=0):
+    """A chunk whose rows all accepted alike, at depth 1."""
+    hits = np.zeros((max(strategy.depth, 1), strategy.nodes, max(strategy.topk, 1)))
+    hits[0, 0, 0] = accepted * rounds * batch
+    tokens = int((1 + accepted) * rounds * batch)
+    return Measurement(group, batch, batch, slots, strategy, rounds, rounds * batch, tokens, per_round * rounds, hits)
+
+
+# Strategies
+
+
+@pytest.mark.parametrize("text", [*strategies.POOL, *strategies.PAPER, "1_1_2", "off"])
+def test_a_strategy_is_written_and_read_back(text):
+    assert strategies.name(strategies.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("6_4", "depth_topk_nodes"),
+        ("6_4_-1", "depth_topk_nodes"),
+        ("six_4_16", "depth_topk_nodes"),
+        ("0_4_16", "depth is 0"),
+        ("6_0_16", "topk is 0"),
+        ("6_4_0", "nodes is 0"),
+        ("8_4_8", "use nodes 9"),
+        ("2_2_8", "use nodes 7"),
+    ],
+)
+def test_a_strategy_that_no_drafter_can_fill_is_refused_by_name(text, says):
+    with pytest.raises(ConfigError, match=says):
+        strategies.parse(text)
+
+
+def test_the_widest_trees_belong_to_the_smallest_batches():
+    buckets = strategies.bucketed(strategies.pool(strategies.PAPER))
+    nodes = [strategies.strategies_for(buckets, batch)[0].nodes for batch in (1, 2, 4, 5, 20, 21, 500)]
+    assert nodes == [48, 32, 32, 16, 16, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "says"), [((1, 2), "for 4 different"), ((1, 5, 2, 21), "rise"), ((0, 2, 5, 21), "rise")]
+)
+def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
+    with pytest.raises(ConfigError, match=says):
+        tuner.beg_mab(strategies.PAPER, thresholds)
+
+
+def test_an_empty_pool_is_refused():
+    with pytest.raises(ConfigError, match="no strategies"):
+        tuner.goodput([])
+
+
+# What one tree tells about smaller ones
+
+
+@pytest.mark.parametrize("nodes", [9, 13, 24, 31])
+def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nodes):
+    source, smaller = Strategy(8, 4, 32), Strategy(8, 4, nodes)
+    hits = worlds.table(*worlds.drafts(3, 200, 0.6, 1.0, source), source)
+    rank, _ = worlds.drafts(3, 200, 0.6, 1.0, smaller)
+    assert acceptance.counterfactual(hits, smaller) == (rank >= 0).sum()
+
+
+@pytest.mark.parametrize("quality", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("text", ["1_1_2", "2_2_4", "3_3_8", "4_2_8", "4_4_16", "6_4_16"])
+def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, text):
+    source, smaller = strategies.parse("8_4_48"), strategies.parse(text)
+    rank, sibling = worlds.drafts(1, 4000, quality, 1.0, source)
+    chunks = [worlds.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)]
+    predicted = sum(acceptance.counterfactual(hits, smaller) for hits in chunks) / 4000
+    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller)[0] >= 0).sum() / 4000
+    assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
+
+
+def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
+    source = strategies.parse("6_4_16")
+    hits = worlds.table(*worlds.drafts(1, 64, 0.6, 1.0, source), source)
+    (entry,) = acceptance.learn({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
+    assert set(entry["accepted"]) == {"2_2_4", "4_2_8", "6_4_16"}
+
+
+def test_hit_rates_follow_a_drafter_that_changes():
+    source, evidence, means = strategies.parse("6_4_16"), {}, []
+    for i, quality in enumerate([0.8] * 40 + [0.3] * 100):
+        hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source), source)
+        evidence = acceptance.learn(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
+        means.append(acceptance.estimate(evidence, 16.0 * i, 4, ARMS)[0][2])
+    truth = [(worlds.drafts(99, 4000, quality, 1.0, source)[0] >= 0).sum() / 4000 for quality in (0.8, 0.3)]
+    assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(truth[1], rel=0.12)
+
+
+# What a round costs
+
+
+@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(law):
+    cells = {}
+    for batch in (4, 16, 64):
+        for _ in range(3):
+            cells = costs.note(cells, batch, 512, PLAIN, law(batch, 512, PLAIN), False)
+    for batch, text in ((1, "2_2_4"), (1, "6_4_16"), (4, "4_2_8")):
+        log, error = costs.predict(cells, batch, 512, (strategies.parse(text),))
+        assert abs(log[0] - math.log(law(batch, 512, strategies.parse(text)))) < 2 * error[0] < 0.8
+
+
+def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
+    arm, cells = strategies.parse("4_2_8"), {}
+    for number in range(9):
+        cells = costs.note(cells, 4, 512, PLAIN, 1.0, False)
+        cells = costs.note(cells, 4, 512, arm, 40.0 if number in (2, 5) else 4.0, False)
+    log, error = costs.predict(cells, 4, 512, (arm,))
+    assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.05
+
+
+def test_one_slow_first_call_does_not_condemn_an_arm():
+    arm, cells = strategies.parse("4_2_8"), {}
+    for _ in range(9):
+        cells = costs.note(cells, 4, 512, PLAIN, 1.0, False)
+    before, _ = costs.predict(cells, 4, 512, (arm,))
+    after, error = costs.predict(costs.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,))
+    assert after[0] - before[0] < 0.3 and error[0] > 0.15
+
+
+def test_cells_are_forgotten_oldest_first():
+    cells = {}
+    for slots in range(costs.CELLS + 5):
+        cells = costs.note(cells, 1, slots + 1, PLAIN, 1.0, False)
+    assert len(cells) == costs.CELLS and "1/1/off" not in cells
+
+
+# The simple tuners
+
+
+def test_fixed_never_changes_its_mind():
+    made = tuner.fixed("4_2_8")
+    state = made.observe(made.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
+    assert made.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("live", "batch", "text"),
+    [(33, 64, "off"), (32, 64, "7_4_8"), (17, 64, "7_4_8"), (3, 4, "8_4_32"), (1, 1, "8_4_48")],
+)
+def test_threshold_speculates_when_few_are_live(live, batch, text):
+    choice = tuner.threshold(strategies.PAPER).choose({}, live, batch, 512)[1]
+    assert strategies.name(choice.strategy) == text
+
+
+def test_beg_mab_tries_every_arm_once_before_it_judges():
+    made, tried = tuner.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0), []
+    state = made.init()
+    for _ in range(3):
+        state, choice = made.choose(state, 4, 4, 512)  # nothing was read yet: two chunks are in flight
+        tried.append(choice.strategy)
+    assert set(tried) == {PLAIN, Strategy(4, 2, 8), Strategy(2, 4, 8)}
+
+
+def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
+    made = tuner.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0)
+    state, gains = made.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
+    for _ in range(3):
+        state, choice = made.choose(state, 4, 4, 512)
+        state = made.observe(state, measured(choice.strategy, accepted=gains[choice.strategy]))
+    state, choice = made.choose(state, 3, 4, 512)
+    assert (choice.strategy, choice.reason) == (Strategy(2, 4, 8), "best median")
+    assert choice.predicted == pytest.approx(3 * 2 / 0.02)
+
+
+def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
+    made = tuner.beg_mab(["4_2_8"], (1,), epsilon=0.3, window=5)
+    state, taken = made.init(), []
+    for number in range(600):
+        state, choice = made.choose(state, 4, 4, 512)
+        state = made.observe(state, measured(choice.strategy, accepted=1.0 if choice.strategy != PLAIN else 0.0))
+        taken += [choice.strategy == PLAIN] if number > 1 else []
+    assert 0.1 < np.mean(taken) < 0.2 and max(map(len, state["rewards"].values())) == 5
+
+
+# The tuner that predicts
+
+
+@pytest.mark.parametrize(
+    ("law", "quality", "share"),
+    [(worlds.gpu, 0.8, 0.85), (worlds.gpu, 0.5, 0.85), (worlds.cpu, 0.8, 0.95), (worlds.cpu, 0.3, 0.95)],
+)
+def test_goodput_comes_close_to_knowing_everything(law, quality, share):
+    world = worlds.World(law, quality)
+    made = tuner.goodput(strategies.POOL, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
+    state, _ = decode(world, made, rollouts=4)
+    _, runs = decode(world, made, rollouts=2, seed=1, state=state)
+    _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
+    assert seconds(best) / seconds(runs) > share
+
+
+@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("agreement", [0.0, 0.3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
+    world = worlds.World(law, 0.3, agreement, seed=seed)
+    _, plain = decode(world, tuner.fixed("off"), rollouts=4, seed=seed)
+    _, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=4, seed=seed)
+    assert seconds(plain) / seconds(runs) > 0.97
+
+
+def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
+    world = worlds.World(worlds.cpu, 0.6)
+    taken = {kind: seconds(decode(world, MAKERS[kind]())[1]) for kind in ("goodput", "threshold", "beg_mab")}
+    assert taken["goodput"] < 0.95 * min(taken["threshold"], taken["beg_mab"])
+
+
+def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
+    world, made = worlds.World(worlds.gpu, 0.3, 0.0), tuner.goodput(strategies.POOL)
+
+    def speculating(runs):
+        taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
+        return np.mean(taken)
+
+    state, runs = decode(world, made, rollouts=3)
+    assert speculating(runs) < 0.3
+    world.quality, world.agreement = 0.8, 1.0
+    state, runs = decode(world, made, rollouts=4, seed=1, state=state)
+    assert speculating(runs) > 0.8
+    world.quality, world.agreement = 0.3, 0.0
+    assert speculating(decode(world, made, rollouts=2, seed=2, state=state)[1]) < 0.3
+
+
+def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.init()
+    for _ in range(6):
+        state = made.observe(state, measured(PLAIN, per_round=0.020))
+    state["incumbents"]["4"] = "2_2_4"
+    for _ in range(2):
+        state = made.observe(state, measured(arm, accepted=0.2, per_round=0.026))
+    assert made.choose(state, 4, 4, 512)[1].strategy == PLAIN
+
+
+@pytest.mark.parametrize(("faster", "text"), [(-0.025, "2_2_4"), (-0.1, "off")])
+def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster, text):
+    for held, plain in (("2_2_4", 0.02 * (1 + faster)), ("off", 0.02 / (1 + faster))):
+        made, expected = tuner.goodput(["2_2_4"]), text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text]
+        state = made.init()
+        for _ in range(40):
+            state = made.observe(state, measured(PLAIN, per_round=plain))
+            state = made.observe(state, measured(Strategy(2, 2, 4), accepted=0.5, per_round=0.030))
+        state["incumbents"]["4"], state["funds"] = held, -math.inf
+        assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == expected
+
+
+def test_trials_are_few_and_never_two_at_a_time():
+    world = worlds.World(worlds.cpu, 0.5)
+    state, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5, renew=False)
+    reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
+    assert reasons.count("trial") < 0.15 * len(reasons)
+    assert not any(pair == ("trial", "trial") for pair in zip(reasons, reasons[1:], strict=False))
+
+
+def test_most_nodes_bounds_the_trees_of_large_batches():
+    made = tuner.goodput(strategies.POOL, most_nodes=64)
+    state = made.init()
+    for arm in ARMS:
+        state = made.observe(state, measured(arm, batch=16, accepted=5.0, per_round=0.001))
+    for _ in range(4):
+        state, choice = made.choose(state, 16, 16, 512)
+        assert choice.strategy.nodes * 16 <= 64
+
+
+def test_predictions_agree_with_what_is_measured():
+    world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
+    _, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5)
+    ratio = [choice.predicted / (seen.tokens / seen.seconds) for choice, seen in runs[-1].chunks if seen.rounds == 16]
+    assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
+
+
+def test_a_chunk_without_rounds_teaches_nothing():
+    for make in MAKERS.values():
+        made = make()
+        state = made.init()
+        assert made.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
+
+
+# State
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_decisions_replay_from_the_record_also_through_json_and_states_never_change(kind):
+    made = MAKERS[kind]()
+    _, (run,) = decode(worlds.World(worlds.gpu, 0.6), made, rollouts=1)
+    state = MAKERS[kind]().init()
+    for what, given, choice in run.calls:
+        state, before = json.loads(json.dumps(state)), copy.deepcopy(state)
+        if what == "observe":
+            made.observe(state, given)
+            after = made.observe(state, given)
+        else:
+            after, again = made.choose(state, *given)
+            assert (again.strategy, again.reason) == (choice.strategy, choice.reason)
+            assert again.predicted == choice.predicted or math.isnan(again.predicted) and math.isnan(choice.predicted)
+        assert state == before
+        state = after
+
+
+def test_a_state_of_another_pool_is_still_usable():
+    world = worlds.World(worlds.gpu, 0.6)
+    state, _ = decode(world, tuner.goodput(["4_2_8", "8_4_48"]), rollouts=1)
+    state, runs = decode(world, tuner.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state)))
+    assert {strategies.name(choice.strategy) for choice, _ in runs[0].chunks} <= {"off", "2_2_4", "4_2_8"}
+
+
+def test_the_state_stays_small():
+    state, _ = decode(worlds.World(worlds.cpu, 0.5), tuner.goodput(strategies.POOL), rollouts=4)
+    assert len(json.dumps(state)) < 32_000

@@ -1,0 +1,93 @@
+"""What the configuration drafts with: a learned drafter or n-grams, as spec_decode takes them; knows no rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tlt_jax import tables
+from tlt_jax.config import Config, Speculation
+from tlt_jax.models import eagle, hf_drafter, kv_cache
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.spec_decode import ngram, strategies, tuner
+from tlt_jax.spec_decode.drafting import Coupling, Network, learned
+from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stateless
+from tlt_jax.spec_decode.tuner import Tuner
+
+NONE, NGRAM = "none", "ngram"
+
+
+def load(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
+    """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
+
+    Raises ModelError, naming what does not fit, for the directory of another policy's drafter.
+    """
+    name = config.speculation.drafter
+    if name in (NONE, NGRAM):
+        return None, None
+    positions = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    directory = tables.expand(name, "speculation.drafter")
+    return hf_drafter.load(directory, model, mesh, config.model.param_dtype, min(positions, model.max_positions))
+
+
+def make(
+    settings: Speculation, config: DrafterConfig | None, target: Target, group: Mesh, dtype: str
+) -> Drafter:
+    """The drafter on one data group."""
+    if config is not None:
+        return learned(network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness))
+    if settings.drafter == NONE:
+        return NO_DRAFTER
+    whole = NamedSharding(group, PartitionSpec())
+    search = ngram.Settings(settings.min_match, settings.max_match)
+
+    def draft(weights, state, context, strategy: Strategy, temperature: float):
+        return ngram.propose(context.history, context.lengths, context.guide, strategy, search)
+
+    def guide(batch: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, settings.pool), jnp.int32, sharding=whole)
+
+    return stateless(draft, guide=guide)
+
+
+def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> Network:
+    """A learned drafter's network on one data group; embedding and LM head are the target's."""
+    whole = NamedSharding(group, PartitionSpec())
+    return Network(
+        extend=lambda weights, *rest: eagle.extend(weights.drafter, config, eagle.shared(weights.target), *rest),
+        step=lambda weights, *rest: eagle.step(weights.drafter, config, eagle.shared(weights.target), *rest),
+        logits=lambda weights, hidden: eagle.logits(weights.drafter, config, eagle.shared(weights.target), hidden),
+        ids=lambda weights: weights.drafter.ids,
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.room(slots)),
+        empty=lambda batch, slots: eagle.abstract_cache(config, batch, target.room(slots), dtype, group),
+        scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group.shape["model"]),
+        params=eagle.abstract(config, group, "rollout", dtype),
+        hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
+    )
+
+
+def pool(settings: Speculation) -> tuple[Strategy, ...]:
+    """The strategies that rounds may have besides plain decoding; none without a drafter. Raises ConfigError."""
+    return () if settings.drafter == NONE else strategies.pool(settings.strategies)
+
+
+def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -> Tuner:
+    """The tuner that speculation.tuner names; without strategies, plain decoding.
+
+    Until rounds were measured, `goodput` takes a node more to cost this share of a plain round: much on a CPU, which is soon
+    bound by arithmetic, little on an accelerator that waits for its memory.
+    """
+    if not arms:
+        return tuner.fixed(strategies.OFF)
+    makers = {
+        "fixed": lambda: tuner.fixed(arms[0]),
+        "threshold": lambda: tuner.threshold(arms, settings.threshold),
+        "beg_mab": lambda: tuner.beg_mab(arms),
+        "goodput": lambda: tuner.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
+    }
+    return makers[settings.tuner]()

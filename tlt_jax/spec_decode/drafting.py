@@ -1,0 +1,270 @@
+"""Trees from a learned drafter: levels of beams, coupled with the target's noise, then the best nodes; knows no network.
+
+The shapes are those of EAGLE-2's dynamic tree (Li et al. 2024): k children for each of k beams on every level, and the best
+nodes of all k + (D - 1) k^2 candidates. What is new: siblings are ordered by log q + coupling * noise, with the very noise
+that the target will choose with, and a node's score is the log-probability that the target goes there, given that noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int32
+
+from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.tree import ABSENT, Context, Drafter, DraftTree, PyTree, Strategy
+
+CATCH_UP = 64  # tokens of one step of catching up
+
+
+class Network(NamedTuple):
+    """A learned drafter's network, as pure functions of all weights, its own and the target's.
+
+    Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
+
+    extend(weights, cache, tokens[B,W], features[B,W,F], starts[B]) -> cache, hidden[B,W,Z]: slots starts.. are written
+    step(weights, cache, scratch, tokens[B,k], hidden[B,k,Z], positions[B,k], starts[B], ancestors[B,k,R], level)
+        -> scratch, hidden[B,k,Z]: `hidden` are those of the parents; the k nodes see `starts` slots, and of the first R
+        scratch rows, the last k of which are themselves, those that `ancestors` marks
+    logits(weights, hidden[...,Z]) -> [...,U]
+    ids(weights) -> token ids int32[U] of the logits, or None when they are 0, 1, ...
+    resize(cache, rows[B], slots) -> cache
+    empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a cache
+    scratch(batch, rows) -> zeros
+    params: ShapeDtypeStructs, with shardings, of its own weights
+    hidden: ShapeDtypeStruct of hidden[1,Z], with its sharding
+    """
+
+    extend: Callable[..., tuple[PyTree, Array]]
+    step: Callable[..., tuple[PyTree, Array]]
+    logits: Callable[..., Array]
+    ids: Callable[[PyTree], Array | None]
+    resize: Callable[..., PyTree]
+    empty: Callable[[int, int], PyTree]
+    scratch: Callable[[int, int], PyTree]
+    params: PyTree
+    hidden: jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """How siblings are ordered, log q + strength * noise, and how sharply scores follow that order."""
+
+    strength: float = 0.75
+    sharpness: float = 1.0
+
+
+@struct.dataclass
+class Learned:
+    """State of a learned drafter: its cache, how many slots of it exist, and the hidden state of the last of them."""
+
+    cache: PyTree
+    built: Int32[Array, " B"]
+    hidden: Float[Array, "B Z"]
+
+
+@struct.dataclass
+class Candidates:
+    """Nodes to choose from. parents: index of a candidate, -1 for the root; a parent comes before its children."""
+
+    tokens: Int32[Array, "B C"]
+    parents: Int32[Array, "B C"]
+    depths: Int32[Array, "B C"]
+    scores: Float[Array, "B C"]
+    ranks: Int32[Array, "B C"]
+
+
+def learned(network: Network, coupling: Coupling) -> Drafter:
+    """The drafter that a network makes."""
+
+    def extend(weights: PyTree, state: Learned, context: Context, width: int) -> Learned:
+        starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
+        tokens, features = window(context.history, starts + 1, width), window(context.features, starts, width)
+        cache, hidden = network.extend(weights, state.cache, tokens, features, starts)
+        last = jnp.clip(context.lengths - 1 - starts, 0, width - 1)
+        newest = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        behind = state.built < context.lengths
+        return Learned(
+            cache=cache,
+            built=jnp.minimum(starts + width, context.lengths),
+            hidden=jnp.where(behind[:, None], newest, state.hidden),
+        )
+
+    def catch_up(weights: PyTree, state: Learned, context: Context) -> Learned:
+        width = min(CATCH_UP, context.history.shape[1] - 1)
+        return jax.lax.while_loop(
+            lambda state: (state.built < context.lengths).any(),
+            lambda state: extend(weights, state, context, width),
+            state,
+        )
+
+    def draft(
+        weights: PyTree, state: Learned, context: Context, strategy: Strategy, temperature: float
+    ) -> DraftTree:
+        guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk)
+        candidates = expand(network, guess, weights, state, context, strategy)
+        knows = (context.lengths > 0)[:, None]  # before the second token there are no features to start from
+        candidates = candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
+        roots = jnp.take_along_axis(context.history, context.lengths[:, None], axis=1)[:, 0]
+        return rerank(candidates, roots, strategy.nodes)
+
+    def resize(state: Learned, rows: Array, slots: int) -> Learned:
+        source = jnp.maximum(rows, 0)
+        return Learned(network.resize(state.cache, rows, slots), state.built[source], state.hidden[source])
+
+    def empty(batch: int, slots: int) -> Learned:
+        small, sharding = network.hidden, network.hidden.sharding
+        return Learned(
+            cache=network.empty(batch, slots),
+            built=jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding),
+            hidden=jax.ShapeDtypeStruct((batch, *small.shape[1:]), small.dtype, sharding=sharding),
+        )
+
+    return Drafter(
+        draft=draft,
+        catch_up=catch_up,
+        extend=extend,
+        reset=lambda state, fresh: state.replace(built=jnp.where(fresh, 0, state.built)),
+        resize=resize,
+        empty=empty,
+        guide=lambda batch: (),
+        params=network.params,
+        remembers=True,
+    )
+
+
+@shaped
+def window(rows: Array, starts: Int32[Array, " B"], width: int) -> Array:
+    """rows[b, starts[b] : starts[b] + width] of every row."""
+    return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width))(rows, starts)
+
+
+def expand(
+    network: Network,
+    guess: Callable[..., tuple[Array, Array]],
+    weights: PyTree,
+    state: Learned,
+    context: Context,
+    strategy: Strategy,
+) -> Candidates:
+    """All candidates of a round: the root's k best children, and k for each of the k best beams of every level."""
+    B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
+    ids = network.ids(weights)
+    logits = network.logits(weights, state.hidden[:, None])
+    tokens, scores = (found[:, 0] for found in guess(logits, noise_of(context, 0, ids), ids))
+    ranks = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
+    levels = [Candidates(tokens, jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32), scores, ranks)]
+    beams, index = levels[0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
+    hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
+    scratch, seen, offset = network.scratch(B, k * (depth - 1)), jnp.zeros((B, k, 0), bool), k
+    for level in range(depth - 1):
+        seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))], axis=2)
+        positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
+        scratch, hidden = network.step(
+            weights, state.cache, scratch, beams.tokens, hidden, positions, context.lengths, seen, level
+        )
+        found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
+        levels.append(grown(beams, index, *found, level + 2))
+        best = jax.lax.top_k(levels[-1].scores, k)[1]
+        beams = chosen(levels[-1], best)
+        row, index, offset = best // k, offset + best, offset + k * k
+        hidden, seen = (jnp.take_along_axis(leaf, row[:, :, None], axis=1) for leaf in (hidden, seen))
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *levels)
+
+
+@shaped
+def noise_of(context: Context, level: int, ids: Int32[Array, " U"] | None) -> Float[Array, "B 1 U"] | None:
+    """The noise with which the target will choose among the children of this level, at the drafter's ids."""
+    if context.noise is None:
+        return None
+    noise = context.noise[:, level : level + 1]
+    return noise if ids is None else noise[:, :, ids]
+
+
+@shaped
+def children(
+    logits: Float[Array, "B w U"],
+    noise: Float[Array, "B 1 U"] | None,
+    ids: Int32[Array, " U"] | None,
+    *,
+    coupling: Coupling,
+    temperature: float,
+    k: int,
+) -> tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]:
+    """Tokens of the k best children of w nodes, and the log-probability of each that the target chooses it there.
+
+    Given the noise G, a target that differs from the drafter by a random error chooses v with a probability that the
+    softmax of sharpness * (log q + strength * G) models. Non-finite values make a child that never holds.
+    """
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    value = jax.nn.log_softmax(wide / temperature, axis=-1)
+    if noise is not None and coupling.strength:
+        value = value + coupling.strength * noise
+    value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
+    value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
+    scores, places = jax.lax.top_k(value, k)
+    return (places if ids is None else ids[places]).astype(jnp.int32), scores
+
+
+@shaped
+def grown(
+    beams: Candidates,
+    index: Int32[Array, "B k"],
+    tokens: Int32[Array, "B k k2"],
+    scores: Float[Array, "B k k2"],
+    depth: int,
+) -> Candidates:
+    """The children of the beams as candidates; `index` is each beam's own."""
+    B, k, _ = tokens.shape
+    flat = (B, k * k)
+    places = jnp.maximum(beams.ranks[:, :, None], jnp.arange(k, dtype=jnp.int32))
+    return Candidates(
+        tokens=tokens.reshape(flat),
+        parents=jnp.repeat(index, k, axis=1),
+        depths=jnp.full(flat, depth, jnp.int32),
+        scores=(beams.scores[:, :, None] + scores).reshape(flat),
+        ranks=places.reshape(flat),
+    )
+
+
+def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:
+    """The candidates at these places."""
+    return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, places, axis=1), candidates)
+
+
+@shaped
+def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> DraftTree:
+    """The tree of the root and the best nodes - 1 candidates, earlier ones first among equals.
+
+    A child never scores above its parent and comes after it, so a chosen node's parent is chosen too.
+    """
+    places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
+    best = chosen(candidates, places)
+    here = best.scores > -jnp.inf
+    parents = 1 + jax.vmap(jnp.searchsorted)(places, best.parents)
+    parents = jnp.where(here & (best.parents >= 0), parents, 0).astype(jnp.int32)
+
+    def with_root(root: Array, rest: Array) -> Array:
+        return jnp.concatenate([jnp.broadcast_to(root, rest[:, :1].shape).astype(rest.dtype), rest], axis=1)
+
+    return DraftTree(
+        tokens=with_root(roots[:, None], jnp.where(here, best.tokens, ABSENT)),
+        parents=with_root(jnp.int32(0), parents),
+        depths=with_root(jnp.int32(0), jnp.where(here, best.depths, 1)),
+        scores=with_root(jnp.zeros((), best.scores.dtype), best.scores),
+        ranks=with_root(jnp.int32(0), best.ranks),
+    )
+
+
+@shaped
+def orphans(tree: DraftTree) -> Bool[Array, "B N"]:
+    """Nodes whose parent does not come before them or is not one level above; a sound tree has none."""
+    nodes = jnp.arange(tree.tokens.shape[1])
+    above = jnp.take_along_axis(tree.depths, tree.parents, axis=1) + 1 == tree.depths
+    return ((tree.parents >= nodes) | ~above) & (nodes > 0) & (tree.tokens != ABSENT)
