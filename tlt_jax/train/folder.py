@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tlt_jax.models import hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.settings import ConfigError
 
-RESOLVED, REFERENCE, EXPORT = "config.yaml", "reference", "hf"
+RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
 
 
 def enter(config: Config) -> None:
@@ -43,7 +44,7 @@ def enter(config: Config) -> None:
 
 def has_begun(config: Config) -> bool:
     """True when the folder holds a checkpoint or the answers of a step."""
-    kept = ("checkpoints/[0-9]*", "completions/*.jsonl")
+    kept = ("checkpoints/[0-9]*", "completions/*.jsonl", f"{ANSWERS}/*.jsonl")
     return any(True for pattern in kept for _ in Path(config.run).glob(pattern))
 
 
@@ -61,8 +62,13 @@ def write_model(
     config: Config, directory: Path, params: Params, model: ModelConfig, mesh: Mesh, tokenizer: Any = None
 ) -> None:
     """Writes a Hugging Face directory, which is there whole or not at all."""
+    write_whole(directory, lambda torn: hf.save(params, model, torn, mesh, tokenizer, config.model.param_dtype))
+
+
+def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
+    """Writes a directory, which is there whole or not at all, in place of one that was there."""
     torn = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
-    hf.save(params, model, torn, mesh, tokenizer, config.model.param_dtype)
+    write(torn)
     if jax.process_index() == 0:
         shutil.rmtree(directory, ignore_errors=True)
         torn.rename(directory)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -11,6 +14,8 @@ from tlt_jax.mesh import sharding
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.shapes import shaped
+
+PyTree = Any
 
 
 @shaped
@@ -50,31 +55,45 @@ def token_scores(
 
     Each data group holds the logits of `chunk` tokens at once, and computes them again in the backward pass.
     """
-    R, T, D = x.shape
-    groups = mesh.shape["data"]
-    length = max(1, min(T, chunk * groups // R))
-    chunks = -(-T // length)
-    length = -(-T // chunks)
-    split = (groups, R // groups, chunks, length)
-    pad = chunks * length - T
-    x_chunks = jnp.moveaxis(jnp.pad(x, ((0, 0), (0, pad), (0, 0))).reshape(*split, D), 2, 0)
-    target_chunks = jnp.moveaxis(jnp.pad(targets, ((0, 0), (0, pad))).reshape(split), 2, 0)
-
     # One copy of the head per data group: its gradient then sums over chunks inside the group, and over groups once.
     name = "embed" if params.head is None else "head"
     axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
-    matrix = getattr(params, name)
-    copies = jnp.broadcast_to(matrix, (groups, *matrix.shape))
-    copies = jax.lax.with_sharding_constraint(copies, sharding(mesh, ("batch", *axes), "rollout"))
+    copies = group_copies(getattr(params, name), axes, mesh)
 
-    def group_logits(copy: jax.Array, x: jax.Array) -> jax.Array:
+    def group_logits(copy: Array, x: Array) -> Array:
         return transformer.logits(params.replace(**{name: copy}), model, x)
 
-    @jax.checkpoint
-    def one(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(x: Array, targets: Array) -> tuple[Array, Array]:
         logits = jax.vmap(group_logits)(copies, x)
         logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, "vocab"), "train"))
         return score(logits, targets, temperature, entropy_learns)
 
-    scores = jax.lax.map(lambda pair: one(*pair), (x_chunks, target_chunks))
-    return tuple(jnp.moveaxis(part, 0, 2).reshape(R, chunks * length)[:, :T] for part in scores)
+    return in_chunks(one, (x, targets), mesh, chunk)
+
+
+def group_copies(weight: Array, axes: Sequence[str | None], mesh: Mesh) -> Array:
+    """The weight gathered once for each data group: [G, ...]."""
+    copies = jnp.broadcast_to(weight, (mesh.shape["data"], *weight.shape))
+    return jax.lax.with_sharding_constraint(copies, sharding(mesh, ("batch", *axes), "rollout"))
+
+
+def in_chunks(one: Callable[..., PyTree], rows: tuple[Array, ...], mesh: Mesh, chunk: int) -> PyTree:
+    """one(*rows) of arrays [R, T, ...] that knows no neighbors, `chunk` tokens of each data group at once.
+
+    `one` takes and gives arrays [G, R / G, t, ...] of G data groups; the backward pass runs it again.
+    """
+    R, T = rows[0].shape[:2]
+    groups = mesh.shape["data"]
+    length = max(1, min(T, chunk * groups // R))
+    chunks = -(-T // length)
+    length = -(-T // chunks)
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, 0), (0, chunks * length - T), *[(0, 0)] * (array.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(groups, R // groups, chunks, length, *array.shape[2:]), 2, 0)
+
+    def join(array: Array) -> Array:
+        return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]
+
+    results = jax.lax.map(lambda parts: jax.checkpoint(one)(*parts), jax.tree.map(split, rows))
+    return jax.tree.map(join, results)

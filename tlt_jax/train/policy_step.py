@@ -19,7 +19,7 @@ from tlt_jax.mesh import sharding
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import grpo, logprobs as scoring, optimizer
-from tlt_jax.train.optimizer import Adam
+from tlt_jax.train.optimizer import Adam, Learner
 from tlt_jax.train.packing import Packed
 
 
@@ -65,15 +65,7 @@ class Recipe:
         )  # fmt: skip
 
 
-@struct.dataclass
-class PolicyState:
-    """The policy and its optimizer. `step` counts updates, skipped ones too; `skips` those skipped in a row."""
-
-    params: Params
-    opt_state: optax.OptState
-    step: Int32[Array, ""]
-    skips: Int32[Array, ""]
-    skipped: Int32[Array, ""]
+PolicyState = Learner  # its params are transformer.Params
 
 
 @struct.dataclass
@@ -136,26 +128,20 @@ def abstract_batch(recipe: Recipe, steps: int, rows: int, row_tokens: int, given
 
 def create(params: Params, recipe: Recipe) -> PolicyState:
     """The state before the first update. It owns `params`: the first update donates them."""
-    target = abstract_state(recipe)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, target.opt_state)
-    opt_state = jax.jit(partial(optimizer.init, recipe.adam), out_shardings=shardings)(params)
-    zeros = [jax.device_put(np.int32(0), target.step.sharding) for _ in range(3)]
-    return PolicyState(params, opt_state, *zeros)
+    return optimizer.create(recipe.adam, params, recipe.mesh)
 
 
 def abstract_state(recipe: Recipe) -> PolicyState:
     """Shape, dtype and sharding of every array of the state: to restore a checkpoint, or to compile ahead of time."""
     params = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
-    opt_state = optimizer.abstract(recipe.adam, params, recipe.mesh)
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(recipe.mesh, PartitionSpec()))
-    return PolicyState(params, opt_state, count, count, count)
+    return optimizer.abstract(recipe.adam, params, recipe.mesh)
 
 
 def token_scores(
     params: Params, batch: Batch, recipe: Recipe, entropy_learns: bool
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Log-probability of each target and entropy of one accumulation step."""
-    x = transformer.hidden(
+    x, _ = transformer.hidden(
         params,
         recipe.model,
         batch.tokens,
@@ -247,23 +233,10 @@ def update(state: PolicyState, batch: Batch, recipe: Recipe) -> tuple[PolicyStat
     grads, total, sums, maxima = jax.lax.fori_loop(0, batch.count, add, empty)
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(total) & jnp.isfinite(norm)
-    state = advance(state, grads, is_finite, recipe)
+    state, rate = optimizer.advance(state, grads, is_finite, recipe.adam)
     tokens = sums.pop("tokens", None)
     means = {name: part if name == "pg_loss" else part / tokens for name, part in sums.items()}
-    rate = recipe.adam.rate()(state.step - 1 - state.skipped + ~is_finite)
     return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **means, **maxima}
-
-
-def advance(state: PolicyState, grads: Params, is_finite: Bool[Array, ""], recipe: Recipe) -> PolicyState:
-    """The state after AdamW's step; the same policy and moments, and one more skip, when the update is not finite."""
-    changes, opt_state = recipe.adam.transformation().update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, changes)
-    return PolicyState(
-        *jax.tree.map(partial(jnp.where, is_finite), (params, opt_state), (state.params, state.opt_state)),
-        step=state.step + 1,
-        skips=jnp.where(is_finite, 0, state.skips + 1),
-        skipped=state.skipped + ~is_finite,
-    )
 
 
 def check(batch: Batch, recipe: Recipe) -> None:

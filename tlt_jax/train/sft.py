@@ -28,7 +28,6 @@ from tlt_jax.train.packing import Example
 from tlt_jax.train.policy_step import Batch, Objective, Recipe
 
 FORMAT = 1  # of what the cache holds
-FLOOR, WARMUP = 0.1, 0.05  # shares of the peak learning rate and of the steps
 SAY_EVERY = 25
 
 log = logging.getLogger(__name__)
@@ -72,17 +71,7 @@ def warm_start(
 
 def supervised(recipe: Recipe, config: Config) -> Recipe:
     """The recipe of the warm start: negative log-likelihood, and an optimizer of its own."""
-    adam = Adam(
-        config.sft.learning_rate,
-        config.sft.steps,
-        schedule="cosine",
-        warmup_steps=max(1, round(WARMUP * config.sft.steps)),
-        floor=FLOOR,
-        beta1=config.optim.beta1,
-        beta2=config.optim.beta2,
-        weight_decay=config.sft.weight_decay,
-        grad_clip=config.optim.grad_clip,
-    )
+    adam = Adam.short(config, config.sft.learning_rate, config.sft.steps, config.sft.weight_decay)
     return replace(recipe, adam=adam, objective=Objective(is_supervised=True))
 
 

@@ -1,0 +1,325 @@
+"""Laws of the drafter's training: it learns a deterministic policy, resume is exact, and wrong texts are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from test_train import assert_equal, events, preempt, raise_at, saved_steps
+
+from tlt_jax import config as configuration, data, mesh as meshes, policy, tasks
+from tlt_jax.checkpoint import Store
+from tlt_jax.config import Config
+from tlt_jax.data import Encoder
+from tlt_jax.engine import EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
+from tlt_jax.models import hf, hf_drafter, transformer
+from tlt_jax.models.hf_config import ModelError
+from tlt_jax.settings import ConfigError
+from tlt_jax.tables import DataError
+from tlt_jax.train import drafter, drafter_step, loop, packing, texts
+from tlt_jax.train.packing import Example
+
+STEPS = 4
+TASK = {"min_length": 3, "max_length": 4, "modulus": 9}
+KNOBS = {
+    "data.task_args": TASK,
+    "data.eval_size": 2,
+    "data.max_prompt_tokens": 8,
+    "rollout.prompts": 16,
+    "rollout.samples": 2,
+    "rollout.max_new_tokens": 24,
+    "rollout.temperature": 0.0,
+    "rollout.slots": 32,
+    "rollout.batch_buckets": [32],
+    "train.row_tokens": 64,
+    "train.rows": 8,
+    "warmup.rollouts": 2,
+    "warmup.steps": STEPS,
+    "warmup.learning_rate": 0.01,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 9,
+    "log.progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for all tests, with a policy whose next token depends on all earlier ones and is nearly certain."""
+    root = tmp_path_factory.mktemp("drafter")
+    tokenizer = tasks.make("fold", TASK).tokenizer()
+    model = transformer.ModelConfig(
+        family="qwen2", vocab_size=len(tokenizer), hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        mlp_dim=48, max_positions=64, qkv_bias=True, init_std=0.2, eos_ids=(tokenizer.eos_token_id,),
+    )  # fmt: skip
+    mesh = meshes.make_mesh(1, 1)
+    params = transformer.init(model, mesh, jax.random.key(0), "float32")
+    hf.save(params.replace(head=20 * params.head), model, root / "policy", mesh, tokenizer, "float32")
+    compilation_cache.reset_cache()
+    yield root
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def configure(shared):
+    """configure(run folder, {knob: value}) -> the toy configuration."""
+
+    def make(run: Path, knobs: dict | None = None) -> Config:
+        values = KNOBS | {"run": run, "model.path": shared / "policy", "rollout.compile_cache": shared / "xla"}
+        words = [(f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
+                 for name, value in (values | (knobs or {})).items()]  # fmt: skip
+        return configuration.parse([word for pair in words for word in pair], require_config=False)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(shared, configure):
+    """A finished training on the policy's own answers, every step saved. Tests copy it, none writes to it."""
+    config = configure(shared / "whole")
+    assert drafter.train(config) == loop.DONE
+    return config
+
+
+def inside(config: Config) -> Config:
+    """The configuration whose run is the drafter's folder."""
+    return replace(config, run=str(Path(config.run) / "drafter"))
+
+
+def state_of(config: Config, step: int = STEPS) -> drafter_step.DrafterState:
+    """The state that was saved after a step."""
+    model = policy.describe(config, data.tokenizer(config))
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+    recipe = drafter_step.Recipe.of(config, model, drafter.eagle.for_policy(model, config.warmup.kind), mesh)
+    with Store(inside(config).run, create=False) as store:
+        return store.restore(step, {"drafter": drafter_step.abstract_state(recipe)}).items["drafter"]
+
+
+def texts_of(config: Config) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((Path(config.run) / "drafter" / "answers").iterdir())}
+
+
+def text_file(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Training
+
+
+@pytest.mark.parametrize(("kind", "least"), [("eagle", 0.93), ("eagle3", 0.96)])
+def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least, configure, tmp_path, capsys):
+    knobs = {"warmup.kind": kind, "warmup.steps": 150, "warmup.unroll": 2, "checkpoint.every": 0}
+    config = configure(tmp_path, knobs)
+    assert drafter.train(config) == loop.DONE
+    written = {name: values[-1] for name, values in events(inside(config)).items()}
+    for name in ("agreement@1", "agreement@2", "acceptance@1", "acceptance@2"):
+        assert written[f"drafter/{name}"][0] == 150
+        assert written[f"drafter/{name}"][1] > least, name
+    assert ("drafter/feature_loss" in written) == (kind == "eagle")
+    model = policy.describe(config, data.tokenizer(config))
+    directory = tmp_path / "drafter" / "hf"
+    described, params = hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
+    assert described.kind == kind
+    assert_equal(params.layer, state_of(config, 150).params.layer)
+    capsys.readouterr()
+    assert drafter.train(config) == loop.DONE
+    assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(whole, tmp_path, monkeypatch, step):
+    shutil.copytree(whole.run, tmp_path / "run")
+    config = replace(whole, run=str(tmp_path / "run"))
+    for saved in saved_steps(inside(config)):
+        if saved > step:
+            shutil.rmtree(tmp_path / "run" / "drafter" / "checkpoints" / str(saved))
+    monkeypatch.setattr(texts, "Engine", None)
+    assert drafter.train(config) == loop.DONE
+    assert_equal(state_of(config), state_of(whole))
+    assert saved_steps(inside(config)) == [1, 2, 3, 4]
+    for name in ("drafter/loss", "drafter/acceptance@1"):
+        assert events(inside(config))[name] == events(inside(whole))[name]
+
+
+@pytest.mark.parametrize("where", ["answers", "training"])
+def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
+    config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
+    target, name = {"answers": (texts, "write"), "training": (drafter_step, "make_batch")}[where]
+    with monkeypatch.context() as patch:
+        raise_at(patch, target, name, 2, preempt)
+        assert drafter.train(config) == loop.PREEMPTED
+    if where == "training":
+        assert saved_steps(inside(config)) == [2]
+    assert drafter.train(config) == loop.DONE
+    assert texts_of(config) == texts_of(whole)
+    assert_equal(state_of(config), state_of(whole))
+
+
+def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_path, monkeypatch):
+    files = texts_of(whole)
+    assert list(files) == ["000000.jsonl", "000001.jsonl"]
+    rows = [json.loads(line) for text in files.values() for line in text.splitlines()]
+    assert len(rows) == 2 * 16 * 2
+    prompts = [
+        prompt.tokens.tolist() for step in (0, 1) for prompt in data.load(whole, data.tokenizer(whole)).prompts(step)
+    ]
+    assert [row["prompt"] for row in rows[::2]] == prompts
+    assert texts.STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
+    asked = []
+
+    class Recorder:
+        def __init__(self, *_):
+            self.publish = lambda params: None
+
+        def rollout(self, weights, prompts, *_, stream, step, interrupted):
+            asked.append((stream, step, len(prompts)))
+            return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0})
+
+    monkeypatch.setattr(texts, "Engine", Recorder)
+    tokenizer = data.tokenizer(whole)
+    dataset = data.load(whole, tokenizer)
+    texts.answer(replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False)
+    assert asked == [(texts.STREAM, step, 16) for step in (0, 1)]
+
+
+def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, configure, tmp_path, monkeypatch):
+    first = Path(whole.run) / "drafter" / "hf"
+    monkeypatch.setattr(texts, "Engine", None)
+    knobs = {
+        "warmup.texts": Path(whole.run) / "drafter" / "answers",
+        "warmup.start": first,
+        "warmup.learning_rate": 0.0,
+    }
+    config = configure(tmp_path / "run", knobs)
+    assert drafter.train(config) == loop.DONE
+    names = ("config.json", "model.safetensors")
+    assert [(tmp_path / "run/drafter/hf" / name).read_bytes() for name in names] == [
+        (first / name).read_bytes() for name in names
+    ]
+    for wrong, message in (
+        ({"warmup.vocab": 9}, "has its own"),
+        ({"warmup.vocab": 9, "warmup.start": ""}, "every token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            drafter.train(configure(tmp_path / "wrong", knobs | wrong))
+    narrow = {"model.path": "", "model.tokenizer": whole.model.path, "model.init": {
+        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    }}  # fmt: skip
+    with pytest.raises(ModelError, match="hidden_size 32 is not the policy's 16"):
+        drafter.train(configure(tmp_path / "narrow", knobs | narrow))
+
+
+def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, tmp_path):
+    answers = Path(whole.run) / "drafter" / "answers"
+    config = configure(
+        tmp_path, {"warmup.texts": answers, "warmup.kind": "eagle3", "warmup.vocab": 5, "warmup.unroll": 1}
+    )
+    assert drafter.train(config) == loop.DONE
+    model = policy.describe(config, data.tokenizer(config))
+    _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
+    rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
+    counts = np.bincount(np.concatenate([row["response"] for row in rows]), minlength=model.vocab_size)
+    assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
+    examples = [Example(0, np.array([7]), np.array([3, 3, 1, 2])), Example(1, np.array([7]), np.array([2, 5]))]
+    np.testing.assert_array_equal(texts.frequent(examples, 3, 9), [1, 2, 3])  # of 1 and 5 the lower
+
+
+def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
+    monkeypatch.setattr(drafter, "SAY_EVERY", 2)
+    knobs = {
+        "warmup.texts": Path(whole.run) / "drafter" / "answers",
+        "warmup.learning_rate": 1e30,
+        "train.max_nonfinite": 1,
+    }
+    assert drafter.train(configure(tmp_path, knobs)) == loop.DIVERGED
+    assert "updates in a row were not finite: lower warmup.learning_rate" in capsys.readouterr().err
+    assert not (tmp_path / "drafter" / "hf").exists()
+
+
+def test_the_command_trains_and_prints_where_the_drafter_is(whole, tmp_path, monkeypatch, capsys):
+    config = replace(whole, run=str(tmp_path / "run"))
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
+    shutil.copytree(Path(whole.run) / "drafter" / "answers", tmp_path / "run" / "drafter" / "answers")
+    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
+    monkeypatch.setattr(sys, "argv", ["drafter", "--config", str(tmp_path / "config.yaml")])
+    assert drafter.main() == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'run/drafter/hf'}: the drafter after {STEPS} steps"
+
+
+# Texts
+
+
+def encoder_of(configure, tmp_path: Path) -> Encoder:
+    config = configure(tmp_path)
+    return Encoder(config, data.tokenizer(config))
+
+
+def test_texts_and_token_ids_are_read_in_their_order(configure, tmp_path):
+    encoder = encoder_of(configure, tmp_path)
+    rows = [
+        {"prompt": "12=", "response": "3"}, {"prompt": [5, 6], "response": [7, 1]}, {"prompt": "21=", "response": [4]},
+    ]  # fmt: skip
+    found = texts.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder, 15)
+    tokenizer = encoder.tokenizer
+    expected = [
+        (tokenizer.encode("12="), [*tokenizer.encode("3"), tokenizer.eos_token_id]),
+        ([5, 6], [7, 1]), (tokenizer.encode("21="), [4]),
+    ]  # fmt: skip
+    assert [(one.prompt.tolist(), one.answer.tolist()) for one in found] == expected
+    assert [one.uid for one in found] == [0, 1, 2]
+
+
+def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_path):
+    rows = [
+        {"prompt": [1]}, {"prompt": "", "response": "3"}, {"prompt": [1], "response": [15]},
+        {"prompt": [1], "response": {"text": "3"}}, {"prompt": [1, -2], "response": "3"},
+    ]  # fmt: skip
+    with pytest.raises(DataError) as refused:
+        texts.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder_of(configure, tmp_path), 15)
+    text = str(refused.value)
+    for part in (
+        "the data has 5 problems", ":1: column 'response' is missing", ":2: column 'prompt' is empty",
+        ":3: column 'response' has token 15, the policy has 15", ":4: column 'response' holds a dict",
+        ":5: column 'prompt' has token -2",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+def test_long_texts_are_cut_to_rows_and_prompts_that_fill_one_are_dropped():
+    lengths = [(3, 4), (3, 9), (8, 2), (7, 5)]
+    examples = [Example(uid, np.arange(p), np.arange(a)) for uid, (p, a) in enumerate(lengths)]
+    kept = texts.fit(examples, 8)
+    assert [(one.uid, len(one.prompt), len(one.answer)) for one in kept] == [(0, 3, 4), (1, 3, 5), (3, 7, 1)]
+    with pytest.raises(DataError, match="none of the 1 texts fits rows of 8"):
+        texts.fit(examples[2:3], 8)
+
+
+def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
+    random = np.random.default_rng(0)
+    examples = [
+        Example(uid, random.integers(0, 9, 3), np.full(random.integers(20, 40), uid, np.int32)) for uid in range(23)
+    ]
+    config = configure(tmp_path, {"train.rows": 2})
+    rows = texts.Rows(examples, config)
+    count = len(rows.arrays["tokens"])
+    dealt = np.concatenate([rows.batch(step)["tokens"] for step in range(count)])  # two passes
+    for part in (dealt[:count], dealt[count:]):
+        assert sorted(map(tuple, part)) == sorted(map(tuple, rows.arrays["tokens"]))
+    assert (dealt[:count] != dealt[count:]).any()
+    again = texts.Rows(examples, config)
+    np.testing.assert_array_equal(again.batch(3)["segments"], rows.batch(3)["segments"])
+    assert rows.arrays["answers"].sum() == sum(len(one.answer) for one in examples)
+    batch = rows.batch(0)
+    assert batch["tokens"].shape == (2, packing.row_tokens(config))
+    for row, place in zip(*np.nonzero(batch["answers"]), strict=True):
+        assert batch["segments"][row, place] == batch["segments"][row, place + 1] > 0

@@ -1,0 +1,174 @@
+"""`python -m tlt_jax.train.drafter --config FILE`: trains a drafter for the policy of a configuration."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy, tables
+from tlt_jax.checkpoint import Preemption, Store
+from tlt_jax.config import Config
+from tlt_jax.data import Dataset, Encoder
+from tlt_jax.engine import Interrupted
+from tlt_jax.metrics import Writer
+from tlt_jax.models import eagle, hf_drafter
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.settings import ConfigError
+from tlt_jax.train import drafter_step, folder, packing, sft, texts
+from tlt_jax.train.drafter_step import DrafterState, Recipe
+from tlt_jax.train.loop import DIVERGED, DONE, PREEMPTED, saves
+from tlt_jax.train.packing import Example
+
+FOLDER = "drafter"
+SAY_EVERY = 25  # also the most steps that wait on the devices
+
+ABOUT = f"""Everything goes to the folder {FOLDER} of the run; the drafter itself to {FOLDER}/{folder.EXPORT}, as SGLang and
+vLLM load it."""
+
+
+def train(config: Config) -> int:
+    """Trains to warmup.steps, going on from the newest checkpoint; returns the exit code."""
+    config = replace(config, run=str(Path(config.run) / FOLDER))
+    check(config)
+    tokenizer = data.tokenizer(config)
+    model = policy.describe(config, tokenizer)
+    checks.validate_model(config, model)
+    mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.warmup.steps
+    dataset = data.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
+    folder.enter(config)
+    with Store(config.run, config.checkpoint.keep) as store, Preemption() as preempted:
+        resumed = store.latest()
+        if resumed == steps and folder.export(config).is_dir():
+            print(f"{folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run.")
+            return DONE
+        with Writer(config, steps, resumed) as writer:
+            try:
+                params = sft.warm_start(config, model, mesh, dataset, writer, preempted)
+                examples = gather(config, model, mesh, params, dataset, tokenizer, preempted)
+            except Interrupted:
+                return PREEMPTED
+            recipe, state = begin(config, model, mesh, examples, store, resumed)
+            rows = texts.Rows(examples, config)
+            state, code = learn(config, recipe, state, params, rows, store, writer, preempted)
+        if code == DONE:
+            write(config, recipe, state.params)
+    return code
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError when the knobs of the warm-up clash."""
+    warmup = config.warmup
+    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
+        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
+        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
+
+
+def gather(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    params: Params,
+    dataset: Dataset | None,
+    tokenizer,
+    interrupted: Callable[[], bool],
+) -> list[Example]:
+    """The texts to learn from, cut to rows and to the policy's positions."""
+    sources = [config.warmup.texts]
+    if not config.warmup.texts:
+        sources = texts.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
+    encoder = Encoder(config, tokenizer)
+    examples = [example for source in sources for example in texts.read(str(source), encoder, model.vocab_size)]
+    examples = [example._replace(uid=uid) for uid, example in enumerate(examples)]
+    return texts.fit(examples, min(packing.row_tokens(config), model.max_positions))
+
+
+def begin(
+    config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example], store: Store, resumed: int | None
+) -> tuple[Recipe, DrafterState]:
+    """The recipe, and the state to go on from: that of the checkpoint, of warmup.start, or a new one."""
+    drafter, params = describe(config, model, mesh, examples)
+    recipe = Recipe.of(config, model, drafter, mesh)
+    if resumed is not None:
+        target = drafter_step.abstract_state(recipe)
+        return recipe, store.restore(resumed, {"drafter": target}).items["drafter"]
+    return recipe, drafter_step.create(params, recipe)
+
+
+def describe(
+    config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example]
+) -> tuple[DrafterConfig, DrafterParams]:
+    """The drafter to start from: of warmup.start, or a new one that proposes the most frequent tokens of the texts."""
+    warmup, dtype = config.warmup, config.model.param_dtype
+    if warmup.start:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        return hf_drafter.load(Path(tables.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
+    size = min(warmup.vocab or model.vocab_size, model.vocab_size)
+    drafter = eagle.for_policy(model, warmup.kind, draft_vocab_size=size)
+    ids = None if drafter.whole else texts.frequent(examples, size, model.vocab_size)
+    init_key = jax.random.fold_in(jax.random.key(config.train.seed), 1)  # 0 is the policy's
+    return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
+
+
+def learn(
+    config: Config,
+    recipe: Recipe,
+    state: DrafterState,
+    params: Params,
+    rows: texts.Rows,
+    store: Store,
+    writer: Writer,
+    interrupted: Callable[[], bool],
+) -> tuple[DrafterState, int]:
+    """The state after the last step, or where it stopped, and the exit code."""
+    update, steps = drafter_step.program(recipe), config.warmup.steps
+    begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
+    while step < steps:
+        if interrupted():
+            store.save(step, {"drafter": state})
+            return state, PREEMPTED
+        batch = rows.batch(step)
+        tokens += int(batch["answers"].sum())
+        state, metrics = update(state, params, drafter_step.make_batch(batch, recipe.mesh))
+        step += 1
+        if step % SAY_EVERY == 0 or step == steps:
+            report(writer, step, jax.device_get(metrics), tokens, step - reported, time.perf_counter() - begin)
+            if int(state.skips) >= config.train.max_nonfinite:
+                print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
+                      "warmup.learning_rate", file=sys.stderr)  # fmt: skip
+                return state, DIVERGED
+            begin, tokens, reported = time.perf_counter(), 0, step
+        if saves(config, step, steps):
+            store.save(step, {"drafter": state})
+    return state, DONE
+
+
+def report(writer: Writer, step: int, metrics: dict, tokens: int, steps: int, seconds: float) -> None:
+    """Writes and shows what the newest step measured, and the speed since the last report, `steps` ago."""
+    values = {f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"}
+    writer.scalars(step, values | {"drafter/tokens_per_second": tokens / seconds})
+    writer.progress.step(step, values | {"perf/tokens_per_second": tokens / seconds, "timing_s/step": seconds / steps})
+
+
+def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
+    """Writes the drafter's directory."""
+    directory = folder.export(config)
+    folder.write_whole(directory, lambda torn: hf_drafter.save(params, recipe.drafter, torn, config.model.param_dtype))
+    print(f"{directory}: the drafter after {config.warmup.steps} steps")
+
+
+def main() -> int:
+    """Exit code: 0 done, 1 diverged, 2 a mistake in the configuration or its files, 75 preempted (run it again)."""
+    config = configuration.load(command="python -m tlt_jax.train.drafter", about=ABOUT)
+    with command.prepared(config):
+        return train(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
