@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 
+import identity
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,9 @@ from tlt_jax.data import Prompt
 from tlt_jax.engine import EVAL_STREAM, TAIL, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.chunk import Rules, Weights
+from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
 
@@ -32,7 +34,7 @@ SAMPLES, LIMIT = 3, 12
 CACHE = tempfile.TemporaryDirectory()  # of executables: many cases share some
 
 
-def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", **rollout) -> Engine:
+def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL, **rollout) -> Engine:
     config = Config(
         model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
         data=Data(max_prompt_tokens=20),
@@ -40,7 +42,7 @@ def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", **rollout) 
             **{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout
         ),
     )
-    return Engine(config, MODEL, meshes.make_mesh(data, model), STOPS)
+    return Engine(config, policy, meshes.make_mesh(data, model), STOPS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,16 +55,18 @@ def compile_cache():
 
 
 def params_of(engine: Engine, seed: int = 0):
-    return transformer.init(MODEL, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
+    return transformer.init(engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
 
 
 def prompts_of(prompts=PROMPTS) -> list[Prompt]:
     return [Prompt(index, np.asarray(tokens, np.int32), {}) for index, tokens in enumerate(prompts)]
 
 
-def play(engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, **rest):
+def play(
+    engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, limits=LIMIT, **rest
+):
     weights = engine.publish(params_of(engine, seed))
-    return engine.rollout(weights, prompts_of(), SAMPLES, setting, LIMIT, stream=stream, step=step, **rest)
+    return engine.rollout(weights, prompts_of(), SAMPLES, setting, limits, stream=stream, step=step, **rest)
 
 
 def answers(result) -> list[tuple[int, list[int], str]]:
@@ -79,7 +83,9 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
     @jax.jit
     def next_logits(tokens, length):
         segments = (jnp.arange(size) < length).astype(jnp.int32)[None]
-        x = transformer.hidden(params, MODEL, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64")
+        x, _ = transformer.hidden(
+            params, MODEL, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64"
+        )
         return transformer.logits(params, MODEL, x[0, length - 1])[: MODEL.vocab_size]
 
     def logits_of(prefix):
@@ -143,6 +149,82 @@ def test_tokens_depend_on_weights_prompt_and_seed_alone(
     assert {one.finish for one in result.completions} <= {"stop", "length"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "shape"),
+    [
+        (PLAIN, {"slots": 0, "batch_buckets": [12], "chunk": 16}),
+        (NUCLEUS, {"data": 2, "slots": 5, "batch_buckets": [], "cache_buckets": [20, 25, 32], "chunk": 3}),
+    ],
+)
+def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_there(x64, setting, shape):
+    limits = [3, LIMIT, 1, 7]
+    whole = [(uid, tokens, finish, limits[uid // SAMPLES]) for uid, tokens, finish in reference(setting)[0]]
+    assert {len(tokens) > limit for _, tokens, _, limit in whole} == {True, False}
+    result = play(engine_of(**shape), setting, limits=limits)
+    assert answers(result) == [
+        (uid, tokens[:limit], finish if len(tokens) <= limit else "length") for uid, tokens, finish, limit in whole
+    ]
+    for one, logp in zip(result.completions, reference(setting)[1], strict=True):
+        np.testing.assert_allclose(one.logprobs, logp[: len(one.tokens)], atol=1e-9)
+
+
+LONG = replace(MODEL, num_layers=1, max_positions=224, eos_ids=(0,))
+LONG_LIMIT, LONG_STOPS = 200, ((7, 7),)
+LONG_PROMPTS = [np.random.default_rng(i).integers(1, 37, 9 + i % 8).tolist() for i in range(64)]
+SHAPES = [  # they differ in all that may not matter; the first refills rows and moves a nearly full cache to a longer one
+    {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3, "in_flight": 1},
+    {"data": 2, "model": 2, "slots": 64, "batch_buckets": [64], "cache_buckets": [220], "chunk": 16, "in_flight": 2},
+]
+
+
+def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
+    """The same weights on another mesh, where the vocabulary may be padded: cheaper than the program that draws them."""
+
+    def place(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+        more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
+        return jax.device_put(np.pad(leaf, more), target.sharding)
+
+    return jax.tree.map(place, params, transformer.abstract(engine.model_config, engine.mesh, "train", "float32"))
+
+
+@pytest.fixture(scope="module")
+def long_rollouts():
+    """setting -> the law of many long answers in float32, and their rollouts by engines of different shapes."""
+    engines = [engine_of(dtype="float32", policy=LONG, max_new_tokens=LONG_LIMIT, **shape) for shape in SHAPES]
+    params = params_of(engines[0])
+    weights = [engine.publish(placed(params, engine)) for engine in engines]
+    score = identity.policy(params, LONG)
+    keys = noise.sequence_keys(0, TRAIN_STREAM, 0, np.arange(2 * len(LONG_PROMPTS)))
+
+    def rollouts(setting: Sampling):
+        law = identity.Law(
+            score, LONG_PROMPTS, [LONG_LIMIT] * len(LONG_PROMPTS), keys, setting, LONG.eos_ids, LONG_STOPS
+        )
+        return law, [
+            engine.rollout(
+                parts,
+                prompts_of(LONG_PROMPTS),
+                2,
+                setting,
+                LONG_LIMIT,
+                stream=TRAIN_STREAM,
+                step=0,
+                stop_ids=LONG_STOPS,
+            ).completions
+            for engine, parts in zip(engines, weights, strict=True)
+        ]
+
+    return rollouts
+
+
+@pytest.mark.parametrize("setting", [PLAIN, COLD, NUCLEUS, GREEDY])
+def test_float32_rollouts_of_any_shape_are_the_same_but_for_rare_near_ties(setting, long_rollouts):
+    law, rollouts = long_rollouts(setting)
+    verdict = identity.compare(law, *rollouts)
+    assert verdict.is_same, str(verdict)
+    assert verdict.tokens >= identity.RARE, "fewer tokens do not say how rare the excused ones are"
+
+
 def test_float32_logprobs_equal_a_fresh_forward():
     engine = engine_of(dtype="float32")
     params = params_of(engine)
@@ -154,7 +236,7 @@ def test_float32_logprobs_equal_a_fresh_forward():
         whole = np.concatenate([prompts_of()[one.prompt].tokens, one.tokens])
         row[: len(whole)], segment[: len(whole)] = whole, 1
     positions = np.broadcast_to(np.arange(32), rows.shape)
-    x = transformer.hidden(params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32")
+    x, _ = transformer.hidden(params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32")
     logp = np.asarray(jax.nn.log_softmax(transformer.logits(params, MODEL, x) / 0.8))
     for row, one in zip(logp, result.completions, strict=True):
         at = len(PROMPTS[one.prompt]) - 1 + np.arange(len(one.tokens))
@@ -181,7 +263,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
         before = jax.tree.map(jnp.copy, state)
 
-        after, report = program(state, Weights(weights[0], ()))
+        after, report = program(state, weights[0], ())
         return before, after, report
 
     before, after, report = run(3, None)
@@ -256,12 +338,15 @@ def test_answers_are_reported_as_they_finish_and_a_rollout_can_be_interrupted():
 
 def test_prompts_that_do_not_fit_are_refused():
     engine = engine_of(dtype="float32")
-    for prompts, limit, words in (
+    for prompts, limits, words in (
         ([], 4, "at least one prompt"), ([[1], []], 4, "at least one token"), ([[1] * 60], 8, "at most 4 new tokens"),
-        ([[1, 37]], 4, "token 37 is outside the vocabulary of 37"),
+        ([[1, 37]], 4, "token 37 is outside the vocabulary of 37"), ([[1]], 0, "at most 0 tokens"),
+        ([[1], [2]], [4, -1], "at most -1 tokens"),
+        ([[1] * 60, [1]], [3, 64], "prompt of 1 tokens and an answer of 64 exceed the model's 64 .* at most 63 new"),
+        ([[1] * 60, [1]], [5, 62], "prompt of 60 tokens and an answer of 5 exceed the model's 64 .* at most 4 new"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            engine.rollout([], prompts_of(prompts), 1, PLAIN, limit, stream=0, step=0)
+        with pytest.raises(ConfigError, match=words):
+            engine.rollout([], prompts_of(prompts), 1, PLAIN, limits, stream=0, step=0)
     with pytest.raises(ValueError, match="add 12"):
         engine_of(batch_buckets=[2, 4])
 
