@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tlt_jax.spec_decode import group as machine
-from tlt_jax.spec_decode.chunk import RUNNING, TRUNCATED
+from tlt_jax.spec_decode.chunk import BINS, RUNNING, TRUNCATED
 from tlt_jax.spec_decode.records import (
     Decided,
     Decision,
@@ -58,7 +58,8 @@ class Span:
 class RolloutResult:
     """All completions, ordered by uid, with the timeline, the decisions, and totals.
 
-    `predicted` are the tokens per second that were expected of each chunk in `measurements`.
+    `predicted` are the tokens per second that were expected of each chunk in `measurements`. `reliability` is int[2, bins]:
+    drafted nodes by the probability that their score promises, and those of them that were accepted (see Stats).
     """
 
     completions: list[Completion]
@@ -66,6 +67,7 @@ class RolloutResult:
     decisions: list[Decision]
     measurements: list[Measurement]
     predicted: list[float]
+    reliability: np.ndarray
     stats: dict[str, float]
 
 
@@ -85,6 +87,7 @@ class Ledger:
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
+    reliability: np.ndarray = field(default_factory=lambda: np.zeros((2, BINS), np.int64))
     open: dict[tuple[int, int], tuple[Dispatched, float]] = field(default_factory=dict)
     totals: Counter = field(default_factory=Counter)
 
@@ -134,6 +137,7 @@ class Ledger:
         self.measurements.append(measurement)
         self.predicted.append(dispatched.predicted)
         self.totals["declined"] += int(retired.stats.declined)
+        self.reliability += np.stack([retired.stats.nodes, retired.stats.held])
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
@@ -170,7 +174,9 @@ class Ledger:
             "programs": len(registry.executables),
         }
         completions = [self.completions[uid] for uid in sorted(self.completions)]
-        return RolloutResult(completions, self.spans, self.decisions, self.measurements, self.predicted, stats)
+        return RolloutResult(
+            completions, self.spans, self.decisions, self.measurements, self.predicted, self.reliability, stats
+        )
 
 
 def rollout(
