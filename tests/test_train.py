@@ -277,6 +277,18 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
     assert len(completions(runs[0])) == 2
 
 
+def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
+    wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
+    drafted = {"speculation.drafter": "ngram", "speculation.tuner": "beg_mab", "speculation.strategies": ["2_2_4"]}
+    plain, speculated = (configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, drafted))
+    assert loop.train(plain) == loop.train(speculated) == loop.DONE
+    assert completions(plain) == completions(speculated)
+    assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
+    measured = events(speculated)
+    for name in ("accept_length", "share", "accept_rate@1", "nodes@3"):
+        assert measured[f"speculation/{name}"], "some chunk drafted"
+
+
 def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, tmp_path, capsys):
     config = stopped_after(0, whole, tmp_path / "run")
     state = state_of(config, 0)

@@ -96,8 +96,9 @@ def of_speculation(rollout: RolloutResult) -> dict[str, float]:
         same = [one for one in rollout.measurements if one.batch == batch]
         nodes = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
         metrics[f"speculation/nodes@{batch}"] = nodes
+    # Two chunks that are read in the same look share its time: the second one then has none.
     pairs = zip(rollout.predicted, rollout.measurements, strict=True)
-    errors = [abs(math.log(guess * one.seconds / one.tokens)) for guess, one in pairs if guess > 0]
+    errors = [abs(math.log(guess * one.seconds / one.tokens)) for guess, one in pairs if guess * one.seconds > 0]
     return metrics | ({"speculation/prediction_error": float(np.median(errors))} if errors else {})
 
 
