@@ -19,7 +19,7 @@ from tlt_jax import config as configuration, data, mesh as meshes, policy, tasks
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
 from tlt_jax.data import Encoder
-from tlt_jax.engine import EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
+from tlt_jax.engine import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import hf, hf_drafter, transformer
 from tlt_jax.models.hf_config import ModelError
 from tlt_jax.settings import ConfigError
@@ -173,7 +173,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
         prompt.tokens.tolist() for step in (0, 1) for prompt in data.load(whole, data.tokenizer(whole)).prompts(step)
     ]
     assert [row["prompt"] for row in rows[::2]] == prompts
-    assert texts.STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
+    assert DRAFTER_STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
     asked = []
 
     class Recorder:
@@ -188,7 +188,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     tokenizer = data.tokenizer(whole)
     dataset = data.load(whole, tokenizer)
     texts.answer(replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False)
-    assert asked == [(texts.STREAM, step, 16) for step in (0, 1)]
+    assert asked == [(DRAFTER_STREAM, step, 16) for step in (0, 1)]
 
 
 def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, configure, tmp_path, monkeypatch):

@@ -32,9 +32,11 @@ from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, 
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN, PyTree, Target
 
-__all__ = ["EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult"]
+__all__ = [
+    "DRAFTER_STREAM", "EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult",
+]  # fmt: skip
 
-TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM = 0, 1, 2
+TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
 LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 FIRST_CACHE_BUCKET = 256
@@ -69,7 +71,8 @@ class Engine:
         self.registry = Registry(targets, guesses, self.groups, log_compile)
         self.tuner = drafters.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state = self.tuner.init()
-        self.texts = Texts(settings.pool, settings.memory) if settings.drafter == drafters.NGRAM else None
+        texts = Texts(settings.pool, settings.memory, settings.max_match)
+        self.texts = texts if settings.drafter == drafters.NGRAM else None
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
         self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)

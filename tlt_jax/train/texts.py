@@ -16,14 +16,13 @@ from jax.sharding import Mesh
 from tlt_jax import data, tables
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Encoder, Prompt
-from tlt_jax.engine import Engine, Interrupted
+from tlt_jax.engine import DRAFTER_STREAM, Engine, Interrupted
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.tables import DataError, Problems
 from tlt_jax.train import folder, packing
 from tlt_jax.train.packing import Example
 
-STREAM = 3  # key stream of the answers: RL must not meet them again (engine.py has the other streams)
 BLOCK = 4096  # examples that are packed together
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def answer(
         prompts = dataset.prompts(step)
         rollout = engine.rollout(
             weights, prompts, settings.samples, sampling, settings.max_new_tokens,
-            stream=STREAM, step=step, interrupted=interrupted,
+            stream=DRAFTER_STREAM, step=step, interrupted=interrupted,
         )  # fmt: skip
         write(paths[step], prompts, rollout.completions)
         speed = rollout.stats["tokens_per_second"]
