@@ -49,6 +49,33 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
     assert memory.temp_size_in_bytes < size / 4
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_values_with_their_slots_last_decode_alike(nodes):
+    config = hf.new_config(SMALL, 37, ())
+    mesh = meshes.make_mesh(1, 1)
+    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    params = transformer.to_rollout(params, config, mesh, "float32")
+    prompts = jax.random.randint(jax.random.key(1), (2, 4), 0, 37)
+    prefilled = transformer.prefill(params, config, prompts, jnp.array([4, 3]))
+    tokens = jax.random.randint(jax.random.key(2), (3, nodes), 0, 37)
+    seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (3, nodes, nodes))
+    path, found = jnp.tile(jnp.arange(nodes)[::-1], (3, 1)), []
+    for slots_last in (False, True):
+        cache = kv_cache.empty(config, 3, 11, 0, "float32", mesh)
+        if slots_last:
+            cache = cache.replace(values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True)
+        lengths = jnp.array([4, 3, 4])
+        cache = kv_cache.resize(kv_cache.insert(cache, prefilled, jnp.array([0, 1, 0])), jnp.array([0, 1, 2]), 14)
+        for _ in range(3):
+            positions = lengths[:, None] + jnp.arange(nodes)
+            logits, scratch = transformer.tree_forward(params, config, tokens, positions, seen, cache, lengths)
+            cache, lengths = kv_cache.commit(cache, scratch, path, lengths), lengths + 1
+        found.append(logits)
+    np.testing.assert_allclose(*found, atol=1e-5)
+    assert not jnp.allclose(found[0], transformer.tree_forward(
+        params, config, tokens, positions, seen, jax.tree.map(jnp.zeros_like, cache), lengths - 1)[0])  # it reads the cache
+
+
 def test_insert_fans_rows_out_and_resize_gathers_them():
     config = hf.new_config(SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)

@@ -92,13 +92,13 @@ def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize(
-    ("name", "overrides", "topology", "copied"),
-    [  # copied: temporaries of the rollout chunk over its cache; heads narrower than 128 are widened once in every chunk
-        ("gsm8k_qwen2.5_0.5b", ("--mesh.data", "8", "--train.rows", "8"), "v5e:2x4", 1.25),
-        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", 0.25),
+    ("name", "overrides", "topology"),
+    [
+        ("gsm8k_qwen2.5_0.5b", ("--mesh.data", "8", "--train.rows", "8"), "v5e:2x4"),
+        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4"),
     ],
 )
-def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology, copied):
+def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology):
     if importlib.util.find_spec("libtpu") is None:
         print("not run: libtpu is not installed (pip install -e '.[tpu,test]')")
         return
@@ -108,4 +108,4 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("\n  fits") == 4
     cache, temporaries = re.search(r"rollout chunk:.*?cache ([\d.]+) \+ temporaries ([\d.]+)", done.stdout, re.S).groups()
-    assert float(temporaries) < copied * float(cache)
+    assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied

@@ -442,3 +442,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
     assert eval.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
         {"eval/mean@4": 1.9 / 8, "eval/pass@1": 0.25, "eval/pass@2": (1 - 1 / 6) / 2, "eval/pass@4": 0.5}
     )
+
+
+def test_the_command_of_the_warm_start_says_how_far_it_is(configure, tmp_path):
+    config = configure(tmp_path / "run", {"sft.steps": 2, "sft.batch": 4, "reward.terms": {"task": 1.0}})
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
+    command = [sys.executable, "-m", "tlt_jax.train.sft", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run([*command, "--out", str(tmp_path / "policy")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "warm start 2/2" in done.stdout and (tmp_path / "policy" / "config.json").is_file()

@@ -32,7 +32,7 @@ from tlt_jax.models.eagle_config import (
     to_rollout,
     weights,
 )
-from tlt_jax.models.kv_cache import KVCache
+from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import finish, packed_angles
 from tlt_jax.shapes import shaped
 
@@ -94,21 +94,6 @@ def leave(params: DrafterParams, config: DrafterConfig, x: Array, attended: Arra
     return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
 
 
-def write(cache: KVCache, k: Array, v: Array, starts: Array, done: Array) -> KVCache:
-    """The cache with keys [B, K, E, W] and values [B, K, W, E] at slots starts.. of every row, once `done` [B, W] is.
-
-    XLA copies the whole cache when a write may come before what read it.
-    """
-    sound = (done == done)[:, None]
-
-    def one(row: Array, update: Array, start: Array, axis: int) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, update, start, axis=axis)
-
-    keys = jax.vmap(lambda *row: one(*row, 2))(cache.keys[0], jnp.where(sound[:, :, None], k, 0), starts)
-    values = jax.vmap(lambda *row: one(*row, 1))(cache.values[0], jnp.where(sound[..., None], v, 0), starts)
-    return cache.replace(keys=(keys,), values=(values,))
-
-
 def nodes_in(
     params: DrafterParams,
     config: DrafterConfig,
@@ -152,9 +137,12 @@ def extend(
     positions = starts[:, None] + jnp.arange(W)
     x, (q, k, v) = nodes_in(params, config, shared, tokens, features, positions, given=True)
     seen = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
-    attended = ops.attend_tree(q, k, v, seen, cache.keys[0], cache.values[0], starts)
+    attended = ops.attend_tree(q, k, v, seen, cache.keys[0], cache.values[0], starts, cache.slots_last)
     hidden = nodes_out(params, config, x, attended)
-    return write(cache, k, v, starts, hidden[..., 0]), hidden
+    sound = (hidden[..., 0] == hidden[..., 0])[:, None]  # XLA copies a cache that could be written before it is read
+    k, v = jnp.where(sound[:, :, None], k, 0), jnp.where(sound[..., None], v, 0)
+    rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype))
+    return kv_cache.commit(cache, rows, None, starts), hidden
 
 
 @shaped
@@ -182,7 +170,7 @@ def step(
     keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, rows - tokens.shape[1], axis=3)
     values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, rows - tokens.shape[1], axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
-    attended = ops.attend_tree(q, *seen, ancestors, cache.keys[0], cache.values[0], starts)
+    attended = ops.attend_tree(q, *seen, ancestors, cache.keys[0], cache.values[0], starts, cache.slots_last)
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
 
 

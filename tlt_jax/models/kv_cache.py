@@ -18,20 +18,26 @@ from tlt_jax.shapes import shaped
 
 AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
         "features": ("batch", None, None)}  # fmt: skip
-SLOT_AXIS = {"keys": 3, "values": 2, "features": 1}
 
 
 @struct.dataclass
 class KVCache:
     """Keys and values per layer, never stacked, and drafter features, of the committed tokens of each sequence.
 
-    Keys hold slots on their last axis: the products with them then read the cache in order. Slots past a sequence's
-    length hold junk. S is the bucket plus the widest path that `commit` writes.
+    Keys hold slots on their last axis: the products with them then read the cache in order. Values hold them there on
+    TPUs alone, where heads narrower than 128 lanes would be widened, a copy of the cache in every chunk; elsewhere they are
+    [B, K, S, E], which a CPU reads 3 times faster. Slots past a sequence's length hold junk. S is the bucket plus the
+    widest path that `commit` writes.
     """
 
     keys: tuple[Float[Array, "B K E S"], ...]
-    values: tuple[Float[Array, "B K S E"], ...]
+    values: tuple[Float[Array, "B K _ _"], ...]
     features: Float[Array, "B S F"]
+    slots_last: bool = struct.field(pytree_node=False, default=False)  # of the values
+
+    def slot_axis(self, name: str) -> int:
+        """The axis of the slots in the leaves of this name."""
+        return {"keys": 3, "values": 3 if self.slots_last else 2, "features": 1}[name]
 
 
 @struct.dataclass
@@ -43,14 +49,19 @@ class Scratch:
     features: Float[Array, "B N F"]
 
 
-def each(function: Callable[..., Array], *caches: KVCache | Scratch) -> KVCache:
-    """A cache of function(name, leaf of each cache) for every leaf."""
+def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
+    """The cache with function(name, its leaf, leaf of each other, turned alike) for every leaf."""
+
+    def turned(name: str, leaf: Array) -> Array:
+        return jnp.swapaxes(leaf, 2, 3) if cache.slots_last and name == "values" else leaf
 
     def of(name: str) -> Any:
-        leaves = [getattr(cache, name) for cache in caches]
-        return jax.tree.map(lambda *leaf: function(name, *leaf), *leaves)
+        leaves = [getattr(other, name) for other in others]
+        return jax.tree.map(
+            lambda own, *leaf: function(name, own, *(turned(name, one) for one in leaf)), getattr(cache, name), *leaves
+        )
 
-    return KVCache(keys=of("keys"), values=of("values"), features=of("features"))
+    return cache.replace(keys=of("keys"), values=of("values"), features=of("features"))
 
 
 def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
@@ -60,10 +71,12 @@ def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: 
     def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, AXES[name], "rollout"))
 
+    slots_last = mesh.devices.flat[0].platform == "tpu"
     return KVCache(
         keys=(describe("keys", batch, K, E, slots),) * L,
-        values=(describe("values", batch, K, slots, E),) * L,
+        values=(describe("values", batch, K, *((E, slots) if slots_last else (slots, E))),) * L,
         features=describe("features", batch, slots, features),
+        slots_last=slots_last,
     )
 
 
@@ -74,15 +87,15 @@ def empty(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTy
 
 
 @shaped
-def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"], lengths: Int[Array, " B"]) -> KVCache:
-    """The cache with the nodes path[b] written at slots lengths[b], lengths[b] + 1, ...
+def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, lengths: Int[Array, " B"]) -> KVCache:
+    """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
     Rows past the accepted ones are junk: they lie past the new length, and the next commit overwrites them.
     """
 
     def write(name: str, rows: Array, nodes: Array) -> Array:
-        axis = SLOT_AXIS[name]
-        if nodes.shape[axis] > 1:
+        axis = cache.slot_axis(name)
+        if path is not None and nodes.shape[axis] > 1:
             index = jnp.expand_dims(path, [i for i in range(1, nodes.ndim) if i != axis])
             nodes = jnp.take_along_axis(nodes, index, axis=axis)
 
@@ -117,7 +130,7 @@ def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
     """The cache of the sequences `rows` (-1: anything), cut or padded to this many slots."""
 
     def fit(name: str, array: Array) -> Array:
-        axis = SLOT_AXIS[name]
+        axis = cache.slot_axis(name)
         array = array[jnp.maximum(rows, 0)]
         if slots <= array.shape[axis]:
             return jax.lax.slice_in_dim(array, 0, slots, axis=axis)

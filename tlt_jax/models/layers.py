@@ -174,12 +174,16 @@ def attend_tree(
     v: Float[Array, "B K M E"],
     ancestors: Bool[Array, "B N M"],
     keys: Float[Array, "B K E S"],
-    values: Float[Array, "B K S E"],
+    values: Float[Array, "B K _ _"],
     lengths: Int[Array, " B"],
+    slots_last: bool,
 ) -> Float[Array, "B K G N E"]:
-    """Attention of N tree nodes to the committed slots (the first `lengths`) and to their ancestors among M nodes."""
+    """Attention of N tree nodes to the committed slots (the first `lengths`) and to their ancestors among M nodes.
+
+    `values` are [B, K, E, S] when their slots are last, [B, K, S, E] otherwise.
+    """
     B, K, G, N, E = q.shape
-    S, M = values.shape[2], v.shape[2]
+    S, M = keys.shape[3], v.shape[2]
     scale = 1 / math.sqrt(E)
     committed = (jnp.arange(S) < lengths[:, None])[:, None, None, None]
     flat = q.reshape(B, K, G * N, E)
@@ -190,8 +194,9 @@ def attend_tree(
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
 
-    def mix(weights: Array, values: Array) -> Array:
+    def mix(weights: Array, values: Array, subscripts: str) -> Array:
         weights = weights.reshape(B, K, G * N, -1).astype(values.dtype)
-        return contract("bkqs,bkse->bkqe", weights, values).reshape(q.shape)
+        return contract(f"bkqs,{subscripts}->bkqe", weights, values).reshape(q.shape)
 
-    return ((mix(old, values) + mix(new, v)) / total).astype(q.dtype)
+    mixed = mix(old, values, "bkes" if slots_last else "bkse") + mix(new, v, "bkse")
+    return (mixed / total).astype(q.dtype)

@@ -167,22 +167,16 @@ def tree_layer(
     x: Array,
     angles: tuple[Array, Array],
     ancestors: Array,
-    past: tuple[Array, Array, Array],
+    past: tuple[Array, Array, Array, bool],
 ) -> tuple[Array, Array, Array]:
     """The layer's output [D, B*N], and the keys [B, K, E, N] and values [B, K, N, E] of tree nodes.
 
-    `past` are the cached keys and values, and how many of their slots each sequence has committed.
+    `past` are the cached keys and values, how many of their slots each sequence has committed, and whether the values'
+    slots are last.
     """
-    B, N, _ = ancestors.shape
-    q, k, v = qkv(layer, config, x, *angles, axis=0)
-    K, E = k.shape[:2]
-    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
-    q = jnp.moveaxis(q.reshape(K, -1, E, B, N), (3, 0, 1, 4, 2), range(5))
-    kv = jnp.moveaxis(kv.reshape(K, 2, E, B, N), 3, 0)
-    k, v = kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+    q, k, v = ops.by_node(*qkv(layer, config, x, *angles, axis=0), ancestors.shape[0])
     attended = ops.attend_tree(q, k, v, ancestors, *past)
-    attended = jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
-    return finish(layer, config, x, attended, axis=0), k, v
+    return finish(layer, config, x, ops.by_feature(attended), axis=0), k, v
 
 
 @shaped
@@ -205,7 +199,8 @@ def tree_forward(
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
     kept, states = [], [x]
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
-        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, (keys, values, lengths))
+        past = keys, values, lengths, cache.slots_last
+        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, past)
         kept.append((k, v))
         states.append(x)
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)

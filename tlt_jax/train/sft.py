@@ -30,7 +30,7 @@ from tlt_jax.train.policy_step import Batch, Objective, Recipe
 FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tlt_jax.train.sft")  # the name also of the main module: its messages are the progress
 
 
 def warm_start(
