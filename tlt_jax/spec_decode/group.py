@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from tlt_jax.spec_decode.records import (
     Tokens,
     View,
 )
+from tlt_jax.spec_decode.strategies import name
+from tlt_jax.spec_decode.tree import PLAIN
 
 PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
 PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
@@ -99,7 +102,7 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         state.batch,
         state.slots,
     )
-    decision = replace(group.decide(view), joining=tuple(running.uid for running in new))
+    decision = replace(available(group, view, group.decide(view)), joining=tuple(running.uid for running in new))
     state = move(group, replace(state, decision=decision), decision)
     free = [row for row, running in enumerate(state.rows) if running is None][: len(new)]
     rows, seat = list(state.rows), {}
@@ -110,6 +113,29 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         for source in sources
     )
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
+
+
+def available(group: Group, view: View, wanted: Decision) -> Decision:
+    """The decision, or while its programs are compiled in the background, the nearest one whose programs are there.
+
+    Without any it is the decision itself, and is waited for.
+    """
+    stays = replace(wanted, batch=view.batch, slots=view.slots)
+    fits = view.live <= view.batch and view.longest <= view.slots
+    options = [wanted, replace(wanted, strategy=PLAIN), *([stays, replace(stays, strategy=PLAIN)] if fits else [])]
+    ready = [option for option in options if all(map(group.registry.has, programs(group, view, option)))]
+    if all(map(group.registry.is_ready, programs(group, view, wanted))) or not ready:
+        return wanted
+    return replace(ready[0], predicted=math.nan, reason=f"{wanted.reason}, while {name(wanted.strategy)} is compiled")
+
+
+def programs(group: Group, view: View, decision: Decision) -> list[Key]:
+    """Keys of what a decision needs: the chunk, and the move to another number of rows or slots."""
+    job, sizes = group.job, (decision.batch, decision.slots)
+    keys = [key_of(group, decision, "chunk", sizes=(job.rounds,), strategy=decision.strategy, rules=job.rules)]
+    if view.batch and sizes != (view.batch, view.slots):
+        keys.append(key_of(group, view, "resize", sizes=sizes))
+    return keys
 
 
 def begin(job: Job, prompt: int, sample: int) -> Running:
@@ -244,6 +270,6 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return state, [event]
 
 
-def key_of(group: Group, shape: GroupState | Decision, kind: str, **rest: Any) -> Key:
+def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:
     """Key of one of this group's programs on a state of this shape."""
     return Key(kind, group.index, shape.batch, shape.slots, tail=group.job.rules.tail, **rest)

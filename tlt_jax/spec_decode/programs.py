@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,10 +45,15 @@ class Compiled:
     outputs: int
     aliased: int
     temporary: int
+    code: int
 
 
 class Registry:
-    """Owns the executables of every data group; `compiles` is the log."""
+    """Owns the executables of every data group; `compiles` is the log.
+
+    On accelerators programs that can be waited for are compiled in a thread, one at a time: compiling occupies the host
+    there, not the devices. On a CPU it would take the rollout's own cores.
+    """
 
     def __init__(
         self,
@@ -59,19 +65,37 @@ class Registry:
         self.targets, self.drafters, self.meshes, self.log = targets, drafters, meshes, log
         self.executables: OrderedDict[Key, Callable[..., Any]] = OrderedDict()
         self.compiles: list[Compiled] = []
+        self.waits = meshes[0].devices.flat[0].platform == "cpu"
+        self.thread = ThreadPoolExecutor(1, "compile")
+        self.ahead: dict[Key, Future] = {}
 
     def get(self, key: Key) -> Callable[..., Any]:
         """The executable, compiled now when it is not there."""
         if key not in self.executables:
-            begin = time.perf_counter()
-            executable = self.lower(key).compile()
-            self.compiles.append(describe(key, time.perf_counter() - begin, executable.memory_analysis()))
-            self.log(self.compiles[-1])
+            executable, compiled = self.ahead.pop(key).result() if key in self.ahead else compile_now(key, self.lower(key))
+            self.compiles.append(compiled)
+            self.log(compiled)
             self.executables[key] = executable
             if len(self.executables) > MAX_PROGRAMS:
                 self.executables.popitem(last=False)
         self.executables.move_to_end(key)
         return self.executables[key]
+
+    def has(self, key: Key) -> bool:
+        """Whether `get` returns at once."""
+        return key in self.executables or (key in self.ahead and self.ahead[key].done())
+
+    def is_ready(self, key: Key) -> bool:
+        """Whether to use the executable now. Else it is being compiled, or will be when asked again; ask for another one.
+
+        Always true where compiling is waited for.
+        """
+        if self.waits or self.has(key):
+            return True
+        if all(future.done() for future in self.ahead.values()):
+            self.ahead[key] = self.thread.submit(compile_now, key, self.lower(key))
+        return False
+
 
     def lower(self, key: Key) -> jax.stages.Lowered:
         """The program of a key for the devices (or device descriptions) of its group's mesh."""
@@ -147,6 +171,13 @@ class Registry:
         )
 
 
+def compile_now(key: Key, lowered: jax.stages.Lowered) -> tuple[Callable[..., Any], Compiled]:
+    """The executable, and its line of the log. Lowering is not done here: in a thread it would miss JAX's local settings."""
+    begin = time.perf_counter()
+    executable = lowered.compile()
+    return executable, describe(key, time.perf_counter() - begin, executable.memory_analysis())
+
+
 def prefill_key(group: int, prompts: int, width: int) -> Key:
     """Key of the prefill of this many prompts of this many tokens."""
     return Key("prefill", group, prompts, width)
@@ -176,4 +207,5 @@ def describe(key: Key, seconds: float, memory: Any) -> Compiled:
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
+        memory.generated_code_size_in_bytes,
     )

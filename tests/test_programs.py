@@ -1,0 +1,100 @@
+"""Executables compiled in the background: the rollout goes on with what is there, and no token changes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import toys
+
+from tlt_jax.spec_decode import programs
+from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.programs import Key
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
+
+V = 12
+TABLE = toys.table(V, scale=1.0)
+PROMPTS = [[3, 1, 4], [9, 2]]
+RULES = Rules(Sampling(1.0))
+WANTED = Strategy(2, 2, 4)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+class Slow:
+    """A registry as on an accelerator, whose background compilations end once `allowed` is set."""
+
+    def __init__(self, monkeypatch):
+        self.registry, self.allowed, self.asked = toys.registry(1, V, toys.table_drafter()), threading.Event(), []
+        self.registry.waits, compile_now = False, programs.compile_now
+
+        def gated(key: Key, lowered):
+            if threading.current_thread() is not threading.main_thread() and (key.batch, key.strategy) != (6, PLAIN):
+                self.asked.append(key)
+                assert self.allowed.wait(20)
+            return compile_now(key, lowered)
+
+        monkeypatch.setattr(programs, "compile_now", gated)
+
+
+def play(registry, first: Strategy, after=lambda: None, **rest):
+    """A rollout that wants `first` for its first chunk and WANTED from then on; `after` is called before each choice."""
+
+    def decide(view):
+        after()
+        batch = next(size for size in rest.get("batches", (6,)) if size >= view.live)
+        return toys.bucketed((batch,), (64,), first if view.retired == 0 else WANTED)(view)
+
+    shape = {"capacity": 6, "batches": (6,), "rounds": 2, "in_flight": 1, "decide": decide} | rest
+    return toys.play(registry, TABLE, PROMPTS, 3, RULES, **shape)
+
+
+def answers(result):
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(monkeypatch):
+    expected = answers(toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+    slow, choices = Slow(monkeypatch), []
+
+    def after():
+        choices.append(1)
+        if len(choices) == 4:
+            slow.allowed.set()
+            slow.registry.ahead[slow.asked[0]].result()
+
+    result = play(slow.registry, PLAIN, after)
+    assert answers(result) == expected
+    used = [decision.strategy for decision in result.decisions]
+    assert used[:3] == [PLAIN] * 3 and set(used[3:]) == {WANTED}
+    assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
+    assert [key.strategy for key in slow.asked] == [WANTED]  # asked for once, compiled once
+    assert len({one.key for one in slow.registry.compiles}) == len(slow.registry.compiles)
+
+
+def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(monkeypatch):
+    slow = Slow(monkeypatch)
+    result = play(slow.registry, PLAIN, batches=(2, 6), max_new_tokens=40)
+    expected = toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,), max_new_tokens=40)
+    assert answers(result) == answers(expected)
+    assert {(decision.batch, decision.strategy) for decision in result.decisions} == {(6, PLAIN)}
+    slow.allowed.set()
+
+
+def test_without_anything_else_the_program_is_waited_for(monkeypatch):
+    slow = Slow(monkeypatch)
+    threading.Timer(0.5, slow.allowed.set).start()
+    used = [decision.strategy for decision in play(slow.registry, WANTED).decisions]
+    assert used[0] == WANTED
+
+
+def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
+    registry = toys.registry(1, V)
+    registry.waits = False
+    monkeypatch.setattr(programs, "compile_now", lambda key, lowered: np.zeros(0)[1])
+    key = Key("start", 0, 2, 64)
+    while not registry.is_ready(key):
+        pass
+    with pytest.raises(IndexError):
+        registry.get(key)
