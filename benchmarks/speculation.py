@@ -1,62 +1,79 @@
-"""What drafting is worth on a trained policy: accept lengths by coupling, and tokens per second over plain decoding.
+"""What drafting is worth on a trained policy: accept lengths, calibration, costs, and speed over plain decoding.
 
-python benchmarks/speculation.py --config FILE --policy DIR --drafter DIR [--drafter ngram] [--parts coupling,speed]
+python benchmarks/speculation.py --config configs/speculation.yaml --policy DIR --drafter DIR [--drafter ngram] [--parts LIST]
 
-The policy and its drafters are made before, for example with
+The policy and its drafters are made before:
 
-    python -m tlt_jax.train.sft --config FILE --out DIR
-    python -m tlt_jax.train.drafter --config FILE --model.path DIR --sft.steps 0 --run RUN     # writes RUN/drafter/hf
+    python -m tlt_jax.train.sft --config configs/speculation.yaml --out runs/speculation/policy
+    python -m tlt_jax.train.drafter --config configs/speculation.yaml --model.path runs/speculation/policy --sft.steps 0
 
-All answers are to the configuration's evaluation prompts, as long as the policy makes them.
+All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
+after an untimed run of each, which compiles; a cell is the median over the turns of this arm over plain decoding in the same
+turn, with the lower end of a 95 % interval of their mean.
 
-coupling: the accept length of one strategy for every strength of the coupling with the policy's noise, by temperature; what
-the scores promise (accepted nodes per round) over what came of it, and the largest gap in the reliability table.
-speed: tokens per second at temperature 1 with so many live sequences, over plain decoding in the same turn: the arms take
-turns in one process after an untimed run of each (which compiles); a cell is the median of the repeats, with the lower end of
-a 95 % interval of their mean.
+policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
+costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
+          target's forward and commit alone, over as many nodes; what is left, as a share of the round and by level.
+coupling  accept length and accepted nodes by depth for every strength of the coupling with the policy's noise; what the scores
+          promise over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
+sweep     accept length and speed for one live sequence by depth, nodes and topk.
+speed     tokens per second with so many live sequences, of every drafter, strategy and tuner.
+tail      speed of one rollout of 64 answers that starts full and ends with the few long ones.
+
+With --peer PYTHON, the python of a virtual environment with google-tunix, tunix's own sampler takes its turn too, on the same
+weights and prompts, in batches of as many as are live.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax import config as configuration, data, drafters, mesh as meshes
 from tlt_jax.config import Config, Speculation
 from tlt_jax.data import Prompt
 from tlt_jax.engine import GENERATE_STREAM, Engine, RolloutResult
-from tlt_jax.models import hf
-from tlt_jax.spec_decode.chunk import BINS
+from tlt_jax.models import hf, transformer
+from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.spec_decode.tuner import Measurement
+from tlt_jax.spec_decode.strategies import parse
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
-T_975 = 2.1  # two-sided 95 % of Student's t, for about 15 repeats
+SWEEP = [f"{d}_{k}_{n}" for d in (2, 4, 6, 8) for k in (1, 2, 4) for n in (4, 8, 16, 32) if d < n <= k + (d - 1) * k**2 + 1]
+T_975 = 2.1  # two-sided 95 % of Student's t, for about 15 turns
+FILLED = 64  # committed tokens of every row in the costs
 
 
 class Arm:
-    """An engine with its weights on one CPU device."""
+    """An engine with its weights on one device."""
 
-    def __init__(self, config: Config, settings: Speculation):
-        self.config = replace(config, speculation=settings)
+    def __init__(self, config: Config, settings: Speculation, live: int, buckets: Sequence[int] = ()):
+        rollout = replace(config.rollout, slots=live, batch_buckets=list(buckets or [live]))
+        self.config = replace(config, speculation=settings, rollout=rollout)
         model, mesh = hf.read_config(config.model.path), meshes.make_mesh(1, 1)
         drafter, params = drafters.load(self.config, model, mesh)
         tokenizer = data.tokenizer(config)
         self.engine = Engine(self.config, model, mesh, data.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
 
-    def decode(self, prompts: Sequence[Prompt], temperature: float, step: int) -> RolloutResult:
+    def decode(self, prompts: Sequence[Prompt], temperature: float = 1.0, step: int = 0) -> RolloutResult:
         """One answer to each prompt."""
         limit = self.config.rollout.max_new_tokens
         return self.engine.rollout(
@@ -64,42 +81,192 @@ class Arm:
         )
 
 
-def coupling(config: Config, drafter: str, strategy: str, prompts: Sequence[Prompt], sharpness: float) -> None:
-    """Prints the table of accept lengths by temperature and strength."""
-    print("| drafter | temperature | coupling | accept length | promised / accepted | largest gap |\n" + "|---" * 6 + "|")
-    for temperature in TEMPERATURES:
-        for strength in STRENGTHS if temperature else (0.0,):
-            settings = Speculation(drafter, "fixed", [strategy], coupling=strength, sharpness=sharpness)
-            result = Arm(config, settings).decode(prompts, temperature, 0)
-            nodes, held = result.reliability
-            middles = (np.arange(BINS) + 0.5) / BINS
-            rates = held / np.maximum(nodes, 1)
-            gap = max(np.abs(rates - middles)[nodes >= 100], default=math.nan)
-            promised = float(nodes @ middles) / max(int(held.sum()), 1)
-            print(f"| {Path(drafter).name} | {temperature} | {strength} | {result.stats['accept_length']:.3f} | "
-                  f"{promised:.2f} | {gap:.2f} |", flush=True)  # fmt: skip
+class Peer:
+    """tunix's sampler in a process of its own, with the same weights."""
+
+    def __init__(self, python: str, config: Config, live: int):
+        self.live, self.limit = live, config.rollout.max_new_tokens
+        script = str(Path(__file__).parent / "tunix_sampler.py")
+        command = [python, "-W", "ignore", script, config.model.path, str(self.limit)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def decode(self, prompts: Sequence[Prompt], temperature: float, step: int) -> SimpleNamespace:
+        """One answer to each prompt, what of a RolloutResult the race reads."""
+        stats = {"seconds": 0.0, "tokens": 0, "compile_seconds": 0.0, "speculated_tokens": 0}
+        for first in range(0, len(prompts), self.live):
+            texts = [prompt.text for prompt in prompts[first : first + self.live]]
+            self.process.stdin.write(json.dumps({"prompts": texts, "limit": self.limit, "seed": 100 * step + first}) + "\n")
+            self.process.stdin.flush()
+            result = json.loads(self.process.stdout.readline())
+            stats |= {name: stats[name] + result[name] for name in ("seconds", "tokens")}
+        return SimpleNamespace(stats=stats, measurements=[])
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def speed(config: Config, arms: dict[str, Speculation], prompts: Sequence[Prompt], live: int, repeats: int) -> None:
-    """Prints a row for each arm: its speed over that of plain decoding with `live` sequences at once."""
-    config = replace(config, rollout=replace(config.rollout, prompts=live, slots=live, batch_buckets=[live]))
-    engines = {name: Arm(config, settings) for name, settings in arms.items()}
+def table(*columns: str) -> None:
+    """Prints the head of a Markdown table."""
+    print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+
+
+def row(*cells: object) -> None:
+    """Prints a line of a table."""
+    print("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True)
+
+
+def label(drafter: str) -> str:
+    """A short name: the run of a drafter's directory, or ngram."""
+    return Path(drafter).parent.parent.name if drafter != drafters.NGRAM else drafter
+
+
+def by_depth(result: RolloutResult) -> str:
+    """Accepted nodes of each depth per round."""
+    drafted = [one for one in result.measurements if one.strategy != PLAIN]
+    rounds = sum(one.row_rounds for one in drafted)
+    return " ".join(f"{hits:.2f}" for hits in sum(one.hits.sum(axis=(1, 2)) for one in drafted) / rounds)
+
+
+def describe_policy(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Prints answer lengths and entropy."""
+    arm = Arm(config, Speculation(), 32)
+    answers = arm.decode(prompts).completions
+    model = arm.engine.model_config
+    params = hf.load(config.model.path, model, arm.engine.mesh, "float32")
+    width = max(len(prompts[one.prompt].tokens) + len(one.tokens) for one in answers)
+
+    @jax.jit
+    def entropy(tokens: jax.Array) -> jax.Array:
+        ones = jnp.ones_like(tokens)
+        x, _ = transformer.hidden(params, model, tokens, jnp.cumsum(ones, 1) - 1, ones, compute_dtype="float32")
+        logp = jax.nn.log_softmax(transformer.logits(params, model, x))
+        return -jnp.sum(jnp.exp(logp) * jnp.where(logp > -1e9, logp, 0), axis=-1)
+
+    total, count = 0.0, 0
+    for one in answers:
+        prompt = prompts[one.prompt].tokens
+        row_tokens = np.zeros((1, width), np.int32)
+        row_tokens[0, : len(prompt) + len(one.tokens)] = [*prompt, *one.tokens]
+        total += float(entropy(row_tokens)[0, len(prompt) - 1 : len(prompt) + len(one.tokens) - 1].sum())
+        count += len(one.tokens)
+    lengths = [len(one.tokens) for one in answers]
+    middle, late = np.percentile(lengths, [50, 75])
+    likely = math.exp(float(np.mean(np.concatenate([one.logprobs for one in answers]))))
+    cut = sum(one.finish == "length" for one in answers)
+    table("answers", "median length", "75th percentile", "longest", "cut", "entropy, nats", "exp of the mean log-prob")
+    row(len(answers), int(middle), int(late), max(lengths), cut, total / count, likely)
+
+
+def costs(config: Config, drafter: str, strategies: Sequence[str], live: int, seconds: float) -> None:
+    """Prints what rounds of each strategy cost with `live` rows, over a plain round."""
+    table("live", "drafter", "strategy", "round / plain", "forward / plain", "outside the forward", "a level / plain")
+    rounds = config.rollout.chunk
+    programs, arm = {}, Arm(config, Speculation(drafter, "fixed", list(strategies)), live)
+    target = arm.engine.registry.targets[0]
+    slots = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1]
+    state = arm.engine.registry.get(Key("start", 0, live, slots))()
+    far = jnp.full(live, 1 << 30, jnp.int32)
+    state = state.replace(lengths=jnp.full(live, FILLED, jnp.int32), limits=far, live=far > 0)
+    guide = arm.engine.registry.drafters[0].guide(live)
+    guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), guide)
+    for text in ("off", *strategies):
+        strategy = parse(text)
+        key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=Rules(Sampling(1.0)))
+        programs[text, "round"] = arm.engine.registry.get(key)
+        programs[text, "forward"] = forwards(target, strategy, rounds)
+    spent: dict[tuple[str, str], list[float]] = {name: [] for name in programs}
+    begin = time.perf_counter()
+    while len(spent["off", "round"]) < 5 or time.perf_counter() - begin < seconds:
+        for name, program in programs.items():
+            given = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            start = time.perf_counter()
+            jax.block_until_ready(program(given, arm.weights[0], guide))
+            spent[name].append((time.perf_counter() - start) / rounds)
+    ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
+    print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
+    for text in strategies:
+        whole, forward = ratio[text, "round"], ratio[text, "forward"]
+        level = (whole - forward) / parse(text).depth
+        row(live, label(drafter), text, whole, forward, f"{(whole - forward) / whole:.0%}", level)
+
+
+def forwards(target, strategy: Strategy, rounds: int):
+    """A jitted loop of the target's forward over a chain of as many nodes, and of the commit."""
+    nodes = strategy.nodes
+
+    def loop(state, weights, _):
+        seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (state.roots.shape[0], nodes, nodes))
+
+        def step(_, carry):
+            cache, tokens, lengths = carry
+            positions = lengths[:, None] + jnp.arange(nodes)
+            logits, scratch = target.forward(weights.target, tokens, positions, seen, cache, lengths)
+            path = jnp.broadcast_to(jnp.arange(strategy.path), (tokens.shape[0], strategy.path))
+            return target.keep(cache, scratch, path, lengths), jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
+
+        tokens = jnp.broadcast_to(state.roots[:, None], (state.roots.shape[0], nodes))
+        return jax.lax.fori_loop(0, rounds, step, (state.cache, tokens, state.lengths))
+
+    return jax.jit(loop, donate_argnums=0)
+
+
+def coupling(
+    config: Config, drafter: str, strategies: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]
+) -> None:
+    """Prints accept lengths and calibration by temperature, strength and sharpness."""
+    table("drafter", "strategy", "temperature", "coupling", "sharpness", "accept length", "over uncoupled", "accepted by depth",
+          "promised / accepted", "calibration error")  # fmt: skip
+    for strategy in strategies:
+        for temperature in TEMPERATURES:
+            plain = {}
+            for strength in STRENGTHS if temperature else (0.0,):
+                for sharp in sharpness if strength == 0.75 or len(sharpness) == 1 else (1.0,):
+                    settings = Speculation(drafter, "fixed", [strategy], coupling=strength, sharpness=sharp)
+                    result = Arm(config, settings, 32).decode(prompts, temperature)
+                    nodes, promised, held = result.reliability
+                    length = result.stats["accept_length"]
+                    plain.setdefault(0, length)
+                    error = float(np.abs(promised - held).sum() / nodes.sum())
+                    row(label(drafter), strategy, temperature, strength, sharp, length, length / plain[0], by_depth(result),
+                        float(promised.sum() / held.sum()), error)  # fmt: skip
+
+
+def race(
+    config: Config, arms: dict[str, Speculation | str], prompts: Sequence[Prompt], live: int, turns: int, each: int, buckets=()
+) -> Iterable[tuple[str, list[float], float, float]]:
+    """Of every arm: its speed over that of plain decoding in each turn, its accept length, and its own tokens per second.
+
+    The settings of a peer are the path of its python.
+    """
+    engines: dict[str, Arm | Peer] = {
+        name: Peer(settings, config, live) if isinstance(settings, str) else Arm(config, settings, live, buckets)
+        for name, settings in arms.items()
+    }
     speeds: dict[str, list[float]] = {name: [] for name in arms}
-    drafted: dict[str, list[Measurement]] = {name: [] for name in arms}
-    for turn in range(-1, repeats):
-        chosen = [prompts[(max(turn, 0) * live + i) % len(prompts)] for i in range(live)]
-        for name, arm in engines.items():
+    results: dict[str, list[RolloutResult]] = {name: [] for name in arms}
+    for turn in range(-2, turns):
+        chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
+        order = list(engines.items())
+        for name, arm in order if turn % 2 else order[::-1]:
             result = arm.decode(chosen, 1.0, max(turn, 0))
-            seconds = result.stats["seconds"] - result.stats["compile_seconds"]
             if turn >= 0:
-                speeds[name].append(result.stats["tokens"] / seconds)
-                drafted[name] += [one for one in result.measurements if one.strategy != PLAIN]
+                speeds[name].append(result.stats["tokens"] / (result.stats["seconds"] - result.stats["compile_seconds"]))
+                results[name].append(result)
+    for arm in engines.values():
+        if isinstance(arm, Peer):
+            arm.close()
     for name in arms:
-        ratios = [mine / plain for mine, plain in zip(speeds[name], speeds["plain"], strict=True)]
-        low = statistics.mean(ratios) - T_975 * (statistics.stdev(ratios) if repeats > 1 else 0) / math.sqrt(repeats)
-        accept = sum(one.tokens for one in drafted[name]) / max(sum(one.row_rounds for one in drafted[name]), 1)
-        print(f"| {live} | {name} | {statistics.median(speeds[name]):.0f} | **{statistics.median(ratios):.2f}** | {low:.2f} | "
-              f"{accept:.2f} |", flush=True)  # fmt: skip
+        drafted = sum(one.stats["speculated_tokens"] for one in results[name])
+        rounds = sum(m.row_rounds for one in results[name] for m in one.measurements if m.strategy != PLAIN)
+        yield name, list(np.divide(speeds[name], speeds["plain"])), drafted / max(rounds, 1), statistics.median(speeds[name])
+
+
+def lower(ratios: Sequence[float]) -> float:
+    """The lower end of a 95 % interval of the mean."""
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.nan
+    return statistics.mean(ratios) - T_975 * spread / math.sqrt(len(ratios))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,30 +275,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--policy", required=True)
     parser.add_argument("--drafter", action="append", required=True, help="directory or ngram; may be given again")
-    parser.add_argument("--strategies", default="2_2_4,3_1_4,4_2_8,6_4_16")
-    parser.add_argument("--sharpness", type=float, default=1.0)
+    parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
+    parser.add_argument("--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75")
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--parts", default="coupling,speed")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,tail")
+    parser.add_argument("--tuners", default="goodput")
+    parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
     args = parser.parse_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts)])
     prompts = data.load(config, data.tokenizer(config)).eval_prompts()
-    strategies = args.strategies.split(",")
-    print(f"Python {platform.python_version()}, jax {jax.__version__}, {os.cpu_count()} cores")
-    if "coupling" in args.parts:
+    strategies, parts = args.strategies.split(","), args.parts.split(",")
+    print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
+    if "policy" in parts:
+        describe_policy(config, prompts)
+    if "costs" in parts:
+        for live in map(int, args.live.split(",")):
+            for drafter in args.drafter:
+                costs(config, drafter, strategies, live, 8.0)
+    if "coupling" in parts:
         for drafter in args.drafter:
-            coupling(config, drafter, strategies[-1], prompts, args.sharpness)
-    if "speed" in args.parts:
-        arms = {"plain": Speculation()}
-        for drafter in args.drafter:
-            name = Path(drafter).parent.parent.name if drafter != drafters.NGRAM else drafter
-            arms |= {f"{name} {one}": Speculation(drafter, "fixed", [one], sharpness=args.sharpness) for one in strategies}
-            arms[f"{name} goodput"] = Speculation(drafter, "goodput", strategies, sharpness=args.sharpness)
-        print("| live | arm | tokens/s | over plain | lower 95 % | accept length |\n" + "|---" * 6 + "|")
-        for live in args.live.split(","):
-            speed(config, arms, prompts, int(live), args.repeats)
+            if drafter != drafters.NGRAM:
+                coupling(config, drafter, strategies[-1:], prompts, [float(one) for one in args.sharpness.split(",")])
+    columns = ("tokens/s", "over plain", "lower 95 %", "accept length")
+    arms = {"plain": Speculation()}
+    if "sweep" in parts:
+        table("strategy", *columns)
+        swept = arms | {text: Speculation(args.drafter[0], "fixed", [text]) for text in SWEEP}
+        for name, ratios, accept, speed in race(config, swept, prompts, 1, args.turns, 8):
+            row(name, round(speed), statistics.median(ratios), lower(ratios), accept)
+    for drafter in args.drafter:
+        name = label(drafter)
+        for one in args.tuners.split(","):
+            arms[f"{name} {one}"] = Speculation(drafter, one, strategies)
+        if drafter == args.drafter[0]:
+            arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in strategies}
+            arms[f"{name} {strategies[-1]}, uncoupled"] = Speculation(drafter, "fixed", strategies[-1:], coupling=0.0)
+    if args.peer:
+        arms["tunix"] = args.peer
+    if "speed" in parts:
+        table("live", "arm", *columns)
+        for live in map(int, args.live.split(",")):
+            for name, ratios, accept, speed in race(config, arms, prompts, live, args.turns, max(2 * live, 8)):
+                row(live, name, round(speed), statistics.median(ratios), lower(ratios), accept)
+    if "tail" in parts:
+        table("sequences", "arm", *columns)
+        kept = {name: one for name, one in arms.items() if isinstance(one, str) or one.tuner != "fixed" or name == "plain"}
+        buckets = (1, 2, 4, 8, 16, 32, 64)
+        for name, ratios, accept, speed in race(config, kept, prompts, 64, args.turns, 64, buckets):
+            row(64, name, round(speed), statistics.median(ratios), lower(ratios), accept)
     return 0
 
 

@@ -244,10 +244,13 @@ def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> Dra
 
     A child never scores above its parent and comes after it, so a chosen node's parent is chosen too.
     """
-    places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
-    best = chosen(candidates, places)
+    if candidates.scores.shape[1] == nodes - 1:  # a chain, say: nothing to choose
+        best, parents = candidates, 1 + candidates.parents
+    else:
+        places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
+        best = chosen(candidates, places)
+        parents = 1 + jax.vmap(jnp.searchsorted)(places, best.parents)
     here = best.scores > -jnp.inf
-    parents = 1 + jax.vmap(jnp.searchsorted)(places, best.parents)
     parents = jnp.where(here & (best.parents >= 0), parents, 0).astype(jnp.int32)
 
     def with_root(root: Array, rest: Array) -> Array:

@@ -58,8 +58,9 @@ class Span:
 class RolloutResult:
     """All completions, ordered by uid, with the timeline, the decisions, and totals.
 
-    `predicted` are the tokens per second that were expected of each chunk in `measurements`. `reliability` is int[2, bins]:
-    drafted nodes by the probability that their score promises, and those of them that were accepted (see Stats).
+    `predicted` are the tokens per second that were expected of each chunk in `measurements`. `reliability` is
+    float[3, bins]: drafted nodes by the probability that their score promises, the sum of those probabilities, and how many
+    of the nodes were accepted (see Stats).
     """
 
     completions: list[Completion]
@@ -87,7 +88,7 @@ class Ledger:
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
-    reliability: np.ndarray = field(default_factory=lambda: np.zeros((2, BINS), np.int64))
+    reliability: np.ndarray = field(default_factory=lambda: np.zeros((3, BINS)))
     open: dict[tuple[int, int], tuple[Dispatched, float]] = field(default_factory=dict)
     totals: Counter = field(default_factory=Counter)
 
@@ -137,7 +138,7 @@ class Ledger:
         self.measurements.append(measurement)
         self.predicted.append(dispatched.predicted)
         self.totals["declined"] += int(retired.stats.declined)
-        self.reliability += np.stack([retired.stats.nodes, retired.stats.held])
+        self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.held])
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
