@@ -18,6 +18,8 @@ coupling  accept length and accepted nodes by depth for every strength of the co
           promise over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
 sweep     accept length and speed for one live sequence by depth, nodes and topk.
 speed     tokens per second with so many live sequences, of every drafter, strategy and tuner.
+pool      what the compiled chunks of the paper's strategies take with a strategy for every batch size, and bucketed by batch as
+          in the paper: all temporaries (a captured graph keeps its own), the largest (XLA takes them for a run), and code.
 tail      speed of one rollout of 64 answers that starts full and ends with the few long ones.
 
 With --peer PYTHON, the python of a virtual environment with google-tunix, tunix's own sampler takes its turn too, on the same
@@ -49,10 +51,10 @@ from tlt_jax.config import Config, Speculation
 from tlt_jax.data import Prompt
 from tlt_jax.engine import GENERATE_STREAM, Engine, RolloutResult
 from tlt_jax.models import hf, transformer
+from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.strategies import parse
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
@@ -159,11 +161,11 @@ def describe_policy(config: Config, prompts: Sequence[Prompt]) -> None:
     row(len(answers), int(middle), int(late), max(lengths), cut, total / count, likely)
 
 
-def costs(config: Config, drafter: str, strategies: Sequence[str], live: int, seconds: float) -> None:
+def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds: float) -> None:
     """Prints what rounds of each strategy cost with `live` rows, over a plain round."""
     table("live", "drafter", "strategy", "round / plain", "forward / plain", "outside the forward", "a level / plain")
     rounds = config.rollout.chunk
-    programs, arm = {}, Arm(config, Speculation(drafter, "fixed", list(strategies)), live)
+    programs, arm = {}, Arm(config, Speculation(drafter, "fixed", list(texts)), live)
     target = arm.engine.registry.targets[0]
     slots = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1]
     state = arm.engine.registry.get(Key("start", 0, live, slots))()
@@ -171,8 +173,8 @@ def costs(config: Config, drafter: str, strategies: Sequence[str], live: int, se
     state = state.replace(lengths=jnp.full(live, FILLED, jnp.int32), limits=far, live=far > 0)
     guide = arm.engine.registry.drafters[0].guide(live)
     guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), guide)
-    for text in ("off", *strategies):
-        strategy = parse(text)
+    for text in ("off", *texts):
+        strategy = strategies.parse(text)
         key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=Rules(Sampling(1.0)))
         programs[text, "round"] = arm.engine.registry.get(key)
         programs[text, "forward"] = forwards(target, strategy, rounds)
@@ -186,9 +188,9 @@ def costs(config: Config, drafter: str, strategies: Sequence[str], live: int, se
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
-    for text in strategies:
+    for text in texts:
         whole, forward = ratio[text, "round"], ratio[text, "forward"]
-        level = (whole - forward) / parse(text).depth
+        level = (whole - forward) / strategies.parse(text).depth
         row(live, label(drafter), text, whole, forward, f"{(whole - forward) / whole:.0%}", level)
 
 
@@ -213,12 +215,12 @@ def forwards(target, strategy: Strategy, rounds: int):
 
 
 def coupling(
-    config: Config, drafter: str, strategies: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]
+    config: Config, drafter: str, texts: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]
 ) -> None:
     """Prints accept lengths and calibration by temperature, strength and sharpness."""
     table("drafter", "strategy", "temperature", "coupling", "sharpness", "accept length", "over uncoupled", "accepted by depth",
           "promised / accepted", "calibration error")  # fmt: skip
-    for strategy in strategies:
+    for strategy in texts:
         for temperature in TEMPERATURES:
             plain = {}
             for strength in STRENGTHS if temperature else (0.0,):
@@ -231,6 +233,25 @@ def coupling(
                     error = float(np.abs(promised - held).sum() / nodes.sum())
                     row(label(drafter), strategy, temperature, strength, sharp, length, length / plain[0], by_depth(result),
                         float(promised.sum() / held.sum()), error)  # fmt: skip
+
+
+def pool(config: Config, drafter: str) -> None:
+    """Prints the size of the pool of programs."""
+    buckets = (1, 2, 4, 8, 16, 32)
+    arm = Arm(config, Speculation(drafter, "fixed", list(strategies.PAPER)), 32, buckets)
+    slots, arms = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1], strategies.pool(strategies.PAPER)
+    rules, rounds = Rules(Sampling(1.0)), config.rollout.chunk
+    for batch in buckets:
+        for one in (PLAIN, *arms):
+            arm.engine.registry.get(Key("chunk", 0, batch, slots, (rounds,), strategy=one, rules=rules))
+    usual = strategies.bucketed(arms)
+    table("pool", "programs", "seconds", "temporaries, MiB", "largest, MiB", "code, MiB")
+    every = arm.engine.registry.compiles
+    few = [one for one in every if one.key.strategy in (PLAIN, *strategies.strategies_for(usual, one.key.batch))]
+    for name, compiled in (("every strategy for every batch", every), ("bucketed", few)):
+        temporary = [one.temporary / 2**20 for one in compiled]
+        row(name, len(compiled), round(sum(one.seconds for one in compiled)), sum(temporary), max(temporary),
+            sum(one.code for one in compiled) / 2**20)  # fmt: skip
 
 
 def race(
@@ -280,25 +301,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,tail")
+    parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,pool,tail")
     parser.add_argument("--tuners", default="goodput")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
     args = parser.parse_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts)])
     prompts = data.load(config, data.tokenizer(config)).eval_prompts()
-    strategies, parts = args.strategies.split(","), args.parts.split(",")
+    texts, parts = args.strategies.split(","), args.parts.split(",")
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if "policy" in parts:
         describe_policy(config, prompts)
     if "costs" in parts:
         for live in map(int, args.live.split(",")):
             for drafter in args.drafter:
-                costs(config, drafter, strategies, live, 8.0)
+                costs(config, drafter, texts, live, 8.0)
     if "coupling" in parts:
         for drafter in args.drafter:
             if drafter != drafters.NGRAM:
-                coupling(config, drafter, strategies[-1:], prompts, [float(one) for one in args.sharpness.split(",")])
+                coupling(config, drafter, texts[-1:], prompts, [float(one) for one in args.sharpness.split(",")])
     columns = ("tokens/s", "over plain", "lower 95 %", "accept length")
     arms = {"plain": Speculation()}
     if "sweep" in parts:
@@ -309,10 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for drafter in args.drafter:
         name = label(drafter)
         for one in args.tuners.split(","):
-            arms[f"{name} {one}"] = Speculation(drafter, one, strategies)
+            arms[f"{name} {one}"] = Speculation(drafter, one, texts)
         if drafter == args.drafter[0]:
-            arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in strategies}
-            arms[f"{name} {strategies[-1]}, uncoupled"] = Speculation(drafter, "fixed", strategies[-1:], coupling=0.0)
+            arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in texts}
+            arms[f"{name} {texts[-1]}, uncoupled"] = Speculation(drafter, "fixed", texts[-1:], coupling=0.0)
     if args.peer:
         arms["tunix"] = args.peer
     if "speed" in parts:
@@ -320,6 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for live in map(int, args.live.split(",")):
             for name, ratios, accept, speed in race(config, arms, prompts, live, args.turns, max(2 * live, 8)):
                 row(live, name, round(speed), statistics.median(ratios), lower(ratios), accept)
+    if "pool" in parts:
+        pool(config, args.drafter[0])
     if "tail" in parts:
         table("sequences", "arm", *columns)
         kept = {name: one for name, one in arms.items() if isinstance(one, str) or one.tuner != "fixed" or name == "plain"}
