@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -16,7 +18,7 @@ import references
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import mesh as meshes
-from tlt_jax.config import Config, Data, Model as ModelSection, Rollout
+from tlt_jax.config import Config, Data, Model as ModelSection, Rollout, Speculation
 from tlt_jax.data import Prompt
 from tlt_jax.engine import EVAL_STREAM, TAIL, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
 from tlt_jax.models import transformer
@@ -309,6 +311,48 @@ def test_executables_are_kept_on_disk_also_when_something_was_compiled_before(tm
         engine = engine_of(dtype="float32", compile_cache=str(folder))
         engine.registry.get(Key("start", 0, 2, 32))
         assert any(folder.iterdir())
+
+
+def drafting(**speculation) -> Engine:
+    """An engine whose tuner learns; it decodes nothing."""
+    settings = Speculation(**{"drafter": "ngram", "strategies": ["2_2_4"]} | speculation)
+    return Engine(replace(engine_of().config, speculation=settings), MODEL, meshes.make_mesh(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"strategies": ["2_2_4", "1_1_2"]}, "of another speculation.strategies"),
+        ({"tuner": "beg_mab", "coupling": 0.5}, "of another speculation.tuner, speculation.coupling"),
+        ("devices", "of another devices"),
+        ("version", "of another version"),
+        ("absence", "not in the checkpoint"),
+        (None, ""),
+    ],
+)
+def test_a_tuner_goes_on_from_what_was_learned_in_the_same_way_only(change, reason, caplog):
+    learned = drafting().learned()
+    learned["state"] = {**learned["state"], "clock": 99}
+    learned = json.loads(json.dumps(learned))
+    if change == "devices":
+        learned["basis"]["devices"] = "another"
+    elif change == "version":
+        del learned["state"]["evidence"]
+    engine = drafting(**change if isinstance(change, dict) else {})
+    with caplog.at_level(logging.INFO, "tlt_jax"):
+        engine.resume(None if change == "absence" else learned)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([f"the tuner starts anew: what it had learned is {reason}"] if reason else [])
+    assert engine.tuner_state == (engine.tuner.init() if reason else learned["state"])
+
+
+def test_the_tuner_hears_of_new_weights_and_not_of_those_that_its_state_was_saved_with():
+    engine = drafting()
+    clocks = []
+    for _ in range(3):
+        engine.publish(params_of(engine))
+        clocks.append(engine.tuner_state["clock"])
+    assert clocks[0] == 0 < clocks[1] < clocks[2]
 
 
 def test_published_weights_are_views():

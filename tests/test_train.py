@@ -23,8 +23,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tlt_jax import config as configuration, data, eval, mesh as meshes, policy, tasks
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
+from tlt_jax.engine import Engine
 from tlt_jax.models import hf
 from tlt_jax.settings import ConfigError
+from tlt_jax.spec_decode import tuner
 from tlt_jax.tables import DataError
 from tlt_jax.train import folder, loop, policy_step, report, sft
 from tlt_jax.train.policy_step import PolicyState
@@ -57,6 +59,8 @@ KNOBS = {
     "log.progress": False,
     "sft.cache": "off",
 }  # fmt: skip
+
+DRAFTED = {"speculation.drafter": "ngram", "speculation.tuner": "beg_mab", "speculation.strategies": ["2_2_4"]}
 
 
 @pytest.fixture(scope="module")
@@ -279,14 +283,55 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
 
 def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
     wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
-    drafted = {"speculation.drafter": "ngram", "speculation.tuner": "beg_mab", "speculation.strategies": ["2_2_4"]}
-    plain, speculated = (configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, drafted))
+    plain, speculated = (configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, DRAFTED))
     assert loop.train(plain) == loop.train(speculated) == loop.DONE
     assert completions(plain) == completions(speculated)
     assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
     measured = events(speculated)
     for name in ("accept_length", "share", "accept_rate@1", "nodes@3"):
         assert measured[f"speculation/{name}"], "some chunk drafted"
+
+
+@pytest.fixture(scope="module")
+def drafted(shared, configure):
+    """A finished run that drafts, every step saved. Tests copy it, none writes to it."""
+    config = configure(shared / "drafted", DRAFTED | {"train.steps": 3, "eval.every": 0})
+    assert loop.train(config) == loop.DONE
+    return config
+
+
+def tuner_of(config: Config, step: int) -> dict:
+    """What the tuner had learned when a step was saved."""
+    with Store(config.run, create=False) as store:
+        return store.describe(step)["meta"]["tuner"]
+
+
+def first_state(monkeypatch, config: Config) -> dict:
+    """The tuner's state at the first rollout of a run."""
+    states, function = [], Engine.rollout
+    monkeypatch.setattr(
+        Engine, "rollout", lambda self, *args, **rest: states.append(self.tuner_state) or function(self, *args, **rest)
+    )
+    assert loop.train(config) == loop.DONE
+    return states[0]
+
+
+def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, monkeypatch):
+    learned = [tuner_of(drafted, step)["state"] for step in (1, 2, 3)]
+    assert 0 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
+    config = stopped_after(2, drafted, tmp_path / "run")
+    assert first_state(monkeypatch, config) == learned[1]
+    assert_equal(state_of(config, 3), state_of(drafted, 3))
+    assert completions(config) == completions(drafted)
+
+
+def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):
+    config = stopped_after(2, drafted, tmp_path / "run")
+    config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
+    assert first_state(monkeypatch, config) == tuner.begin_beg_mab()
+    said = [line for line in capsys.readouterr().out.splitlines() if "tuner" in line]
+    assert said == ["the tuner starts anew: what it had learned is of another speculation.strategies"]
+    assert_equal(state_of(config, 3), state_of(drafted, 3))
 
 
 def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, tmp_path, capsys):

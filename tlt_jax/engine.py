@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,7 +72,10 @@ class Engine:
         guesses = [drafters.make(settings, drafter, *pair, dtype) for pair in zip(targets, self.groups, strict=True)]
         self.registry = Registry(targets, guesses, self.groups, log_compile)
         self.tuner = drafters.make_tuner(settings, arms, mesh.devices.flat[0].platform)
-        self.tuner_state = self.tuner.init()
+        self.tuner_state, self.is_published = self.tuner.init(), False
+        knobs = {"speculation": asdict(settings), "mesh": asdict(config.mesh)}
+        self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
+        self.basis["devices"] = mesh.devices.flat[0].device_kind
         texts = Texts(settings.pool, settings.memory, settings.max_match)
         self.texts = texts if settings.drafter == drafters.NGRAM else None
         self.board, self.rollouts = LocalBoard(), itertools.count()
@@ -92,10 +97,30 @@ class Engine:
         return -(-prompts // len(self.groups)) * samples
 
     def publish(self, params: Params, drafter: DrafterParams | None = None) -> list[Weights]:
-        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views."""
-        self.tuner_state = self.tuner.renew(self.tuner_state)
+        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views.
+
+        The tuner hears of every change of weights; the first ones are those that its state was saved with.
+        """
+        if self.is_published:
+            self.tuner_state = self.tuner.renew(self.tuner_state)
+        self.is_published = True
         weights = Weights(self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ())
         return [meshes.view(weights, group) for group in self.groups]
+
+    def learned(self) -> dict[str, Any]:
+        """What the tuner learned and what it depends on, for a checkpoint: plain JSON."""
+        return {"basis": self.basis, "state": self.tuner_state}
+
+    def resume(self, learned: Mapping[str, Any] | None) -> None:
+        """Goes on from what was `learned` before; anew, and says so, when there is none or it was learned in other ways."""
+        saved = learned or {"basis": {}, "state": {}}
+        other = [name for name, value in self.basis.items() if saved["basis"].get(name) != value]
+        if learned and not other and saved["state"].keys() == self.tuner.init().keys():
+            self.tuner_state = saved["state"]
+        elif self.path > 1:
+            reason = "of another version" if learned else "not in the checkpoint"
+            reason = f"of another {', '.join(other)}" if learned and other else reason
+            log.info("the tuner starts anew: what it had learned is %s", reason)
 
     def rollout(
         self,

@@ -23,6 +23,7 @@ from tlt_jax.train.packing import Example
 from tlt_jax.train.policy_step import Batch, PolicyState, Programs, Recipe
 
 DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command goes on
+TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def train(config: Config) -> int:
                 state = begin(config, recipe, dataset, store, writer, resumed, preempted)
             except Interrupted:
                 return PREEMPTED
+            if resumed is not None:
+                engine.resume(store.describe(resumed)["meta"].get(TUNER))
             reference = folder.reference(config, state.params, model, mesh, is_new=resumed is None)
             programs = policy_step.programs(recipe)
             step = resumed or 0
@@ -72,7 +75,7 @@ def train(config: Config) -> int:
                         report.say_evaluation(writer, step, steps, measured, watch)
                     if is_new and (step == resumed or saves(config, step, steps) or store.improves(measured)):
                         with watch.phase("save_checkpoint"):
-                            store.save(step, {"policy": state}, metrics=measured)
+                            store.save(step, {"policy": state}, {TUNER: engine.learned()}, measured)
                     if step >= steps:
                         break
                     profiler.enter(step + 1)
@@ -80,7 +83,7 @@ def train(config: Config) -> int:
                     with watch.phase("rollout"):
                         rollout = roll_out(config, engine, weights, prompts, step, tokenizer, scorer, texts, preempted)
                 except Interrupted:
-                    store.save(step, {"policy": state}, metrics=measured)
+                    store.save(step, {"policy": state}, {TUNER: engine.learned()}, measured)
                     return PREEMPTED
                 with watch.phase("reward"):
                     scores = scorer.collect()
