@@ -52,6 +52,18 @@ def test_small_numbers_without_a_point_are_numbers(write):
     assert got.optim.learning_rate == 1e-4 and got.model.init == {"rms_norm_eps": 1e-6}
 
 
+def test_strategies_need_no_quotes_and_numbers_with_underscores_stay_numbers(write, tmp_path):
+    wanted = ["2_2_4", "6_4_16", "0_8_1"]
+    text = "speculation: {strategies: [2_2_4, 6_4_16, 0_8_1], memory: 1_000}\noptim: {beta1: 0}"
+    for value in ("[2_2_4, '6_4_16', 0_8_1]", "[2_2_4,6_4_16,0_8_1]", ""):
+        words = [f"--speculation.strategies={value}"] if value else []
+        got = parse([*write(text), *words, "--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"])
+        assert got.speculation.strategies == wanted
+        assert (got.speculation.memory, got.rollout.samples, got.model.init["hidden_size"]) == (1000, 10, 32)
+        (tmp_path / "resolved.yaml").write_text(to_yaml(got))
+        assert read(tmp_path / "resolved.yaml") == got
+
+
 def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
     got = parse([*write(), "--rollout.stop", "['a: b', '#']", "--mesh.xla_flags", "--a=1 --b=2", "--run", "1e3"])
     (tmp_path / "resolved.yaml").write_text(to_yaml(got))
@@ -73,6 +85,9 @@ WRONG = [
     ("--rollout.batch_buckets 4", "rollout.batch_buckets 4 has the wrong type: write a list"),
     ("--reward.terms [task]", "reward.terms ['task'] has the wrong type: write a mapping"),
     ("--rollout.stop [1", "is not valid YAML"),
+    ("--speculation.strategies 6_4_16", "strategies 6_4_16 has the wrong type: write a list such as [a, b]"),
+    ("--speculation.strategies [6.4]", "speculation.strategies[0] 6.4 has the wrong type: write text (quote it)"),
+    ("--rollout.samples [6_4_16]", "rollout.samples [6416] has the wrong type"),
     ("--rollout.top_p 0", "rollout.top_p 0.0 is too small: use more than 0"),
     ("--rollout.top_p 1.5", "rollout.top_p 1.5 is too large: use at most 1"),
     ("--rollout.prompts 0", "rollout.prompts 0 is too small: use at least 1"),

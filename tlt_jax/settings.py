@@ -16,14 +16,31 @@ from typing import Any, NamedTuple
 
 import draccus
 import yaml
-from draccus import cfgparsing
-from draccus.utils import ParsingError
+from draccus.parsers.yaml_loader import FullLoaderWithInclusion
 
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
 
 class ConfigError(ValueError):
     """A mistake in the configuration: one line that says what is wrong, which value, and what to change."""
+
+
+class Spelled(int):
+    """A whole number with underscores, as YAML 1.1 reads them, that remembers its spelling: 6_4_16 may be meant as text."""
+
+    text: str
+
+
+class Loader(FullLoaderWithInclusion):
+    """Reads YAML 1.1, and whole numbers with underscores as Spelled."""
+
+    def spelled(self, node: yaml.ScalarNode) -> int:
+        number = Spelled(self.construct_yaml_int(node))
+        number.text = node.value
+        return number if "_" in node.value else int(number)
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.spelled)
 
 
 def knob(
@@ -100,8 +117,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8") from error
     try:
         refuse_duplicates(yaml.compose(text), path)
-        tree = cfgparsing.load_config(text, file=path)
-    except (yaml.YAMLError, ParsingError) as error:
+        tree = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {yaml_problem(error)}") from error
     if tree is None:
         return {}
@@ -125,8 +142,6 @@ def refuse_duplicates(node, path: str | Path, prefix: str = "") -> None:
 
 def yaml_problem(error: Exception) -> str:
     """Line and problem of a YAML error in one line."""
-    if isinstance(error, ParsingError) and error.__cause__ is not None:
-        error = error.__cause__
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return where + " ".join((getattr(error, "problem", None) or str(error)).split())
@@ -204,7 +219,7 @@ def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (
 def parse_text(name: str, text: str) -> Any:
     """The YAML value of a command-line word."""
     try:
-        return cfgparsing.parse_string(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--{name} {text!r} is not valid YAML: {yaml_problem(error)}") from error
 
@@ -242,29 +257,27 @@ def convert(name: str, kind: Any, raw: Any) -> Any:
         return [convert(f"{name}[{i}]", inner[0], one) for i, one in enumerate(raw)]
     if origin is dict and isinstance(raw, Mapping):
         return {str(key): convert(f"{name}.{key}", inner[1], one) for key, one in raw.items()}
-    if kind is str and isinstance(raw, str) or kind is bool and isinstance(raw, bool):
-        return raw
+    if kind is str and isinstance(raw, str | Spelled) or kind is bool and isinstance(raw, bool):
+        return getattr(raw, "text", raw)
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
-        return raw
+        return int(raw)
     if kind is float and not isinstance(raw, bool):
         number = plain(raw)
         if isinstance(number, int | float) and math.isfinite(number):
             return float(number)
     wanted = {
-        str: "text (quote it)",
-        int: "a whole number",
-        float: "a finite number",
-        bool: "true or false",
-        list: "a list such as [a, b]",
-        dict: "a mapping such as {key: value}",
-    }[origin or kind]
-    raise ConfigError(f"{name} {raw!r} has the wrong type: write {wanted}")
+        str: "text (quote it)", int: "a whole number", float: "a finite number", bool: "true or false",
+        list: "a list such as [a, b]", dict: "a mapping such as {key: value}",
+    }[origin or kind]  # fmt: skip
+    raise ConfigError(f"{name} {raw.text if isinstance(raw, Spelled) else repr(raw)} has the wrong type: write {wanted}")
 
 
 def plain(raw: Any) -> Any:
-    """Numbers such as 1e-6, which YAML 1.1 reads as text, made numbers, also inside lists and mappings."""
+    """Numbers that YAML 1.1 reads as text, such as 1e-6, and Spelled ones as numbers, also inside lists and mappings."""
     if isinstance(raw, str) and NUMBER.fullmatch(raw):
         return float(raw)
+    if isinstance(raw, Spelled):
+        return int(raw)
     if isinstance(raw, list):
         return [plain(one) for one in raw]
     if isinstance(raw, Mapping):
