@@ -176,6 +176,15 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
     ]
 
 
+def test_progress_of_a_drafter_shows_its_loss_and_agreement():
+    out = io.StringIO()
+    progress = console.Progress(100, 0, live=False, console=Console(file=out, width=200))
+    values = {"drafter/loss": 1.2345, "drafter/agreement@1": 0.5, "drafter/agreement@2": 0.25, "timing_s/step": 1.0}
+    progress.step(25, values)
+    progress.close()
+    assert out.getvalue() == "step 25/100  loss 1.234  agreement 0.500  1.0 s/step  1:15 to go\n"
+
+
 def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
     for live in (True, False):
         out = io.StringIO()

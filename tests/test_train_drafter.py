@@ -130,7 +130,8 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least,
     described, params = hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
     assert described.kind == kind
     assert_equal(params.layer, state_of(config, 150).params.layer)
-    capsys.readouterr()
+    (shown,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150"))
+    assert f"  loss {written['drafter/loss'][1]:.3f}  agreement {written['drafter/agreement@1'][1]:.3f}  " in shown
     assert drafter.train(config) == loop.DONE
     assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
 

@@ -13,9 +13,9 @@ RECENT = 20  # steps whose mean duration predicts the time to go
 
 
 class Progress:
-    """Shows the step, reward, answer length, tokens per second and time to go; messages appear above the display.
+    """Shows the step, what it measured (reward, answer length; loss, agreement), tokens per second and time to go.
 
-    Messages are what the package's loggers say while the progress is open.
+    Messages, which appear above the display, are what the package's loggers say while the progress is open.
     """
 
     def __init__(self, total_steps: int, first_step: int, live: bool, console: Console | None = None):
@@ -55,6 +55,10 @@ class Progress:
         if "response_length/mean" in values:
             longest = values.get("response_length/max", float("nan"))
             pieces.append(f"length {values['response_length/mean']:.0f} (max {longest:.0f})")
+        if "drafter/loss" in values:
+            pieces.append(f"loss {values['drafter/loss']:.3f}")
+        if "drafter/agreement@1" in values:
+            pieces.append(f"agreement {values['drafter/agreement@1']:.3f}")
         if "perf/tokens_per_second" in values:
             pieces.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
         per_step = sum(self._durations) / max(len(self._durations), 1)
