@@ -17,7 +17,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tlt_jax.config import Config, Log, Mesh
-from tlt_jax.metrics import NAMES, MetricError, Record, Writer, console, idle_share, names, timeline
+from tlt_jax.metrics import NAMES, Chunk, MetricError, Record, Writer, console, idle_share, names, timeline
 
 SPANS = [
     SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
@@ -32,6 +32,10 @@ def records(step: int, count: int = 3) -> list[Record]:
     return [Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0}) for uid in range(count)]
 
 
+def chunks(step: int, count: int = 2) -> list[Chunk]:
+    return [Chunk(0, n, 4, 3.5, 256, "2_2_4", "kept", None if n else 90.0, 100.0, step, 16, 0.5) for n in range(count)]
+
+
 @pytest.fixture
 def config(tmp_path) -> Config:
     return Config(run=str(tmp_path / "run"), mesh=Mesh(data=2), log=Log(texts=2, texts_every=2))
@@ -40,7 +44,7 @@ def config(tmp_path) -> Config:
 def write(config: Config, steps, resumed_from: int | None = None):
     with Writer(config, 10, resumed_from) as writer:
         for step in steps:
-            writer.step(step, {"reward/mean": step / 10, "actor/lr": 1e-3}, records(step), SPANS)
+            writer.step(step, {"reward/mean": step / 10, "actor/lr": 1e-3}, records(step), SPANS, chunks(step))
             if step % 2 == 0:
                 writer.scalars(step, {"eval/mean@1": step / 10, "eval/pass@16": 0.5})
 
@@ -71,12 +75,17 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
         "step": 3, "uid": 1, "prompt": "2+2=", "completion": "<b>3\n", "reward": 1.0, "length": 11, "finish": "stop",
         "parts": {"task": 1.0}, "failure": None,
     }  # fmt: skip
+    lines = (Path(config.run) / "speculation" / "000003.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {
+        "step": 3, "group": 0, "number": 1, "batch": 4, "live": 3.5, "slots": 256, "strategy": "2_2_4", "reason": "kept",
+        "predicted": None, "measured": 100.0, "tokens": 3, "rounds": 16, "seconds": 0.5,
+    }  # fmt: skip
 
 
 def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
     write(config, range(1, 8))
-    torn = Path(config.run) / "completions" / "000008.tmp"
-    torn.write_text('{"step": 8')
+    for folder in ("completions", "speculation"):
+        (Path(config.run) / folder / "000008.tmp").write_text('{"step": 8')
     events = next((Path(config.run) / "tensorboard").iterdir())
     events.write_bytes(events.read_bytes() + events.read_bytes()[-40:-3])
     write(config, range(5, 10), resumed_from=4)
@@ -88,8 +97,18 @@ def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
     assert steps_of(events.Images("rollout/timeline")) == [2, 4, 6, 8]
     assert steps_of(events.Tensors("rollout/samples/text_summary")) == [2, 4, 6, 8]
     assert steps_of(events.Tensors("config/text_summary")) == [0, 5]
-    files = sorted(path.name for path in (Path(config.run) / "completions").iterdir())
-    assert files == [f"{step:06d}.jsonl" for step in range(1, 9)]
+    for folder in ("completions", "speculation"):
+        files = sorted(path.name for path in (Path(config.run) / folder).iterdir())
+        assert files == [f"{step:06d}.jsonl" for step in range(1, 9)]
+        assert {json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()} == {5}
+
+
+def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that_it_repeats(config):
+    write(config, range(1, 6))
+    with Writer(config, 10, 2) as writer:
+        for step in range(3, 6):
+            writer.step(step, {}, records(step), SPANS)
+    assert sorted(path.name for path in (Path(config.run) / "speculation").iterdir()) == ["000001.jsonl", "000002.jsonl"]
 
 
 def test_a_new_start_removes_what_an_attempt_without_checkpoint_left(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ import pytest
 import references
 import toys
 
-from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode import noise, rollout as ledgers
+from tlt_jax.spec_decode.chunk import BINS, Rules, Stats
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import block_size, bucket_width
-from tlt_jax.spec_decode.records import Decision
+from tlt_jax.spec_decode.records import Dispatched, Retired
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
@@ -135,6 +136,36 @@ def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slot
     for group in range(groups):
         own = sorted(span[1:] for span in spans if span[0] == group)
         assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), "spans do not overlap"
+    assert all(measured.seconds > 0 for measured in result.measurements)
+
+
+@pytest.mark.parametrize("second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)])
+def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(monkeypatch, second, share):
+    clock = iter([0.0, 1.0, 2.0, 5.0, 7.0, 8.0])
+    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
+    stats = Stats(*(np.ones(shape, np.int32) for shape in ((), (), (1, 2, 1), BINS, BINS)))
+    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None)
+    rounds, strategy, batch = second
+    ledger.record(0, [Dispatched(0, "prefill", 1, 64)])
+    ledger.record(0, [Dispatched(1, "decode", 4, 64, PLAIN), Dispatched(2, "decode", batch, 64, strategy)])
+    ledger.record(0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64)])
+    ledger.record(0, [Retired(1, "decode", 16, 64, stats), Retired(2, "decode", rounds, 32, stats)])
+    ledger.record(0, [Retired(3, "decode", 16, 64, stats)])
+    first, other, alone = (measured.seconds for measured in ledger.measurements)
+    assert first + other == pytest.approx(2.0) and alone == pytest.approx(1.0)
+    assert other / 2 == pytest.approx(share, abs=0.05)
+    assert [(span.start, span.end) for span in ledger.spans][::3] == [(1.0, 5.0), (7.0, 8.0)]
+
+
+def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0])
+    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
+    stats = Stats(*(np.ones(shape, np.int32) for shape in ((), (), (1, 2, 1), BINS, BINS)))
+    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None)
+    ledger.record(0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64)])
+    ledger.record(0, [Retired(0, "prefill"), Retired(1, "decode", 16, 64, stats)])
+    (chunk,) = ledger.measurements
+    assert 1.0 < chunk.seconds < 2.0
 
 
 @pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])
@@ -142,13 +173,17 @@ def test_strategies_may_change_every_chunk(drafter, groups):
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def restless(view):
-        decision = plain(view)
-        strategy = (PLAIN, toys.TREE, PLAIN, Strategy(2, 3, 8))[next(turn) % 4]
-        return Decision(view.group, view.retired, decision.batch, decision.slots, strategy)
+        decision, number = plain(view), next(turn)
+        strategy = (PLAIN, toys.TREE, PLAIN, Strategy(2, 3, 8))[number % 4]
+        return replace(decision, strategy=strategy, predicted=float(number), reason=str(number))
 
     result = drafted(drafter, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless, groups=groups)
     assert answers(result) == reference(RULES)[0]
     assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE, Strategy(2, 3, 8)}
+    taken = {decision.reason: decision for decision in result.decisions}
+    for measured in result.measurements:  # a choice is found again beside what it was worth
+        decision = taken.pop(measured.reason)
+        assert all(getattr(measured, name) == getattr(decision, name) for name in ("group", "strategy", "predicted"))
     speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
     if drafter == "exact":  # whatever was missed while decoding plainly was made up for, with true features
         ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)

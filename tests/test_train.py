@@ -141,6 +141,12 @@ def completions(config: Config) -> dict[str, list[tuple]]:
     return {f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()] for f in files}
 
 
+def chosen(config: Config) -> dict[str, list[dict]]:
+    """Speculation file -> the chunks in it."""
+    files = sorted((Path(config.run) / "speculation").glob("*"))
+    return {f.name: [json.loads(line) for line in f.read_text().splitlines()] for f in files}
+
+
 def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
     """Runs `act` before call `number` (from 1) of a function."""
     function, calls = getattr(target, name), iter(range(1, 1000))
@@ -321,8 +327,22 @@ def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, mo
     assert 0 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
     config = stopped_after(2, drafted, tmp_path / "run")
     assert first_state(monkeypatch, config) == learned[1]
+    assert list(chosen(config)) == list(chosen(drafted))
+    assert chosen(config)["000002.jsonl"] == chosen(drafted)["000002.jsonl"]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
     assert completions(config) == completions(drafted)
+
+
+def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(drafted, whole):
+    assert not chosen(whole), "nothing is chosen where nothing may draft"
+    assert list(chosen(drafted)) == [f"00000{n}.jsonl" for n in (1, 2, 3)]
+    for name, lines in chosen(drafted).items():
+        assert sum(line["tokens"] for line in lines) == sum(answer[5] for answer in completions(drafted)[name])
+        assert {line["strategy"] for line in lines} <= {"off", "2_2_4"}
+        assert {line["reason"] for line in lines} <= {"never tried", "epsilon", "best median"}
+        assert all(line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines)
+        assert all(line["predicted"] is None or line["predicted"] > 0 for line in lines)
+    assert any(line["predicted"] for line in chosen(drafted)["000003.jsonl"])
 
 
 def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The writer of a run folder: TensorBoard events and completions, each step once, also after a resume; no JAX."""
+"""The writer of a run folder: TensorBoard events, completions and chunks, each step once, also after a resume; no JAX."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tlt_jax.metrics.console import Progress
 
 TENSORBOARD = "tensorboard"
 COMPLETIONS = "completions"
+SPECULATION = "speculation"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,25 @@ class Record:
     failure: str | None = None
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of decoding of a step, as it stands in the speculation file: its shape, the strategy that was chosen for it,
+    why, and the tokens per second that were predicted (None: nobody knew) and measured."""
+
+    group: int
+    number: int
+    batch: int
+    live: float
+    slots: int
+    strategy: str
+    reason: str
+    predicted: float | None
+    measured: float
+    tokens: int
+    rounds: int
+    seconds: float
+
+
 class Writer:
     """Writes a run folder and shows progress. Everything is on disk when a method returns.
 
@@ -45,13 +65,13 @@ class Writer:
 
     def __init__(self, config: Config, total_steps: int, resumed_from: int | None = None):
         first_step = 0 if resumed_from is None else resumed_from + 1
-        self._config, folder = config, Path(config.run)
-        self._completions = folder / COMPLETIONS
-        self._completions.mkdir(parents=True, exist_ok=True)
-        for path in self._completions.iterdir():
-            if path.suffix == ".tmp" or path.stem.isdigit() and int(path.stem) >= first_step:
-                path.unlink()
-        events = folder / TENSORBOARD
+        self._config, self._folder = config, Path(config.run)
+        for name in (COMPLETIONS, SPECULATION):
+            for path in (self._folder / name).glob("*"):
+                if path.suffix == ".tmp" or path.stem.isdigit() and int(path.stem) >= first_step:
+                    path.unlink()
+        (self._folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
+        events = self._folder / TENSORBOARD
         events.mkdir(exist_ok=True)
         earlier = sorted(events.iterdir())
         for path in earlier:
@@ -94,10 +114,17 @@ class Writer:
         self._events.flush()
 
     def step(
-        self, step: int, scalars: Mapping[str, float], records: Sequence[Record], spans: Sequence[timeline.Span]
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        records: Sequence[Record],
+        spans: Sequence[timeline.Span],
+        chunks: Sequence[Chunk] = (),
     ) -> None:
-        """Writes an RL step: completions always; scalars, and texts, histograms and timeline, as often as log says."""
-        self.completions(step, records)
+        """Writes an RL step: completions and chunks always; scalars, and texts, histograms and timeline, as log says."""
+        self.lines(COMPLETIONS, step, records)
+        if chunks:
+            self.lines(SPECULATION, step, chunks)
         log = self._config.log
         if step % log.every == 0:
             self.scalars(step, scalars)
@@ -109,9 +136,10 @@ class Writer:
                 self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))
         self.progress.step(step, dict(scalars))
 
-    def completions(self, step: int, records: Sequence[Record]) -> None:
-        """Writes completions/STEP.jsonl, whole or not at all."""
-        path = self._completions / f"{step:06d}.jsonl"
+    def lines(self, folder: str, step: int, records: Sequence[Record | Chunk]) -> None:
+        """Writes FOLDER/STEP.jsonl, whole or not at all."""
+        path = self._folder / folder / f"{step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
         lines = (json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records)
         torn = path.with_suffix(".tmp")
         torn.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")

@@ -266,8 +266,8 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     state = replace(
         state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1
     )
-    event = Dispatched(flight.number, "decode", state.batch, state.slots, decision.strategy, decision.predicted)
-    return state, [event]
+    expected = (decision.strategy, decision.predicted, decision.reason)
+    return state, [Dispatched(flight.number, "decode", state.batch, state.slots, *expected)]
 
 
 def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:

@@ -136,7 +136,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A program was queued on the group's devices; of a chunk also its strategy and predicted tokens per second."""
+    """A program was queued on the group's devices; of a chunk also its strategy, and what was predicted of it and why."""
 
     number: int
     kind: str
@@ -144,6 +144,7 @@ class Dispatched:
     slots: int
     strategy: Strategy = PLAIN
     predicted: float = math.nan
+    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
-from tlt_jax.spec_decode import group as machine
+from tlt_jax.spec_decode import costs, group as machine
 from tlt_jax.spec_decode.chunk import BINS, RUNNING, TRUNCATED
 from tlt_jax.spec_decode.records import (
     Decided,
@@ -25,6 +27,7 @@ from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement
 
 POLL_SECONDS = 2e-4
+IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
 
 
 class Interrupted(Exception):
@@ -58,16 +61,14 @@ class Span:
 class RolloutResult:
     """All completions, ordered by uid, with the timeline, the decisions, and totals.
 
-    `predicted` are the tokens per second that were expected of each chunk in `measurements`. `reliability` is
-    float[3, bins]: drafted nodes by the probability that their score promises, the sum of those probabilities, and how many
-    of the nodes were accepted (see Stats).
+    `measurements` are of the chunks that ran a round. `reliability` is float[3, bins]: drafted nodes by the probability that
+    their score promises, the sum of those probabilities, and how many of the nodes were accepted (see Stats).
     """
 
     completions: list[Completion]
     spans: list[Span]
     decisions: list[Decision]
     measurements: list[Measurement]
-    predicted: list[float]
     reliability: np.ndarray
     stats: dict[str, float]
 
@@ -87,7 +88,6 @@ class Ledger:
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
     reliability: np.ndarray = field(default_factory=lambda: np.zeros((3, BINS)))
     open: dict[tuple[int, int], tuple[Dispatched, float]] = field(default_factory=dict)
     totals: Counter = field(default_factory=Counter)
@@ -98,6 +98,7 @@ class Ledger:
     def record(self, group: int, events: Sequence[Event]) -> None:
         """Takes note of the events of one `advance`."""
         now = time.perf_counter() - self.begin
+        times = self.shares(group, [event for event in events if isinstance(event, Retired)], now)
         for event in events:
             self.listen(event)
             match event:
@@ -106,19 +107,28 @@ class Ledger:
                 case Dispatched(number):
                     self.open[group, number] = (event, now)
                 case Retired(number):
-                    self.retire(group, event, *self.open.pop((group, number)), now)
+                    self.retire(group, event, self.open.pop((group, number))[0], *times[number])
                 case Tokens(uid):
                     self.parts.setdefault(uid, []).append(event)
                     self.totals["tokens"] += len(event.tokens)
                     if event.finish != RUNNING:
                         self.finish(uid, event.finish)
 
-    def retire(self, group: int, retired: Retired, dispatched: Dispatched, at: float, now: float) -> None:
+    def shares(self, group: int, retired: Sequence[Retired], now: float) -> dict[int, tuple[float, float]]:
+        """Start and end of the programs that were read in one look: they share its time as their work is expected to."""
+        if not retired:
+            return {}
+        start = max(self.open[group, retired[0].number][1], self.free_at[group])
+        work = np.array([expected_work(self.open[group, one.number][0], one) for one in retired])
+        ends = start + (now - start) * np.cumsum(work) / work.sum()
+        ends[-1] = self.free_at[group] = now
+        return {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
+
+    def retire(self, group: int, retired: Retired, dispatched: Dispatched, start: float, end: float) -> None:
         """The program is done: a span of the timeline, and a measurement when it was a chunk."""
-        start, self.free_at[group] = max(at, self.free_at[group]), now
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
-        self.spans.append(Span(group, label, start, now, dispatched.batch))
+        self.spans.append(Span(group, label, start, end, dispatched.batch))
         self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
         if retired.stats is None or not retired.rounds:
             return
@@ -132,11 +142,13 @@ class Ledger:
             rounds=retired.rounds,
             row_rounds=live_rounds,
             tokens=retired.tokens,
-            seconds=now - start,
+            seconds=end - start,
             hits=np.asarray(retired.stats.hits),
+            number=retired.number,
+            predicted=dispatched.predicted,
+            reason=dispatched.reason,
         )
         self.measurements.append(measurement)
-        self.predicted.append(dispatched.predicted)
         self.totals["declined"] += int(retired.stats.declined)
         self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.held])
         self.observe(measurement)
@@ -175,9 +187,15 @@ class Ledger:
             "programs": len(registry.executables),
         }
         completions = [self.completions[uid] for uid in sorted(self.completions)]
-        return RolloutResult(
-            completions, self.spans, self.decisions, self.measurements, self.predicted, self.reliability, stats
-        )
+        return RolloutResult(completions, self.spans, self.decisions, self.measurements, self.reliability, stats)
+
+
+def expected_work(dispatched: Dispatched, retired: Retired) -> float:
+    """What a program is expected to take, up to a common factor; a prefill is a round of as many nodes as it has tokens."""
+    strategy, rounds = dispatched.strategy, retired.rounds + IDLE_ROUND
+    if retired.kind == "prefill":
+        strategy, rounds = replace(PLAIN, nodes=dispatched.slots), 1
+    return rounds * math.exp(costs.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0])
 
 
 def rollout(

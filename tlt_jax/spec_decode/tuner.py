@@ -43,6 +43,7 @@ class Measurement(NamedTuple):
     """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
 
     hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
+    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice.
     """
 
     group: int
@@ -55,6 +56,9 @@ class Measurement(NamedTuple):
     tokens: int
     seconds: float
     hits: np.ndarray
+    number: int = 0
+    predicted: float = math.nan
+    reason: str = ""
 
 
 class Choice(NamedTuple):

@@ -93,7 +93,8 @@ def train(config: Config) -> int:
                 profiler.leave(step)
                 scalars = report.of_rollout(config, prompts, rollout, scores) | learned
                 scalars |= report.of_step(dataset, config, step, scalars, watch)
-                writer.step(step, scalars, report.records(prompts, rollout, scores, texts), rollout.spans)
+                answers, chunks = report.records(prompts, rollout, scores, texts), report.chunks(config, rollout)
+                writer.step(step, scalars, answers, rollout.spans, chunks)
                 if int(state.skips) >= config.train.max_nonfinite:
                     print(
                         f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "

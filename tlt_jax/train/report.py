@@ -14,12 +14,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tlt_jax import checks
+from tlt_jax import checks, drafters
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Prompt
 from tlt_jax.engine import RolloutResult
-from tlt_jax.metrics import Record, Writer, idle_share
+from tlt_jax.metrics import Chunk, Record, Writer, idle_share
 from tlt_jax.rewards import Score
+from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.train import grpo
 
@@ -96,9 +97,7 @@ def of_speculation(rollout: RolloutResult) -> dict[str, float]:
         same = [one for one in rollout.measurements if one.batch == batch]
         nodes = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
         metrics[f"speculation/nodes@{batch}"] = nodes
-    # Two chunks that are read in the same look share its time: the second one then has none.
-    pairs = zip(rollout.predicted, rollout.measurements, strict=True)
-    errors = [abs(math.log(guess * one.seconds / one.tokens)) for guess, one in pairs if guess * one.seconds > 0]
+    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
     return metrics | ({"speculation/prediction_error": float(np.median(errors))} if errors else {})
 
 
@@ -178,6 +177,29 @@ def records(
             scores[answer.uid].failure,
         )
         for answer in rollout.completions
+    ]
+
+
+def chunks(config: Config, rollout: RolloutResult) -> list[Chunk]:
+    """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
+    if config.speculation.drafter == drafters.NONE:
+        return []
+    return [
+        Chunk(
+            one.group,
+            one.number,
+            one.batch,
+            one.live,
+            one.slots,
+            strategies.name(one.strategy),
+            one.reason,
+            None if math.isnan(one.predicted) else one.predicted,
+            one.tokens / one.seconds,
+            one.tokens,
+            one.rounds,
+            one.seconds,
+        )
+        for one in rollout.measurements
     ]
 
 
