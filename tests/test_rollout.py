@@ -109,6 +109,11 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     rounds = sum(measured.row_rounds for measured in result.measurements)
     alone = [len(prompt) == 1 for prompt in PROMPTS]  # the first round of such a prompt has nothing to draft from
     assert rounds == SAMPLES * sum(first + -(-(LIMIT - first) // strategy.path) for first in alone)
+    nodes, promised, held = result.reliability
+    assert held.sum() == result.stats["tokens"] - rounds  # every round emits what was accepted and one token more
+    tenths = np.arange(10) / 10
+    assert (nodes * tenths - 1e-3 <= promised).all() and (promised <= nodes * (tenths + 0.1) + 1e-3).all()
+    assert (held <= nodes).all() and promised.sum() > 0.8 * held.sum()
 
 
 def test_the_reference_ends_in_every_way():
