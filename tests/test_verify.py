@@ -111,7 +111,8 @@ def test_a_new_sequence_forgets_the_row_it_takes():
 def test_reports_grow_from_the_left():
     zeros = jnp.zeros((2, 6))
     one = jnp.int32(1)
-    stats = Stats(one, one, jnp.ones((1, 2, 2), jnp.int32), jnp.ones(BINS, jnp.int32), jnp.ones(BINS, jnp.int32))
+    bins = jnp.ones(BINS, jnp.int32)
+    stats = Stats(one, one, jnp.ones((1, 2, 2), jnp.int32), bins, jnp.ones(BINS), bins)
     counts = jnp.array([0, 2], jnp.int32)
     report = Report(zeros.astype(jnp.int32), zeros, counts, jnp.zeros(2, jnp.int32), one, stats)
     emitted = Emitted(

@@ -119,7 +119,8 @@ class Ledger:
         if not retired:
             return {}
         start = max(self.open[group, retired[0].number][1], self.free_at[group])
-        work = np.array([expected_work(self.open[group, one.number][0], one) for one in retired])
+        is_shared = len(retired) > 1
+        work = np.array([expected_work(self.open[group, one.number][0], one) if is_shared else 1.0 for one in retired])
         ends = start + (now - start) * np.cumsum(work) / work.sum()
         ends[-1] = self.free_at[group] = now
         return {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
