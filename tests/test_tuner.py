@@ -307,6 +307,33 @@ def test_most_nodes_bounds_the_trees_of_large_batches():
         assert choice.strategy.nodes * 16 <= 64
 
 
+@pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.8), (worlds.cpu, 0.3)])
+def test_few_choices_are_thought_over_once_the_arms_are_known(law, quality, monkeypatch):
+    thought, outlook = [], tuner.outlook
+    monkeypatch.setattr(tuner, "outlook", lambda *args: thought.append(1) or outlook(*args))
+    world, made = worlds.World(law, quality), tuner.goodput(strategies.POOL)
+    state, _ = decode(world, made, rollouts=3)
+    thought.clear()
+    _, runs = decode(world, made, rollouts=4, seed=1, state=state)
+    assert len(thought) < 0.25 * sum(len(run.chunks) for run in runs)
+
+
+@pytest.mark.parametrize(("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")])
+def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(per_round, text):
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.init()
+    for _ in range(20):
+        state = made.observe(state, measured(PLAIN, per_round=0.018))
+        state = made.observe(state, measured(arm, accepted=0.9, per_round=0.020))
+    state, choice = made.choose(state, 4, 4, 512)
+    assert choice.strategy == arm
+    state["plans"]["4/512"]["left"] = 99
+    for _ in range(6):
+        state = made.observe(state, measured(arm, accepted=0.9, per_round=per_round))
+    assert ("4/512" in state["plans"]) == (text == "2_2_4")
+    assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == text
+
+
 def test_predictions_agree_with_what_is_measured():
     world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
     _, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5)

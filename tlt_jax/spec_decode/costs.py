@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,7 +27,8 @@ RIDGE = 0.02  # weight of the units against one cell
 WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01  # of log seconds: one sample, a first sample, any cell
 FAR = 0.3  # log error of the linear layer beyond which a cell counts less
 ALIKE = 0.25  # spread of log seconds about the linear layer; alike within these distances:
-REACH = np.array([1.5, 1.0, 1.0, 0.4])  # log batch, log nodes, log (1 + depth), log (1 + topk)
+REACH = (1.5, 1.0, 1.0, 0.4)  # log batch, log nodes, log (1 + depth), log (1 + topk)
+TERMS, PLACE, WHICH = slice(0, 5), slice(5, 9), slice(9, 12)  # columns that describe a cell
 HERE, ARM, CELL = 0.08, 0.05, 0.02  # spread common to a batch and cache, to a strategy in a batch, of a cell alone
 
 
@@ -49,37 +51,62 @@ def settled(cell: Mapping) -> tuple[float, float]:
     return math.log(min(cold)), COLD_NOISE / math.sqrt(len(cold))
 
 
-def described(batch: int, slots: int, strategy: Strategy) -> list[float]:
-    """Batch, slots, depth, topk, nodes: a row of the arrays below."""
-    return [batch, slots, strategy.depth, strategy.topk, strategy.nodes]
+@lru_cache(1024)
+def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
+    """A row of the arrays below: the terms that a round's seconds are linear in, where it stands in shape, and which it is."""
+    terms = (1.0, batch * arm.nodes, arm.depth, batch * arm.depth * arm.topk, batch * slots)
+    place = (math.log(batch), math.log(arm.nodes), math.log1p(arm.depth), math.log1p(arm.topk))
+    which = (batch, slots, (arm.depth << 40) + (arm.topk << 20) + arm.nodes)
+    return (*terms, *(one / reach for one, reach in zip(place, REACH, strict=True)), *which)
+
+
+@lru_cache(1024)
+def row(key: str) -> tuple[float, ...]:
+    """What describes a cell."""
+    batch, slots, text = key.split("/")
+    return described(int(batch), int(slots), parse(text))
+
+
+def known(cells: Mapping) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the cells, their log seconds and the standard errors of these."""
+    log_C, noise_C = np.array([settled(cell) for cell in cells.values()]).T
+    return np.array([row(key) for key in cells], float), log_C, noise_C
+
+
+def units_of(node: float) -> np.ndarray:
+    """The units, with the given cost of a node."""
+    return np.where(np.isnan(UNITS), node, UNITS)
+
+
+def law(cells: Mapping, node: float = NODE) -> np.ndarray:
+    """Weights of the terms that fit the cells."""
+    cell_CX, log_C, noise_C = known(cells)
+    return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
 
 
 def predict(
-    cells: Mapping, batch: int, slots: int, arms: Sequence[Strategy], node: float = NODE
+    cells: Mapping,
+    batch: int,
+    slots: int,
+    arms: Sequence[Strategy],
+    node: float = NODE,
+    weights: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log seconds of a round of each arm, and their standard errors; of the prior, up to a common factor, without cells."""
-    units = np.where(np.isnan(UNITS), node, UNITS)
+    """Log seconds of a round of each arm, and their standard errors; of the prior, up to a common factor, without cells.
+
+    `weights` are those of a `law` of nearly these cells, when there is one.
+    """
     target_AX = np.array([described(batch, slots, arm) for arm in arms], float)
     if not cells:
-        return np.log(features(target_AX) @ units), np.full(len(arms), math.hypot(ALIKE, HERE))
-    rows, logs = [], []
-    for key, cell in cells.items():
-        where, room, text = key.split("/")
-        rows.append(described(int(where), int(room), parse(text)))
-        logs.append(settled(cell))
-    cell_CX, log_C, noise_C = np.array(rows, float), *np.array(logs).T
-    weights = fit(features(cell_CX), np.exp(log_C), noise_C, units)
-    rest_C = log_C - np.log(features(cell_CX) @ weights)
+        return np.log(target_AX[:, TERMS] @ units_of(node)), np.full(len(arms), math.hypot(ALIKE, HERE))
+    cell_CX, log_C, noise_C = known(cells)
+    if weights is None:
+        weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
+    rest_C = log_C - np.log(cell_CX[:, TERMS] @ weights)
     few_C = np.array([max(len(cell["warm"]) * 2, len(cell["cold"])) for cell in cells.values()])
     excess_C = np.maximum(np.abs(rest_C) - 3 * ALIKE, 0.0) / few_C**2  # a lone sample far off is a stall, not a cost
     gain_AC, sd_A = kriging(cell_CX, target_AX, noise_C**2 + excess_C**2)
-    return np.log(features(target_AX) @ weights) + gain_AC @ rest_C, sd_A
-
-
-def features(cell_CX: np.ndarray) -> np.ndarray:
-    """The terms that a round's seconds are linear in."""
-    batch, slots, depth, topk, nodes = cell_CX.T
-    return np.stack([np.ones_like(batch), batch * nodes, depth, batch * depth * topk, batch * slots], axis=1)
+    return np.log(target_AX[:, TERMS] @ weights) + gain_AC @ rest_C, sd_A
 
 
 def fit(terms_CF: np.ndarray, seconds_C: np.ndarray, noise_C: np.ndarray, units: np.ndarray) -> np.ndarray:
@@ -111,19 +138,17 @@ def non_negative(square_FF: np.ndarray, target_F: np.ndarray) -> np.ndarray:
 def kernel(left_CX: np.ndarray, right_CX: np.ndarray) -> np.ndarray:
     """Covariance of log seconds between cells, beyond what the linear layer explains."""
     left, right = left_CX[:, None], right_CX[None]
-    place = [np.log(one[..., [0, 4]]) for one in (left, right)]
-    shape = [np.log1p(one[..., [2, 3]]) for one in (left, right)]
-    apart = np.concatenate([place[0] - place[1], shape[0] - shape[1]], axis=-1) / REACH
-    same_batch = left[..., 0] == right[..., 0]
-    same_place = same_batch & (left[..., 1] == right[..., 1])
-    same_arm = (left[..., 2:] == right[..., 2:]).all(-1) & same_batch
-    near = ALIKE**2 * np.exp(-0.5 * (apart**2).sum(-1))
+    near = ALIKE**2 * np.exp(-0.5 * ((left[..., PLACE] - right[..., PLACE]) ** 2).sum(-1))
+    same_batch, same_slots, same_arm = np.moveaxis(left[..., WHICH] == right[..., WHICH], -1, 0)
+    same_place, same_arm = same_batch & same_slots, same_batch & same_arm
     return near + HERE**2 * same_place + ARM**2 * same_arm + CELL**2 * (same_place & same_arm)
 
 
 def kriging(cell_CX: np.ndarray, target_AX: np.ndarray, noise_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weights that turn the cells' remainders into the targets', and the targets' standard errors. `noise`: variances."""
-    cross_AC = kernel(target_AX, cell_CX)
-    gain_AC = np.linalg.solve(kernel(cell_CX, cell_CX) + np.diag(noise_C), cross_AC.T).T
+    count = len(cell_CX)
+    both = kernel(np.concatenate([cell_CX, target_AX]), cell_CX)
+    cross_AC = both[count:]
+    gain_AC = np.linalg.solve(both[:count] + np.diag(noise_C), cross_AC.T).T
     own = ALIKE**2 + HERE**2 + ARM**2 + CELL**2
     return gain_AC, np.sqrt(np.maximum(own - (gain_AC * cross_AC).sum(1), 1e-8))

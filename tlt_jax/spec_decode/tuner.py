@@ -19,24 +19,21 @@ from tlt_jax.spec_decode.strategies import (
     affordable,
     bucketed,
     name,
+    parse,
     pool,
     strategies_for,
 )
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.trials import REST, Outlook, State, decide
 
-State = dict[str, Any]
 EPSILON, WINDOW, LIMIT = 0.1, 300, 32  # of the reference system
-HYSTERESIS = 0.03  # of log speed: a challenger must be predicted to be this much faster
-CAUTION = 0.5  # standard errors that a challenger's prediction is lowered by
-HORIZON = 6.0  # chunks that a trial's gain is expected to last
 SHARE = 0.01  # of all seconds that trials may cost ...
-WORTHWHILE = 0.01  # share of the time that a trial must be expected to save
-KNOWN = 0.12  # standard error below which an arm needs no trial
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
 CREDIT = 8.0  # plain rounds that trials may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
-REST = 6  # choices from one trial to the next
-PATIENCE = 16  # choices after which a trial that nobody measured is given up
+REFIT = 1.1  # times as many measurements make a new law of costs
+HOLD = (1, 32)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
+SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
 
 
 class Measurement(NamedTuple):
@@ -156,15 +153,6 @@ def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
     return {**state, "rewards": {**state["rewards"], key: rewards}}
 
 
-class Outlook(NamedTuple):
-    """What `goodput` expects of each arm: log tokens per second of a live row and its standard error, log seconds."""
-
-    arms: tuple[Strategy, ...]
-    speed: np.ndarray
-    error: np.ndarray
-    seconds: np.ndarray
-
-
 def goodput(
     strategies: Sequence[Strategy | str], most_nodes: int = 1024, node_cost: float = costs.NODE, credit: float = CREDIT
 ) -> Tuner:
@@ -172,27 +160,38 @@ def goodput(
 
     Strategies are used where batch x nodes is at most `most_nodes`. The arm in use stays until another is predicted to be
     faster by more than the hysteresis. An arm that may be faster, but is not known well, is tried for a chunk, when what it
-    may lose can be paid from the funds: `credit` plain rounds, and small shares of all time and of the time saved.
+    may lose can be paid from the funds: `credit` plain rounds, and small shares of all time and of the time saved. An arm
+    that is kept for a batch and cache stands there for some choices, twice as many each time, until it is tried or surprises.
     `node_cost` is what a node costs before anything was measured, in units of a round's fixed part: about 1/10 on a CPU,
     1/200 on an accelerator.
     """
     arms = pool(strategies)
+    allowed = {PLAIN, *arms}
     learn = partial(observe_goodput, arms=arms)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
-        state = {**state, "choices": state["choices"] + 1}
-        view = outlook(state, (PLAIN, *affordable(arms, batch, most_nodes)), batch, slots, node_cost)
+        state, place = {**state, "choices": state["choices"] + 1}, f"{batch}/{slots}"
+        plan = state["plans"].get(place)
+        if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= most_nodes:
+            plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
+            return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
         if not state["cells"]:
             return state, Choice(PLAIN, math.nan, "baseline")
+        state = refitted(state, node_cost)
+        view = outlook(state, (PLAIN, *affordable(arms, batch, most_nodes)), batch, slots)
         state, i, reason = decide(state, view, batch, credit)
-        return state, Choice(view.arms[i], live * math.exp(view.speed[i]), reason)
+        held = state["incumbents"][str(batch)]
+        plans = planned(state, place, held, float(view.speed[view.arms.index(parse(held))]))
+        return {**state, "plans": plans}, Choice(view.arms[i], live * math.exp(view.speed[i]), reason)
 
     return Tuner(begin, choose, learn, renew_goodput)
 
 
 def begin() -> State:
     """Nothing known. clock: rounds seen; funds: seconds that trials may lose; gain: over plain, of the arm in use;
-    chunk: rounds of the last chunk; last: strategy of each group; trial: the last one, open until measured."""
+    chunk: rounds of the last chunk; last: strategy of each group; trial: the last one, open until measured; plans: of each
+    batch and cache the arm that stands, its log speed, for how many choices (in all and still), and how far it measures off;
+    seen: measurements; law: weights of the cost model, and how many measurements it has seen."""
     return {
         "choices": 0,
         "clock": 0,
@@ -204,75 +203,59 @@ def begin() -> State:
         "incumbents": {},
         "last": {},
         "trial": None,
+        "plans": {},
+        "seen": 0,
+        "law": None,
     }
 
 
-def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int, node_cost: float = costs.NODE) -> Outlook:
+def planned(state: State, place: str, arm: str, speed: float) -> State:
+    """The plans with the arm in use. It stands for a while unless something was just tried, for longer when it stood before."""
+    before, trial = state["plans"].get(place, {}), state["trial"]
+    if trial and state["choices"] - trial["since"] < REST:
+        hold, left = HOLD[0], 0
+    else:
+        hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
+    return {**state["plans"], place: {"arm": arm, "speed": speed, "hold": hold, "left": left, "drift": 0.0}}
+
+
+def watched(plans: State, place: str, arm: str, speed: float) -> State:
+    """The plans after a chunk of this log speed: one that keeps surprising is gone."""
+    plan = plans.get(place)
+    if plan is None or plan["arm"] != arm:
+        return plans
+    drift = plan["drift"] + (speed - plan["speed"] - plan["drift"]) / 4
+    if abs(drift) > SURPRISE:
+        return {other: plan for other, plan in plans.items() if other != place}
+    return {**plans, place: {**plan, "drift": drift}}
+
+
+def refitted(state: State, node_cost: float) -> State:
+    """The state with a law of costs that has seen nearly all measurements."""
+    if state["law"] and state["seen"] <= REFIT * state["law"]["seen"]:
+        return state
+    weights = costs.law(state["cells"], node_cost).tolist()
+    return {**state, "law": {"weights": weights, "seen": state["seen"]}}
+
+
+def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
     """Speed of each arm: accepted tokens and the one after them, over seconds."""
     accepted, error = acceptance.estimate(state["evidence"], state["clock"], batch, arms)
-    seconds, doubt = costs.predict(state["cells"], batch, slots, arms, node_cost)
+    seconds, doubt = costs.predict(state["cells"], batch, slots, arms, weights=state["law"]["weights"])
     return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
-
-
-def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[State, int, str]:
-    """The new state, the index of the arm, and why: the best known one, or a trial that can be paid for."""
-    texts = [name(arm) for arm in view.arms]
-    held = state["incumbents"].get(str(batch), name(PLAIN))
-    i = texts.index(held) if held in texts else 0
-    sure_A = view.speed - CAUTION * view.error
-    sure_A[i] = view.speed[i] + HYSTERESIS
-    best, trial = int(np.argmax(sure_A)), state["trial"]
-    is_waiting = trial and state["choices"] - trial["since"] < (PATIENCE if trial["open"] else REST)
-    tried = i if best != i or is_waiting else worth_trying(state, view, i, credit)
-    j = best if best != i else tried
-    reason = "kept" if j == i else "faster" if j == best else f"trial against {texts[i]}"
-    if j != i and (j == tried or view.error[j] > KNOWN):
-        trial = {"batch": batch, "arm": texts[j], "speed": float(view.speed[i])}
-        trial |= {"since": state["choices"], "open": True}
-    state = {**state, "gain": math.exp(view.speed[best] - view.speed[0]), "trial": trial}
-    return {**state, "incumbents": {**state["incumbents"], str(batch): texts[best]}}, j, reason
-
-
-def worth_trying(state: State, view: Outlook, i: int, credit: float) -> int:
-    """The arm whose trial is expected to save most over the horizon; i when none is worth its price or can be paid."""
-    saved_A, lost_A = stakes(view, i)
-    price_A = state["chunk"] * np.exp(view.seconds) * lost_A
-    prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
-    funds = state["funds"] + credit * math.exp(view.seconds[0])
-    worth_A = np.where((price_A <= funds) & (saved_A > WORTHWHILE), prize_A - price_A, -np.inf)
-    worth_A[i] = 0.0
-    return int(np.argmax(worth_A))
-
-
-def stakes(view: Outlook, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Expected share of arm i's time that each arm saves where it is faster, and of its own that it loses where slower.
-
-    Log speeds are normal: these are the mean of max(0, 1 - exp(-x)) and of max(0, 1 - exp(x)), x their difference.
-    """
-    apart_A, error_A = view.speed - view.speed[i], np.maximum(view.error, 1e-6)
-
-    def share(apart_A: np.ndarray) -> np.ndarray:
-        above_A = normal(apart_A / error_A)
-        return above_A - np.exp(error_A**2 / 2 - apart_A) * normal(apart_A / error_A - error_A)
-
-    return share(apart_A), share(-apart_A)
-
-
-def normal(x: np.ndarray) -> np.ndarray:
-    """The normal distribution function."""
-    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
     """The state with one measurement more."""
-    if min(seen.rounds, seen.row_rounds, seen.seconds) <= 0:
+    if min(seen.rounds, seen.row_rounds, seen.tokens, seen.seconds) <= 0:
         return state
     text, per_round = name(seen.strategy), seen.seconds / seen.rounds
     key = f"{seen.batch}/{seen.slots}/{text}"
     switched_on = state["last"].get(str(seen.group)) == name(PLAIN) and seen.strategy != PLAIN
     is_cold = switched_on or key not in state["cells"]
     clock = state["clock"] + int(seen.rounds)
-    evidence, trial = state["evidence"], state["trial"]
+    evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
+    plans = watched(plans, f"{seen.batch}/{seen.slots}", text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if seen.strategy != PLAIN:
         evidence = acceptance.learn(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
@@ -280,6 +263,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"])
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual)
         trial = {**trial, "open": False}
+        here = {place: {**plan, "left": 0} for place, plan in plans.items() if place.startswith(f"{seen.batch}/")}
+        plans = {**plans, **here}  # what it told is thought over
     return {
         **state,
         "clock": clock,
@@ -289,6 +274,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         "cells": costs.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
         "last": {**state["last"], str(seen.group): text},
         "trial": trial,
+        "plans": plans,
+        "seen": state["seen"] + 1,
     }
 
 
