@@ -33,7 +33,8 @@ def records(step: int, count: int = 3) -> list[Record]:
 
 
 def chunks(step: int, count: int = 2) -> list[Chunk]:
-    return [Chunk(0, n, 4, 3.5, 256, "2_2_4", "kept", None if n else 90.0, 100.0, step, 16, 0.5) for n in range(count)]
+    shape = (4, 3.5, 256, "2_2_4", "kept")
+    return [Chunk(0, n, *shape, None if n else 90.0, 100.0, step, 16, 0.5, [4 * n, 2, 1]) for n in range(count)]
 
 
 @pytest.fixture
@@ -65,6 +66,8 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     assert steps_of(events.Scalars("eval/pass@16")) == [2, 4]
     histogram = events.Histograms("response_length/histogram")[0]
     assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (2, 3, 12)
+    depths = events.Histograms("speculation/accepted/histogram")[0].histogram_value
+    assert (depths.num, depths.max, depths.sum) == (10, 2, 8)
     image = events.Images("rollout/timeline")[-1]
     assert (image.step, image.width, image.height) == (4, timeline.WIDTH, 116)
     text = events.Tensors("rollout/samples/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -79,6 +82,7 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     assert json.loads(lines[1]) == {
         "step": 3, "group": 0, "number": 1, "batch": 4, "live": 3.5, "slots": 256, "strategy": "2_2_4", "reason": "kept",
         "predicted": None, "measured": 100.0, "tokens": 3, "rounds": 16, "seconds": 0.5,
+        "accepted": [4, 2, 1],
     }  # fmt: skip
 
 
@@ -146,7 +150,9 @@ def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
             writer.histogram(1, "reward/mean", [1.0])
         with pytest.raises(MetricError):
             writer.scalars(1, {"eval/mean@k": 1.0})
-        writer.scalars(1, {"reward/terms/my.module:score": 1.0, "eval/mean@8": 1.0})
+        with pytest.raises(MetricError):
+            writer.scalars(1, {"speculation/accept_length/eagle2": 1.0})
+        writer.scalars(1, {"reward/terms/my.module:score": 1.0, "eval/mean@8": 1.0, "speculation/accept_length/eagle": 1.0})
 
 
 def test_the_names_are_unique_and_their_page_is_in_step():

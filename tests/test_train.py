@@ -294,7 +294,7 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
     assert completions(plain) == completions(speculated)
     assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
     measured = events(speculated)
-    for name in ("accept_length", "share", "accept_rate@1", "nodes@3"):
+    for name in ("accept_length/ngram", "share", "accept_rate@1", "nodes@3", "round_ms@3", "pool_programs", "pool_mib"):
         assert measured[f"speculation/{name}"], "some chunk drafted"
 
 
@@ -341,6 +341,7 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
         assert {line["strategy"] for line in lines} <= {"off", "2_2_4"}
         assert {line["reason"] for line in lines} <= {"never tried", "epsilon", "best median"}
         assert all(line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines)
+        assert all(line["strategy"] == "off" or sum(line["accepted"]) >= line["rounds"] for line in lines)
         assert all(line["predicted"] is None or line["predicted"] > 0 for line in lines)
     assert any(line["predicted"] for line in chosen(drafted)["000003.jsonl"])
 

@@ -65,6 +65,7 @@ class Engine:
         self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         settings, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
+        self.drafter_kind = drafter.kind if drafter else settings.drafter
         arms = drafters.pool(settings)
         self.path = max(arm.path for arm in (PLAIN, *arms))
         captures = drafter.captures if drafter else ()
@@ -178,8 +179,16 @@ class Engine:
             dealer.close()
             self.tuner_state = pilot.state
         new = self.registry.compiles[before:]
-        result.stats.update(compiles=len(new), compile_seconds=sum(compiled.seconds for compiled in new))
+        result.stats.update(compiles=len(new), compile_seconds=sum(compiled.seconds for compiled in new), **self.held())
         return result
+
+    def held(self) -> dict[str, int]:
+        """Programs that draft, and the most memory that those of one data group take beyond their arguments and results."""
+        held = {one.key: one for one in self.registry.compiles if one.key in self.registry.executables}
+        drafting = [one for one in held.values() if one.key.strategy != PLAIN]
+        groups = [[one for one in drafting if one.key.group == index] for index in range(len(self.groups))]
+        sizes = [sum(one.code for one in group) + max((one.temporary for one in group), default=0) for group in groups]
+        return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
     def guide(self, job: Job, rows: Sequence[int | None]) -> PyTree:
         """What n-grams are drawn from, for the sequences of a chunk's rows."""

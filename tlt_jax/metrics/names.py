@@ -12,7 +12,7 @@ class MetricError(ValueError):
 
 
 class Metric(NamedTuple):
-    """A name ({k} stands for a number, {term} for the name of a reward), how it is written, and what it says."""
+    """A name, how it is written, and what it says. See HOLES for what {} stand for."""
 
     name: str
     kind: str  # scalar | histogram | image | text
@@ -85,11 +85,17 @@ NAMES = tuple(
         ("perf/max_memory_gib", "scalar", "peak memory of the process (on CPU) or of one device so far"),
         # speculation
         ("speculation/accept_length", "scalar", "tokens that a drafting round gives a sequence, the one after the draft too"),
+        ("speculation/accept_length/{drafter}", "scalar", "the same by kind of drafter: eagle, eagle3 or ngram"),
+        ("speculation/accepted/histogram", "histogram", "drafted tokens that each drafting round of a sequence accepted"),
         ("speculation/accept_rate@{k}", "scalar", "share of drafting rounds whose draft held to depth k"),
         ("speculation/share", "scalar", "share of the answers' tokens that drafting rounds made"),
         ("speculation/declined", "scalar", "share of drafting rounds in which the drafter proposed nothing"),
         ("speculation/nodes@{k}", "scalar", "mean tree nodes of a round in batch bucket k; 1 is plain decoding"),
         ("speculation/prediction_error", "scalar", "median |log(predicted / measured tokens per second)| of the chunks"),
+        ("speculation/round_ms@{k}", "scalar", "milliseconds of a drafting round in batch bucket k, median of the chunks"),
+        ("speculation/plain_round_ms@{k}", "scalar", "milliseconds of a plain round in batch bucket k, median of the chunks"),
+        ("speculation/pool_programs", "scalar", "compiled drafting programs that are held, all data groups"),
+        ("speculation/pool_mib", "scalar", "code of a data group's drafting programs, and the largest one's temporaries"),
         ("training/epoch", "scalar", "passes over the training rows so far"),
         # evaluation
         ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
@@ -119,16 +125,23 @@ NAMES = tuple(
     ]
 )
 
-PATTERNS = [
-    (metric, re.compile(re.escape(metric.name).replace(r"\{k\}", r"\d+").replace(r"\{term\}", r"[\w.:/-]+")))
-    for metric in NAMES
-]
+# A number, the name of a reward, a kind of drafter.
+HOLES = {"{k}": r"\d+", "{term}": r"[\w.:/-]+", "{drafter}": "eagle3?|ngram"}
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """What a name with holes matches."""
+    parts = re.split("(" + "|".join(map(re.escape, HOLES)) + ")", name)
+    return re.compile("".join(f"(?:{HOLES[part]})" if part in HOLES else re.escape(part) for part in parts))
+
+
+PATTERNS = [(metric, pattern(metric.name)) for metric in NAMES]
 
 
 def find(name: str, kind: str) -> Metric:
     """The metric with this name and kind; MetricError, with the closest name, when there is none."""
-    for metric, pattern in PATTERNS:
-        if metric.kind == kind and pattern.fullmatch(name):
+    for metric, allowed in PATTERNS:
+        if metric.kind == kind and allowed.fullmatch(name):
             return metric
     close = difflib.get_close_matches(name, [metric.name for metric in NAMES if metric.kind == kind], n=1)
     hint = f"did you mean {close[0]}?" if close else "add it to tlt_jax/metrics/names.py"

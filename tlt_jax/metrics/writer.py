@@ -40,7 +40,8 @@ class Record:
 @dataclass(frozen=True)
 class Chunk:
     """A chunk of decoding of a step, as it stands in the speculation file: its shape, the strategy that was chosen for it,
-    why, and the tokens per second that were predicted (None: nobody knew) and measured."""
+    why, and the tokens per second that were predicted (None: nobody knew) and measured. `accepted` counts the
+    drafting rounds of sequences by how many drafted tokens they accepted."""
 
     group: int
     number: int
@@ -54,6 +55,7 @@ class Chunk:
     tokens: int
     rounds: int
     seconds: float
+    accepted: Sequence[int] = ()
 
 
 class Writer:
@@ -131,6 +133,9 @@ class Writer:
         if step % log.texts_every == 0:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
             self.histogram(step, "reward/histogram", [record.reward for record in records])
+            drafted = [np.repeat(np.arange(len(chunk.accepted)), chunk.accepted) for chunk in chunks if chunk.accepted]
+            if drafted:
+                self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
             if log.texts:
                 self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))

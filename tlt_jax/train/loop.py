@@ -18,7 +18,7 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models.transformer import Params
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import folder, grpo, packing, policy_step, report, sft
+from tlt_jax.train import folder, grpo, packing, policy_step, report, sft, speculation
 from tlt_jax.train.packing import Example
 from tlt_jax.train.policy_step import Batch, PolicyState, Programs, Recipe
 
@@ -91,10 +91,10 @@ def train(config: Config) -> int:
                 state, learned = learn(config, recipe, programs, state, reference, prompts, rollout, scores, watch)
                 step += 1
                 profiler.leave(step)
-                scalars = report.of_rollout(config, prompts, rollout, scores) | learned
+                scalars = report.of_rollout(config, prompts, rollout, scores) | speculation.metrics(engine, rollout) | learned
                 scalars |= report.of_step(dataset, config, step, scalars, watch)
-                answers, chunks = report.records(prompts, rollout, scores, texts), report.chunks(config, rollout)
-                writer.step(step, scalars, answers, rollout.spans, chunks)
+                answers = report.records(prompts, rollout, scores, texts)
+                writer.step(step, scalars, answers, rollout.spans, speculation.chunks(engine, rollout))
                 if int(state.skips) >= config.train.max_nonfinite:
                     print(
                         f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -14,14 +13,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tlt_jax import checks, drafters
+from tlt_jax import checks
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Prompt
 from tlt_jax.engine import RolloutResult
-from tlt_jax.metrics import Chunk, Record, Writer, idle_share
+from tlt_jax.metrics import Record, Writer, idle_share
 from tlt_jax.rewards import Score
-from tlt_jax.spec_decode import strategies
-from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.train import grpo
 
 
@@ -74,31 +71,7 @@ def of_rollout(
         "perf/compile_s": rollout.stats["compile_seconds"],
         "perf/programs": rollout.stats["programs"],
         "perf/max_memory_gib": peak_memory() / 2**30,
-        **of_speculation(rollout),
     }
-
-
-def of_speculation(rollout: RolloutResult) -> dict[str, float]:
-    """What drafting was worth in a rollout; nothing when no chunk drafted."""
-    drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
-    if not drafted:
-        return {}
-    rows = sum(one.row_rounds for one in drafted)
-    metrics = {
-        "speculation/accept_length": rollout.stats["accept_length"],
-        "speculation/share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
-        "speculation/declined": rollout.stats["declined"] / rows,
-    }
-    for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
-        deep = [one for one in drafted if one.strategy.depth >= depth]
-        hits = sum(int(one.hits[depth - 1].sum()) for one in deep)
-        metrics[f"speculation/accept_rate@{depth}"] = hits / sum(one.row_rounds for one in deep)
-    for batch in sorted({one.batch for one in rollout.measurements}):
-        same = [one for one in rollout.measurements if one.batch == batch]
-        nodes = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
-        metrics[f"speculation/nodes@{batch}"] = nodes
-    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
-    return metrics | ({"speculation/prediction_error": float(np.median(errors))} if errors else {})
 
 
 def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
@@ -177,29 +150,6 @@ def records(
             scores[answer.uid].failure,
         )
         for answer in rollout.completions
-    ]
-
-
-def chunks(config: Config, rollout: RolloutResult) -> list[Chunk]:
-    """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
-    if config.speculation.drafter == drafters.NONE:
-        return []
-    return [
-        Chunk(
-            one.group,
-            one.number,
-            one.batch,
-            one.live,
-            one.slots,
-            strategies.name(one.strategy),
-            one.reason,
-            None if math.isnan(one.predicted) else one.predicted,
-            one.tokens / one.seconds,
-            one.tokens,
-            one.rounds,
-            one.seconds,
-        )
-        for one in rollout.measurements
     ]
 
 
