@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from tlt_jax import command, config as configuration
-from tlt_jax.config import DTYPES, Config
+from tlt_jax.config import Config
+from tlt_jax.sections import DTYPES
 from tlt_jax.settings import ConfigError
 
 ABOUT = f"""--run RUN     folder of the run
