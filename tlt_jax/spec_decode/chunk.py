@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -12,38 +11,19 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.endings import RUNNING, STOPPED, TRUNCATED, Rules, ends_sequence, shift
 from tlt_jax.spec_decode.noise import gumbel
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stats import BINS, Stats, measure
 from tlt_jax.spec_decode.tree import (
-    ABSENT,
     PLAIN,
     Context,
     Drafter,
-    DraftTree,
     PyTree,
     Strategy,
     Target,
     ancestors,
     root_only,
-    score_order,
 )
-
-RUNNING, STOPPED, TRUNCATED = 0, 1, 2
-BINS = 10  # of the reliability table of scores
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the tokens depend on besides weights and keys: how they are drawn, and what ends an answer."""
-
-    sampling: Sampling = Sampling()
-    eos_ids: tuple[int, ...] = ()
-    stop_ids: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def tail(self) -> int:
-        """How many of its last tokens a sequence must remember to notice a stop sequence."""
-        return max((len(stop) for stop in self.stop_ids), default=1) - 1
 
 
 class Decoder(NamedTuple):
@@ -92,23 +72,6 @@ class Admission:
     limits: Int32[Array, " B"]
     keys: UInt32[Array, "B 2"]
     history: Int32[Array, "B P"]
-
-
-@struct.dataclass
-class Stats:
-    """What the trees of live rows were worth, added up over the rounds of a chunk.
-
-    hits[d, n, r]: accepted nodes of depth d + 1 that were n-th by score and whose `ranks` is r. In the reliability table,
-    nodes[i] have a score that promises i/10 to (i+1)/10, promised[i] in all, and held[i] of them were accepted.
-    `declined`: trees of a root only.
-    """
-
-    row_rounds: Int32[Array, ""]
-    declined: Int32[Array, ""]
-    hits: Int32[Array, "D N k"]
-    nodes: Int32[Array, " bins"]
-    promised: Float[Array, " bins"]
-    held: Int32[Array, " bins"]
 
 
 @struct.dataclass
@@ -241,29 +204,6 @@ def remember(
     )
 
 
-def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, strategy: Strategy) -> Stats:
-    """What the trees of one round were worth."""
-    drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
-    steps = jnp.arange(strategy.path)
-    accepted = (steps > 0) & (steps < counts[:, None])
-    held = (walk.path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
-    held = held.any(axis=1) & drafted
-    hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
-    if strategy.depth:
-        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(held.astype(jnp.int32))
-    chance = jnp.where(drafted, jnp.exp(tree.scores), 0).astype(jnp.float32)
-    which = jnp.clip((BINS * chance).astype(jnp.int32), 0, BINS - 1)
-    table = jnp.zeros(BINS, jnp.int32)
-    return Stats(
-        row_rounds=live.sum(dtype=jnp.int32),
-        declined=(live & ~drafted.any(axis=1)).sum(dtype=jnp.int32) * (strategy != PLAIN),
-        hits=hits,
-        nodes=table.at[which].add(drafted.astype(jnp.int32)),
-        promised=jnp.zeros(BINS, jnp.float32).at[which].add(chance),
-        held=table.at[which].add(held.astype(jnp.int32)),
-    )
-
-
 @shaped
 def settle(
     rules: Rules, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
@@ -279,27 +219,6 @@ def settle(
     stopped = (stops & (steps == first[:, None])).any(axis=1)
     finish = jnp.where(stopped, STOPPED, TRUNCATED)
     return counts, jnp.where(state.live & (first <= accepted), finish, RUNNING).astype(jnp.int32)
-
-
-@shaped
-def ends_sequence(rules: Rules, tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
-    """Whether a stop sequence is complete with each token."""
-    window = jnp.concatenate([tail, tokens], axis=1)
-    hit = jnp.zeros(tokens.shape, bool)
-    for stop in rules.stop_ids:
-        same = jnp.ones(tokens.shape, bool)
-        for back, token in enumerate(reversed(stop)):
-            start = tail.shape[1] - back
-            same &= window[:, start : start + tokens.shape[1]] == token
-        hit |= same
-    return hit
-
-
-@shaped
-def shift(tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]) -> Int32[Array, "B W"]:
-    """The last W tokens after counts[b] more."""
-    window = jnp.concatenate([tail, tokens], axis=1)
-    return jnp.take_along_axis(window, counts[:, None] + jnp.arange(tail.shape[1]), axis=1)
 
 
 def append(report: Report, emitted: Emitted, stats: Stats) -> Report:

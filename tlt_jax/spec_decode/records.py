@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode.chunk import DecodeState, Report, Rules, Stats, Weights
+from tlt_jax.spec_decode.chunk import DecodeState, Report, Weights
 from tlt_jax.spec_decode.dealing import Dealer
+from tlt_jax.spec_decode.endings import Rules
 from tlt_jax.spec_decode.programs import Registry
+from tlt_jax.spec_decode.stats import Stats
 from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
 
 

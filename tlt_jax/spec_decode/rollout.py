@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from tlt_jax.spec_decode import costs, group as machine
-from tlt_jax.spec_decode.chunk import BINS, RUNNING, TRUNCATED
+from tlt_jax.spec_decode.endings import RUNNING, TRUNCATED
 from tlt_jax.spec_decode.records import (
     Decided,
     Decision,
@@ -23,6 +23,7 @@ from tlt_jax.spec_decode.records import (
     Retired,
     Tokens,
 )
+from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement
 

@@ -1,0 +1,52 @@
+"""What the trees of a chunk were worth, counted where they are verified; knows no cost and no clock."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int32
+
+from tlt_jax.spec_decode import verify
+from tlt_jax.spec_decode.tree import ABSENT, PLAIN, DraftTree, Strategy, score_order
+
+BINS = 10  # of the reliability table of scores
+
+
+@struct.dataclass
+class Stats:
+    """What the trees of live rows were worth, added up over the rounds of a chunk.
+
+    hits[d, n, r]: accepted nodes of depth d + 1 that were n-th by score and whose `ranks` is r. In the reliability table,
+    nodes[i] have a score that promises i/10 to (i+1)/10, promised[i] in all, and held[i] of them were accepted.
+    `declined`: trees of a root only.
+    """
+
+    row_rounds: Int32[Array, ""]
+    declined: Int32[Array, ""]
+    hits: Int32[Array, "D N k"]
+    nodes: Int32[Array, " bins"]
+    promised: Float[Array, " bins"]
+    held: Int32[Array, " bins"]
+
+
+def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, strategy: Strategy) -> Stats:
+    """What the trees of one round were worth."""
+    drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
+    steps = jnp.arange(strategy.path)
+    accepted = (steps > 0) & (steps < counts[:, None])
+    held = (walk.path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
+    held = held.any(axis=1) & drafted
+    hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
+    if strategy.depth:
+        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(held.astype(jnp.int32))
+    chance = jnp.where(drafted, jnp.exp(tree.scores), 0).astype(jnp.float32)
+    which = jnp.clip((BINS * chance).astype(jnp.int32), 0, BINS - 1)
+    table = jnp.zeros(BINS, jnp.int32)
+    return Stats(
+        row_rounds=live.sum(dtype=jnp.int32),
+        declined=(live & ~drafted.any(axis=1)).sum(dtype=jnp.int32) * (strategy != PLAIN),
+        hits=hits,
+        nodes=table.at[which].add(drafted.astype(jnp.int32)),
+        promised=jnp.zeros(BINS, jnp.float32).at[which].add(chance),
+        held=table.at[which].add(held.astype(jnp.int32)),
+    )
