@@ -1,0 +1,83 @@
+"""One chunk alone, without groups, queues and buckets: prompts go in, one program decodes them, answers come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tlt_jax import drafters, mesh as meshes
+from tlt_jax.config import Speculation
+from tlt_jax.engine import make_target
+from tlt_jax.models import eagle, transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.spec_decode import chunk
+from tlt_jax.spec_decode.chunk import Admission, Decoder, DecodeState, Report, Rules, Weights
+from tlt_jax.spec_decode.tree import Strategy
+
+
+def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], keys: jax.Array, limit: int) -> DecodeState:
+    """Sequences with room for `limit` more tokens; as many of each prompt as there are keys for."""
+    target, drafter, rules, _ = decoder
+    batch, sizes = len(keys), np.array([len(prompt) for prompt in prompts], np.int32)
+    width, slots = max(sizes.max() - 1, 1), int(sizes.max()) + limit
+    source = np.arange(batch, dtype=np.int32) * len(prompts) // batch
+    tokens = np.zeros((len(prompts), width + 1), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    empty = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (target.empty(batch, slots), drafter.empty(batch, slots))
+    )
+    zeros = jnp.zeros(batch, jnp.int32)
+    state = DecodeState(
+        roots=zeros, lengths=zeros, limits=zeros, live=zeros > 0, keys=jnp.zeros((batch, 2), jnp.uint32),
+        tail=jnp.zeros((batch, rules.tail), jnp.int32),
+        history=jnp.zeros((batch, target.room(slots) if drafter.remembers else 0), jnp.int32),
+        cache=empty[0], drafter=empty[1],
+    )  # fmt: skip
+    new = Admission(
+        source=jnp.asarray(source),
+        roots=jnp.asarray(tokens[np.arange(len(prompts)), sizes - 1][source]),
+        lengths=jnp.asarray(sizes[source] - 1),
+        limits=jnp.asarray(sizes[source] + np.int32(limit)),
+        keys=jnp.asarray(keys),
+        history=jnp.asarray(tokens[source][:, : width + 1 if drafter.remembers else 0]),
+    )
+    prefilled = target.prefill(weights.target, jnp.asarray(tokens[:, :width]), jnp.asarray(sizes - 1))
+    return chunk.admit(target, drafter, state, prefilled, new)
+
+
+def program(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], limit: int, rounds: int = 0
+) -> Callable[..., tuple[DecodeState, Report]]:
+    """(weights, keys[B, 2]) -> state and report after `rounds` rounds, or at the end of all answers."""
+
+    @jax.jit
+    def run(weights, keys):
+        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, ())
+
+    return run
+
+
+def answers(report: Report) -> list[list[int]]:
+    """The tokens of every row."""
+    tokens, counts = np.asarray(report.tokens), np.asarray(report.counts)
+    return [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
+
+
+def tiny(model: ModelConfig, kind: str, dtype: str, rules: Rules, strategy: Strategy) -> tuple[Decoder, Weights]:
+    """A random policy, and a random drafter of this kind."""
+    mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
+    group = meshes.data_group(mesh, 0)
+    target = make_target(model, group, dtype, own.captures, strategy.path)
+    drafter = drafters.make(Speculation(drafter="a directory"), own, target, group, dtype)
+    params = transformer.init(model, mesh, jax.random.key(0), dtype), eagle.init(own, mesh, jax.random.key(7), dtype)
+    reshard = (transformer.to_rollout, model), (eagle.to_rollout, own)
+    parts = [
+        jax.jit(partial(change, config=config, mesh=mesh, dtype=dtype))(part)
+        for (change, config), part in zip(reshard, params, strict=True)
+    ]
+    return Decoder(target, drafter, rules, strategy), Weights(*parts)

@@ -1,0 +1,228 @@
+"""Planted mistakes of drafting and verification are caught: what changes tokens by the identity, the rest by its own law."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+import rounds
+import toys
+
+from tlt_jax import mesh as meshes
+from tlt_jax.spec_decode import chunk, drafting, noise, verify
+from tlt_jax.spec_decode.chunk import Decoder, Rules, Weights
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import ABSENT, Strategy, Target
+
+V, LIMIT, SAMPLES = 12, 16, 4
+TABLE = toys.table(V, scale=1.0)
+NOISY = TABLE + toys.table(V, seed=9, scale=0.5)
+PROMPTS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9], [11, 10]]
+RULES = Rules(Sampling(1.0))
+TREE = Strategy(depth=2, topk=2, nodes=5)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+# Each gets the original and how much to spoil: with 0 it is the original
+
+
+def redrawn_noise(gumbel, harm):
+    """Behind the first position of a round, the noise is drawn again in every round."""
+
+    def draw(keys, positions, *rest):
+        again = keys ^ (harm * positions[:, :1]).astype(jnp.uint32)
+        return jnp.concatenate([gumbel(keys, positions[:, :1], *rest), gumbel(again, positions[:, 1:], *rest)], axis=1)
+
+    return draw
+
+
+def late_noise(gumbel, harm):
+    """Behind the first position of a round, the noise is that of the position after."""
+    return lambda keys, positions, *rest: gumbel(keys, positions.at[:, 1:].add(harm), *rest)
+
+
+def noise_per_node(along, harm):
+    """The nodes of one depth have noise of their own; the root has what plain decoding has."""
+
+    def pick(path, nodes):
+        found = along(path, nodes)
+        if path.shape[1] != TREE.nodes:
+            return found
+        return jax.vmap(lambda row, by: jnp.roll(row, by, axis=-1), (1, 0), 1)(found, harm * jnp.arange(TREE.nodes))
+
+    return pick
+
+
+def logits_of_another_parent(match, harm):
+    """Below the root, a child is compared with the choice of the node before its parent."""
+
+    def walk(tree, chosen, depth):
+        nodes = jnp.arange(chosen.shape[1])
+        return match(tree, chosen[:, jnp.where(nodes > 1, nodes - harm, nodes)], depth)
+
+    return walk
+
+
+def unlooked_children(match, harm):
+    """The first child of the root is taken, whatever was chosen there."""
+
+    def walk(tree, chosen, depth):
+        return match(tree, chosen.at[:, 0].set(jnp.where(harm > 0, tree.tokens[:, 1], chosen[:, 0])), depth)
+
+    return walk
+
+
+def seen_siblings(ancestors, harm):
+    """A node sees all nodes before it."""
+    chain = jnp.maximum(jnp.arange(TREE.nodes, dtype=jnp.int32) - 1, 0)
+    return lambda parents: ancestors(jnp.where(harm > 0, chain, parents))
+
+
+def later_positions(forward, harm):
+    """The positions of all nodes below the root are one too large."""
+    return lambda params, tokens, positions, *rest: forward(params, tokens, positions.at[:, 1:].add(harm), *rest)
+
+
+def first_nodes_kept(keep, harm):
+    """The first nodes of the tree are committed, not those of the path."""
+
+    def commit(cache, scratch, path, lengths):
+        return keep(cache, scratch, jnp.where(harm > 0, jnp.arange(path.shape[1], dtype=path.dtype), path), lengths)
+
+    return commit
+
+
+def path_kept_late(keep, harm):
+    """What follows the root is committed one slot too late."""
+
+    def commit(cache, scratch, path, lengths):
+        late = jnp.concatenate([path[:, :1], path[:, :-1]], axis=1)
+        return keep(cache, scratch, jnp.where(harm > 0, late, path), lengths)
+
+    return commit
+
+
+def later_features(window, harm):
+    """The drafter reads the features of the token after."""
+
+    def cut(rows, starts, width):
+        return window(rows, starts + harm * (rows.ndim == 3), width)
+
+    return cut
+
+
+def noise_of_another_level(noise_of, harm):
+    """The drafter expects the noise of the next level."""
+    return lambda context, level, ids: noise_of(context, level + harm, ids)
+
+
+def children_of_another_parent(grown, harm):
+    """The children of a beam are hung below another beam of its level."""
+    return lambda beams, index, *rest: grown(beams, jnp.roll(index, harm, axis=1), *rest)
+
+
+def repeated_siblings(children, harm):
+    """The second child is the first one once more."""
+
+    def guess(*args, **settings):
+        tokens, scores = children(*args, **settings)
+        return tokens.at[..., 1].set(jnp.where(harm > 0, tokens[..., 0], tokens[..., 1])), scores
+
+    return guess
+
+
+VERIFICATION = [
+    (chunk, "gumbel", redrawn_noise), (chunk, "gumbel", late_noise), (chunk, "along", noise_per_node),
+    (verify, "match", logits_of_another_parent), (verify, "match", unlooked_children), (chunk, "ancestors", seen_siblings),
+    (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
+]  # fmt: skip
+DRAFTING = [
+    (drafting, "window", later_features), (drafting, "noise_of", noise_of_another_level),
+    (drafting, "grown", children_of_another_parent),
+]  # fmt: skip
+REPEATED = (drafting, "children", repeated_siblings)
+
+
+def named(mutant) -> str:
+    return mutant[2].__name__
+
+
+def spoiled(monkeypatch, mutants, harm: int) -> Decoder:
+    """The toy with these mutants in it."""
+    group = meshes.data_group(meshes.make_mesh(1, 1), 0)
+    target, drafter = toys.table_target(group, V), toys.table_drafter()(group, V)
+    for place, name, mutant in mutants:
+        if place is Target:
+            target = target._replace(**{name: mutant(getattr(target, name), harm)})
+        else:
+            monkeypatch.setattr(place, name, mutant(getattr(place, name), harm))
+    return Decoder(target, drafter, RULES, TREE)
+
+
+@cache
+def expected() -> list[list[int]]:
+    """The answers by plain decoding in NumPy."""
+    ahead = noise.gumbel(keys(), jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (len(keys()), 32)), V, jnp.float64)
+    return [
+        references.decode(
+            lambda prefix: toys.table_logits(TABLE, prefix), lambda t, row=row: row[t], PROMPTS[uid // SAMPLES],
+            RULES.sampling, (), (), LIMIT,
+        )[0]
+        for uid, row in enumerate(np.asarray(ahead))
+    ]  # fmt: skip
+
+
+def keys() -> jax.Array:
+    return jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+
+
+def laws(decoder: Decoder) -> tuple[bool, bool]:
+    """Whether the tokens are those of plain decoding, and whether a drafter that knows all is right in every round."""
+    run, same = rounds.program(decoder, PROMPTS, LIMIT), []
+    for guess in (NOISY, TABLE):
+        _, report = run(Weights(jnp.asarray(TABLE), jnp.asarray(guess)), keys())
+        same.append(rounds.answers(report) == expected())
+    return all(same), int(report.stats.row_rounds) == len(expected()) * -(-LIMIT // TREE.path)
+
+
+def siblings_differ(decoder: Decoder) -> bool:
+    """Whether the drafter's first trees hold no child of a node twice."""
+
+    @jax.jit
+    def first(weights, keys):
+        state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
+        context = chunk.context_of(decoder.target, state, (), chunk.noise_ahead(decoder, state, weights))
+        known = decoder.drafter.catch_up(weights, state.drafter, context)
+        return decoder.drafter.draft(weights, known, context, TREE, RULES.sampling.temperature)
+
+    tree = jax.tree.map(np.asarray, first(Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), keys()))
+    below = [
+        [(parent, token) for parent, token in zip(*row, strict=True) if token != ABSENT]
+        for row in zip(tree.parents[:, 1:], tree.tokens[:, 1:], strict=True)
+    ]
+    assert all(below), "every row drafts"
+    return all(len(set(row)) == len(row) for row in below)
+
+
+def test_the_laws_hold_without_harm_also_through_every_mutant(monkeypatch):
+    decoder = spoiled(monkeypatch, [*VERIFICATION, *DRAFTING, REPEATED], harm=0)
+    assert laws(decoder) == (True, True) and siblings_differ(decoder)
+
+
+@pytest.mark.parametrize("mutant", VERIFICATION, ids=named)
+def test_a_mistake_of_verification_changes_tokens(monkeypatch, mutant):
+    assert not laws(spoiled(monkeypatch, [mutant], harm=1))[0]
+
+
+@pytest.mark.parametrize("mutant", DRAFTING, ids=named)
+def test_a_mistake_of_drafting_changes_no_token_and_drafts_worse(monkeypatch, mutant):
+    assert laws(spoiled(monkeypatch, [mutant], harm=1)) == (True, False)
+
+
+def test_siblings_that_repeat_change_no_token_and_are_seen_in_the_tree(monkeypatch):
+    decoder = spoiled(monkeypatch, [REPEATED], harm=1)
+    assert laws(decoder)[0] and not siblings_differ(decoder)
