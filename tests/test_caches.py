@@ -1,0 +1,62 @@
+"""What rounds with a drafter commit is what fresh passes over the emitted tokens make: the policy's cache, the drafter's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rounds
+
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import Context, Strategy
+
+MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
+PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [9], [36, 10]], 2, 40, 8
+TREE = Strategy(depth=3, topk=3, nodes=9)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, kind):
+    decoder, weights = rounds.tiny(MODEL, kind, "float64", Rules(Sampling(1.0)), TREE)
+    target, drafter, batch = decoder.target, decoder.drafter, len(PROMPTS) * SAMPLES
+    keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(batch)))
+    run = rounds.program(decoder, PROMPTS, LIMIT, ROUNDS)
+    state, report = run(weights, keys)
+    assert int(report.stats.hits.sum()) > batch / 2, "paths of several lengths were committed"
+    assert len(set(report.counts.tolist())) > 2 and state.live.all()
+    size = state.history.shape[1]
+    history = np.zeros((batch, size), np.int32)
+    for uid, answer in enumerate(rounds.answers(report)):
+        whole = [*PROMPTS[uid // SAMPLES], *answer]
+        history[uid, : len(whole)] = whole
+        assert int(state.lengths[uid]) == len(whole) - 1
+
+    @jax.jit
+    def fresh(weights, history, lengths, built):
+        prefilled = target.prefill(weights.target, history, lengths)
+        like = drafter.empty(batch, size - target.room(0))
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        context = Context(history, built, prefilled.features, ())
+        return prefilled, drafter.extend(weights, empty, context, size - 1)
+
+    prefilled, drafted = fresh(weights, jnp.asarray(history), state.lengths, state.drafter.built)
+    behind = np.asarray(state.lengths - state.drafter.built)
+    assert (behind >= 1).all() and (behind <= TREE.path).all(), "all but what the last round accepted"
+    close = partial(np.testing.assert_allclose, rtol=0, atol=1e-9)
+    for uid in range(batch):
+        here, known = slice(int(state.lengths[uid])), slice(int(state.drafter.built[uid]))
+        for layer in range(MODEL.num_layers):
+            close(state.cache.keys[layer][uid, ..., here], prefilled.keys[layer][uid, ..., here])
+            close(state.cache.values[layer][uid, :, here], prefilled.values[layer][uid, :, here])
+        close(state.cache.features[uid, here], prefilled.features[uid, here])
+        close(state.drafter.cache.keys[0][uid, ..., known], drafted.cache.keys[0][uid, ..., known])
+        close(state.drafter.cache.values[0][uid, :, known], drafted.cache.values[0][uid, :, known])
+    assert prefilled.features.shape[-1] > 0
+    started = np.asarray(state.drafter.built) > 0
+    close(state.drafter.hidden[started], drafted.hidden[started])
