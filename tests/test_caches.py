@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import rounds
 
+from tlt_jax.models import eagle
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import Context, Strategy
+from tlt_jax.spec_decode.tree import Strategy
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
 PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [9], [36, 10]], 2, 40, 8
@@ -38,14 +39,15 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, kind):
         assert int(state.lengths[uid]) == len(whole) - 1
 
     @jax.jit
-    def fresh(weights, history, lengths, built):
+    def fresh(weights, history, lengths):
         prefilled = target.prefill(weights.target, history, lengths)
-        like = drafter.empty(batch, size - target.room(0))
+        like = drafter.empty(batch, size - target.room(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        context = Context(history, built, prefilled.features, ())
-        return prefilled, drafter.extend(weights, empty, context, size - 1)
+        own, shared = eagle.for_policy(MODEL, kind), eagle.shared(weights.target)
+        lines = history[:, 1:], prefilled.features[:, :-1]  # slot t comes from the features of token t, and token t + 1
+        return prefilled, *eagle.extend(weights.drafter, own, shared, empty, *lines, jnp.zeros(batch, jnp.int32))
 
-    prefilled, drafted = fresh(weights, jnp.asarray(history), state.lengths, state.drafter.built)
+    prefilled, drafted, hidden = fresh(weights, jnp.asarray(history), state.lengths)
     behind = np.asarray(state.lengths - state.drafter.built)
     assert (behind >= 1).all() and (behind <= TREE.path).all(), "all but what the last round accepted"
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-9)
@@ -55,8 +57,7 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, kind):
             close(state.cache.keys[layer][uid, ..., here], prefilled.keys[layer][uid, ..., here])
             close(state.cache.values[layer][uid, :, here], prefilled.values[layer][uid, :, here])
         close(state.cache.features[uid, here], prefilled.features[uid, here])
-        close(state.drafter.cache.keys[0][uid, ..., known], drafted.cache.keys[0][uid, ..., known])
-        close(state.drafter.cache.values[0][uid, :, known], drafted.cache.values[0][uid, :, known])
-    assert prefilled.features.shape[-1] > 0
-    started = np.asarray(state.drafter.built) > 0
-    close(state.drafter.hidden[started], drafted.hidden[started])
+        close(state.drafter.cache.keys[0][uid, ..., known], drafted.keys[0][uid, ..., known])
+        close(state.drafter.cache.values[0][uid, :, known], drafted.values[0][uid, :, known])
+        close(state.drafter.hidden[uid], hidden[uid, known][-1])
+    assert state.cache.features.shape[-1] > 0
