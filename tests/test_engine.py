@@ -385,7 +385,8 @@ def test_prompts_that_do_not_fit_are_refused():
     for prompts, limits, words in (
         ([], 4, "at least one prompt"), ([[1], []], 4, "at least one token"), ([[1] * 60], 8, "at most 4 new tokens"),
         ([[1, 37]], 4, "token 37 is outside the vocabulary of 37"), ([[1]], 0, "at most 0 tokens"),
-        ([[1], [2]], [4, -1], "at most -1 tokens"),
+        ([[1], [2]], [4, -1], "at most -1 tokens"), ([[1], [2], [3]], [4, 4], "2 answer limits for 3 prompts"),
+        ([[1], [2, -3, 36, 5]], 4, "token -3 is outside the vocabulary of 37"),
         ([[1] * 60, [1]], [3, 64], "prompt of 1 tokens and an answer of 64 exceed the model's 64 .* at most 63 new"),
         ([[1] * 60, [1]], [5, 62], "prompt of 60 tokens and an answer of 5 exceed the model's 64 .* at most 4 new"),
     ):  # fmt: skip
