@@ -70,6 +70,17 @@ def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("case", cases.CASES)
+def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
+    hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32")
+    (tmp_path / "model.safetensors").unlink()
+    assert hf_drafter.read_config(tmp_path, cases.policy()) == cases.config(case)
+    with pytest.raises(ModelError, match="is below the 65 positions"):
+        hf_drafter.read_config(tmp_path, cases.policy(), positions=65)
+    with pytest.raises(ModelError, match="is not the policy's 32"):
+        hf_drafter.read_config(tmp_path, cases.policy(hidden_size=32))
+
+
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     hf_drafter.save(params, config, tmp_path, "bfloat16")
@@ -102,6 +113,7 @@ def test_what_other_programs_write_is_read(written, mesh):
     assert load(folder, mesh)[1].ids is None
     folder = written("eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent")
     assert load(folder, mesh)[0] == cases.config("eagle")
+    assert load(written("eagle_bias", bias="absent"), mesh)[0] == cases.config("eagle_bias")
 
 
 @pytest.mark.parametrize(

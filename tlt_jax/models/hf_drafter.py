@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -81,24 +81,37 @@ def load(
     `positions` is the length of the longest sequence that it has to draft for. Raises ModelError, in one line that names
     what does not fit: the config, the policy, the positions, the draft vocabulary or the tensors.
     """
-    directory = Path(directory)
-    raw = read_json(directory / "config.json")
-    if raw is None:
-        raise ModelError(f"{directory} has no config.json: give the directory of an EAGLE or EAGLE-3 drafter")
+    directory, config = Path(directory), read_config(directory, policy, positions)
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
         try:
-            config = from_raw(raw, policy, TOP["fuse_bias"] in stored)
+            config = replace(config, fc_bias=TOP["fuse_bias"] in stored)  # config.json may not say
             optional = {"t2d", "d2t"} if config.whole else {"t2d"}
             wanted = [tensor for tensor in tensors(config) if tensor.name in stored or tensor.name not in optional]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
-            check_positions(config, positions)
             return config, read_params(config, stored, mesh, dtype)
         except ValueError as error:
             raise ModelError(f"drafter {directory}: {error}") from error
 
 
-def from_raw(raw: Mapping[str, Any], policy: ModelConfig, fc_bias: bool) -> DrafterConfig:
+def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) -> DrafterConfig:
+    """The drafter of a directory as its config.json alone describes it, for this policy and sequences of this length.
+
+    Raises ModelError, in one line that names what does not fit: the config, the policy or the positions.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if raw is None:
+        raise ModelError(f"{directory} has no config.json: give the directory of an EAGLE or EAGLE-3 drafter")
+    try:
+        config = from_raw(raw, policy)
+        check_positions(config, positions)
+        return config
+    except ValueError as error:
+        raise ModelError(f"drafter {directory}: {error}") from error
+
+
+def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
     named = raw.get("architectures") or [None]
     if len(named) != 1 or named[0] not in ARCHITECTURES:
@@ -120,7 +133,7 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig, fc_bias: bool) -> Draf
         rope=layer.rope,
         rms_eps=layer.rms_eps,
         qkv_bias=layer.qkv_bias,
-        fc_bias=fc_bias,
+        fc_bias=kind == "eagle" and bool(raw.get("bias")),
         fc_norm=bool(raw.get("fc_norm")),
         norm_output=bool(raw.get("norm_output")),
         init_std=layer.init_std,
