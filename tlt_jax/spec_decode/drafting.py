@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.tree import ABSENT, Context, Drafter, DraftTree, PyTree, Strategy
 
-CATCH_UP = 64  # tokens of one step of catching up
+CATCH_UP, AT_ONCE = 64, 1024  # most tokens of one step of catching up: of each sequence, and of all together
 
 
 class Network(NamedTuple):
@@ -97,7 +97,8 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
         )
 
     def catch_up(weights: PyTree, state: Learned, context: Context) -> Learned:
-        width = min(CATCH_UP, context.history.shape[1] - 1)
+        batch, slots = context.history.shape
+        width = min(CATCH_UP, max(1, AT_ONCE // batch), slots - 1)
         return jax.lax.while_loop(
             lambda state: (state.built < context.lengths).any(),
             lambda state: extend(weights, state, context, width),
@@ -142,7 +143,10 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
 @shaped
 def window(rows: Array, starts: Int32[Array, " B"], width: int) -> Array:
     """rows[b, starts[b] : starts[b] + width] of every row."""
-    return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width))(rows, starts)
+    batch, slots = rows.shape[:2]
+    index = (jnp.arange(batch) * slots + starts)[:, None] + jnp.arange(width)
+    flat = rows.reshape(batch * slots, *rows.shape[2:])
+    return flat.at[index.reshape(-1)].get(mode="promise_in_bounds").reshape(batch, width, *rows.shape[2:])
 
 
 def expand(
