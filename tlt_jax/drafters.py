@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tlt_jax.config import Config, Speculation
 from tlt_jax.models import eagle, hf_drafter, kv_cache
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import ngram, strategies, tuner
 from tlt_jax.spec_decode.drafting import Coupling, Network, learned
 from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stateless
@@ -27,12 +29,52 @@ def load(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig,
 
     Raises ModelError, naming what does not fit, for the directory of another policy's drafter.
     """
-    name = config.speculation.drafter
-    if name in (NONE, NGRAM):
+    path = directory(config)
+    if path is None:
         return None, None
-    positions = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    directory = tables.expand(name, "speculation.drafter")
-    return hf_drafter.load(directory, model, mesh, config.model.param_dtype, min(positions, model.max_positions))
+    return hf_drafter.load(path, model, mesh, config.model.param_dtype, positions(config, model))
+
+
+def describe(config: Config, model: ModelConfig) -> DrafterConfig | None:
+    """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
+
+    Its config.json is enough. While the directory is not there, it is the drafter that train.drafter would write.
+    Raises ModelError as `load` does.
+    """
+    path = directory(config)
+    if path is None:
+        return None
+    if not path.exists():
+        if not config.warmup.start:
+            return fresh(config, model)
+        path = Path(tables.expand(config.warmup.start, "warmup.start"))
+    return hf_drafter.read_config(path, model, positions(config, model))
+
+
+def fresh(config: Config, model: ModelConfig) -> DrafterConfig:
+    """A new drafter, as `warmup` wants it. Raises ConfigError when its knobs clash."""
+    check_warmup(config)
+    size = min(config.warmup.vocab or model.vocab_size, model.vocab_size)
+    return eagle.for_policy(model, config.warmup.kind, draft_vocab_size=size)
+
+
+def check_warmup(config: Config) -> None:
+    """Raises ConfigError when the knobs of the warm-up clash."""
+    warmup = config.warmup
+    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
+        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
+        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
+
+
+def directory(config: Config) -> Path | None:
+    """The directory that speculation.drafter names."""
+    name = config.speculation.drafter
+    return None if name in (NONE, NGRAM) else Path(tables.expand(name, "speculation.drafter"))
+
+
+def positions(config: Config, model: ModelConfig) -> int:
+    """The length of the longest sequence that a drafter has to draft for."""
+    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, model.max_positions)
 
 
 def make(
@@ -91,3 +133,22 @@ def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -
         "goodput": lambda: tuner.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
     }
     return makers[settings.tuner]()
+
+
+def reach(settings: Speculation, arms: Sequence[Strategy], batches: Sequence[int]) -> dict[Strategy, int]:
+    """The largest of these batch buckets that the tuner may use each strategy for; without those it never uses."""
+
+    def usable(batch: int, fewest: int) -> Sequence[Strategy]:
+        """What the tuner may choose for a batch with at least this many live rows."""
+        if settings.tuner == "fixed":
+            return arms[:1]
+        if settings.tuner == "goodput":
+            return strategies.affordable(arms, batch, tuner.MOST_NODES)
+        bucket = strategies.strategies_for(strategies.bucketed(arms), batch)
+        if settings.tuner == "threshold":
+            return bucket[:1] if fewest <= settings.threshold else ()
+        return bucket
+
+    fewest = (1, *(size + 1 for size in batches))
+    found = {arm: batch for batch, least in zip(batches, fewest, strict=False) for arm in usable(batch, least)}
+    return {arm: found[arm] for arm in arms if arm in found}

@@ -1,4 +1,8 @@
-"""`python -m tlt_jax.plan`: compiles a configuration's programs ahead of time, here or for a TPU pod, and says what fits."""
+"""`python -m tlt_jax.plan`: compiles a configuration's programs ahead of time, here or for a TPU pod, and says what fits.
+
+A program of a kind stands for all of that kind: it is the largest. Of drafting chunks that is one for each strategy; the
+drafter's catching up and extension are in them.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +10,58 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy
+from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy
 from tlt_jax.collectives import collectives
 from tlt_jax.config import Config
 from tlt_jax.engine import Engine
-from tlt_jax.models import hf, transformer
+from tlt_jax.models import eagle, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
+from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.group import block_size, bucket_width
 from tlt_jax.spec_decode.programs import Key, prefill_key
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import packing, policy_step
+from tlt_jax.train import drafter_step, packing, policy_step
 from tlt_jax.train.policy_step import Recipe
 
 GIB = 2**30
 TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
-RESIDENT = ("weights", "optimizer")
+RESIDENT = ("weights", "optimizer", "drafter")
+ROLLOUT = ("rollout copy", "cache", "features", "drafter copy", "drafter cache")
+UPDATE = ("gradients", "logits chunk")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
     "optimizer": "mesh.data (the moments are sharded over it)",
     "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
     "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
+    "features": "rollout.slots, or rollout.max_new_tokens, or speculation.drafter (one that reads fewer hidden states)",
+    "drafter": "mesh.data (more devices)",
+    "drafter copy": "mesh.model (the copy is sharded over it)",
+    "drafter cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
+    "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "gradients": "mesh.data (gradients are sharded over it)",
     "logits chunk": "train.logits_chunk",
     "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
-    "in the rollout",
+    "or the nodes of speculation.strategies in the rollout",
 }
 
 
 @dataclass(frozen=True)
 class Program:
-    """One program, lowered; `holds` are the kinds of bytes that are on the device while it runs."""
+    """One program, lowered; `holds` are the bytes, by kind, that are on a device while it runs."""
 
     name: str
     lowered: Any
     mesh: Mesh
-    holds: tuple[str, ...]
+    holds: dict[str, int]
 
 
 def device_bytes(tree: Any) -> int:
@@ -66,18 +78,34 @@ def device_bytes(tree: Any) -> int:
 
 def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
     """Bytes on one device of each kind of large array; programs' temporaries are not among them."""
-    model, mesh = recipe.model, recipe.mesh
+    model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
     state = policy_step.abstract_state(recipe)
-    slots = cache_slots(config)
     vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
-    return {
+    kinds = {
         "weights": device_bytes(state.params),
         "optimizer": device_bytes(state.opt_state),
-        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", config.model.compute_dtype)),
-        "cache": device_bytes(engine.registry.targets[0].empty(engine.capacity, slots)),
+        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
+        **caches(config, engine, engine.capacity),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
+    if engine.drafter:
+        state = drafter_step.abstract_state(drafter_step.Recipe.of(config, model, engine.drafter, mesh))
+        kinds["drafter"], kinds["drafter optimizer"] = device_bytes(state.params), device_bytes(state.opt_state)
+        kinds["drafter copy"] = device_bytes(eagle.abstract(engine.drafter, mesh, "rollout", dtype))
+    return kinds
+
+
+def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
+    """Bytes on one device of what grows with the sequences, this many of the longest: the policy's, then the drafter's."""
+    state = engine.registry.state(Key("chunk", 0, batch, cache_slots(config)))
+    kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
+    if engine.drafter:
+        kinds["features"] = device_bytes(state.cache.features)
+    if config.speculation.drafter != drafters.NONE:
+        guide = engine.registry.drafters[0].guide(batch)
+        kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
+    return kinds
 
 
 def cache_slots(config: Config) -> int:
@@ -97,12 +125,13 @@ def device_memory(device: Any) -> int:
 
 
 def phases(kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-    """What is on a device at once: in the rollout the copy and the cache, in the update the gradients and the logits."""
-    resident = {kind: kinds[kind] for kind in RESIDENT}
-    return {
-        "rollout": resident | {kind: kinds[kind] for kind in ("rollout copy", "cache")},
-        "update": resident | {kind: kinds[kind] for kind in ("gradients", "logits chunk")},
-    }
+    """What is on a device at once: in the rollout the copies and the caches, in the update the gradients and the logits."""
+    return {"rollout": pick(kinds, *RESIDENT, *ROLLOUT), "update": pick(kinds, *RESIDENT, *UPDATE)}
+
+
+def pick(kinds: dict[str, int], *names: str) -> dict[str, int]:
+    """Those of the kinds that there are."""
+    return {name: kinds[name] for name in names if name in kinds}
 
 
 def preflight(config: Config, recipe: Recipe, engine: Engine) -> None:
@@ -127,22 +156,42 @@ def advice(kinds: dict[str, int]) -> str:
     return f"the largest are the {largest}: change {KNOBS[largest]}"
 
 
-def lower(config: Config, recipe: Recipe, engine: Engine) -> Iterator[Program]:
-    """The programs of a step at their largest: prefill, rollout chunk, rollout reshard, policy update."""
+def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[Program]:
+    """The programs of a step at their largest: prefill, rollout chunks, reshards, updates."""
+    resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
+    yield from lower_rollout(config, recipe, engine, rollout)
+    params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
+    copy = resident | pick(kinds, "rollout copy")
+    yield Program("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
+    given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
+    batch = policy_step.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
+    update = policy_step.programs(recipe).update.lower(policy_step.abstract_state(recipe), batch)
+    yield Program("policy update", update, recipe.mesh, resident)
+    if engine.drafter:
+        recipe = drafter_step.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
+        state = drafter_step.abstract_state(recipe)
+        reshard = engine.reshard_drafter.lower(state.params)
+        yield Program("drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy"))
+        batch = drafter_step.abstract_batch(recipe, packing.rows(config), packing.row_tokens(config))
+        update = drafter_step.program(recipe).lower(state, params, batch)
+        yield Program("drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer"))
+
+
+def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[Program]:
+    """The prefill, the plain chunk, and the chunk of each strategy for the most sequences that it may be used for."""
     group, slots = engine.groups[0], cache_slots(config)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     rules = Rules(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
     width = bucket_width(config.data.max_prompt_tokens)
     size = block_size(config.rollout.prompts, width)
-    yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, ("rollout copy", "cache"))
+    yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, holds)
     key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
-    yield Program("rollout chunk", engine.registry.lower(key), group, ("rollout copy", "cache"))
-    params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
-    yield Program("rollout reshard", engine.reshard.lower(params), recipe.mesh, ("rollout copy",))
-    given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
-    batch = policy_step.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
-    update = policy_step.programs(recipe).update.lower(policy_step.abstract_state(recipe), batch)
-    yield Program("policy update", update, recipe.mesh, ())
+    yield Program("rollout chunk", engine.registry.lower(key), group, holds)
+    arms = drafters.pool(config.speculation)
+    for strategy, batch in drafters.reach(config.speculation, arms, engine.batches).items():
+        name = f"rollout chunk {strategies.name(strategy)} of {batch}"
+        lowered = engine.registry.lower(replace(key, batch=batch, strategy=strategy))
+        yield Program(name, lowered, group, holds | caches(config, engine, batch))
 
 
 def accumulation(config: Config) -> int:
@@ -153,14 +202,13 @@ def accumulation(config: Config) -> int:
     return 1 << (needed - 1).bit_length()
 
 
-def report(program: Program, kinds: dict[str, int], limit: int) -> bool:
+def report(program: Program, limit: int) -> bool:
     """Compiles a program and prints what it takes; True when it fits."""
     begin = time.perf_counter()
     compiled = program.lowered.compile()
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    resident = {kind: kinds[kind] for kind in (*RESIDENT, *program.holds)}
-    resident["temporaries"] = memory.temp_size_in_bytes
+    resident = program.holds | {"temporaries": memory.temp_size_in_bytes}
     fits = sum(resident.values()) <= limit
     print(f"{program.name}: compiled in {seconds:.1f} s")
     print(f"  memory       {spell(resident)}")
@@ -204,13 +252,14 @@ def main() -> int:
         checks.validate_model(config, model)
         devices = topology_devices(topology) if topology else jax.devices()
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
-        recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh)
+        drafter = drafters.describe(config, model)
+        recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
         print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():
-            print(f"  {kind:<14} {size / GIB:9.3f} GiB a device")
-        return 0 if all([report(program, kinds, limit) for program in lower(config, recipe, engine)]) else 1
+            print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
+        return 0 if all([report(program, limit) for program in lower(config, recipe, engine, kinds)]) else 1
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the h
 REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 32)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
+MOST_NODES = 1024  # batch x nodes up to which a strategy is used
 
 
 class Measurement(NamedTuple):
@@ -154,7 +155,10 @@ def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
 
 
 def goodput(
-    strategies: Sequence[Strategy | str], most_nodes: int = 1024, node_cost: float = costs.NODE, credit: float = CREDIT
+    strategies: Sequence[Strategy | str],
+    most_nodes: int = MOST_NODES,
+    node_cost: float = costs.NODE,
+    credit: float = CREDIT,
 ) -> Tuner:
     """Predicted accepted tokens over predicted seconds, both from every measurement so far; plain decoding is an arm.
 

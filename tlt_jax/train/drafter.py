@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy, tables
+from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy, tables
 from tlt_jax.checkpoint import Preemption, Store
 from tlt_jax.config import Config
 from tlt_jax.data import Dataset, Encoder
@@ -20,7 +20,6 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import eagle, hf_drafter
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.settings import ConfigError
 from tlt_jax.train import drafter_step, folder, packing, sft, texts
 from tlt_jax.train.drafter_step import DrafterState, Recipe
 from tlt_jax.train.loop import DIVERGED, DONE, PREEMPTED, saves
@@ -36,7 +35,7 @@ vLLM load it."""
 def train(config: Config) -> int:
     """Trains to warmup.steps, going on from the newest checkpoint; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / FOLDER))
-    check(config)
+    drafters.check_warmup(config)
     tokenizer = data.tokenizer(config)
     model = policy.describe(config, tokenizer)
     checks.validate_model(config, model)
@@ -60,14 +59,6 @@ def train(config: Config) -> int:
         if code == DONE:
             write(config, recipe, state.params)
     return code
-
-
-def check(config: Config) -> None:
-    """Raises ConfigError when the knobs of the warm-up clash."""
-    warmup = config.warmup
-    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
-        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
-        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
 
 
 def gather(
@@ -109,9 +100,8 @@ def describe(
     if warmup.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         return hf_drafter.load(Path(tables.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
-    size = min(warmup.vocab or model.vocab_size, model.vocab_size)
-    drafter = eagle.for_policy(model, warmup.kind, draft_vocab_size=size)
-    ids = None if drafter.whole else texts.frequent(examples, size, model.vocab_size)
+    drafter = drafters.fresh(config, model)
+    ids = None if drafter.whole else texts.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     init_key = jax.random.fold_in(jax.random.key(config.train.seed), 1)  # 0 is the policy's
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 

@@ -96,6 +96,12 @@ def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
     return Batch(**jax.device_put(rows, batch_sharding(mesh)))
 
 
+def abstract_batch(recipe: Recipe, rows: int, tokens: int) -> Batch:
+    """Shape, dtype and sharding of every array of a batch without features: to compile ahead of time."""
+    small = partial(jax.ShapeDtypeStruct, (rows, tokens), sharding=batch_sharding(recipe.mesh))
+    return Batch(small(jnp.int32), small(jnp.int32), small(jnp.int32), small(jnp.bool_))
+
+
 def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
     """The state before the first update. It owns `params`: the first update donates them."""
     return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
