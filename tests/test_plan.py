@@ -238,3 +238,5 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     for chunk in chunks:
         told = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
         assert "over data" not in told, told
+    cache, temporaries = re.search(r"rollout chunk:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S).groups()
+    assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied
