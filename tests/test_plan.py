@@ -72,7 +72,7 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
     kinds, plain = plan.budget(settings, recipe, engine), plan.budget(*plan_of())
     slots, batch, bytes_each = plan.cache_slots(settings) + 8, engine.capacity, 4
-    assert kinds["features"] == batch * slots * 2 * 32 * bytes_each  # two layers, both read
+    assert kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2  # two layers, both read; halved over `model`
     history, built, hidden = batch * slots * 4, batch * 4, batch * 32 * bytes_each
     assert kinds["drafter cache"] == 2 * 1 * batch * 1 * slots * 8 * bytes_each + history + built + hidden
     # fc, q, k, v, o, gate, up, down and head are halved over `model` where heads, mlp or vocabulary lie on it
@@ -92,7 +92,7 @@ def test_n_grams_hold_texts_only():
 
 
 def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
-    settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
+    settings, recipe, engine = plan_of(*DRAFTERS["eagle3"], "--train.logits_chunk", "8")
     rollout, update = plan.phases(plan.budget(settings, recipe, engine)).values()
     assert {"drafter", "drafter copy", "drafter cache", "features"} <= set(rollout)
     monkeypatch.setattr(plan, "device_memory", lambda device: sum(rollout.values()))
@@ -195,6 +195,16 @@ def test_catching_up_never_attends_for_more_tokens_than_a_tree_may_have():
     assert sizes[64] < 1.5 * sizes[16]
 
 
+def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_first():
+    group = make_mesh(1, 4)
+    values = np.random.RandomState(0).randint(0, 6, (3, 2, 24)).astype(np.float32)
+    values[0, 0] = -np.inf
+    placed = jax.device_put(values, sharding(group, (None, None, "vocab"), "rollout"))
+    for k in (1, 3, 6, 7):
+        found = jax.jit(lambda values, k=k: drafters.top_k(values, k, group))(placed)
+        jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(jax.lax.top_k(values, k)))
+
+
 def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"])
     assert plan.main() == 0
@@ -205,6 +215,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
         assert f"{name}: compiled in" in printed
     assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed
     assert "all-gather over data" in printed and "drafter optimizer" in printed
+    assert printed.startswith("runs/nowhere is not there: planning for the eagle3 drafter of `warmup`")
 
 
 def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):

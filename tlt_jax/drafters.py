@@ -110,7 +110,26 @@ def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> N
         scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group.shape["model"]),
         params=eagle.abstract(config, group, "rollout", dtype),
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
+        top=partial(top_k, group=group),
     )
+
+
+def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k along an axis that may lie over `model`: every device looks through its own part first.
+
+    Of lax.top_k alone XLA makes a sort, and deals rows of logits, and all that is computed from the result, to the devices.
+    """
+    parts, width = group.shape["model"], values.shape[-1] // group.shape["model"]
+    if parts == 1 or values.shape[-1] % parts or width < k:
+        return jax.lax.top_k(values, k)
+    best, places = jax.lax.top_k(values.reshape(*values.shape[:-1], parts, width), k)
+    places += width * jnp.arange(parts)[:, None]
+    whole = NamedSharding(group, PartitionSpec())
+    best, places = (
+        jax.lax.with_sharding_constraint(array.reshape(*values.shape[:-1], parts * k), whole) for array in (best, places)
+    )
+    best, chosen = jax.lax.top_k(best, k)
+    return best, jnp.take_along_axis(places, chosen, axis=-1)
 
 
 def pool(settings: Speculation) -> tuple[Strategy, ...]:

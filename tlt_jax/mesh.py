@@ -14,7 +14,7 @@ AXES = ("data", "model")
 
 # Logical axis -> mesh axis. "rollout" keeps one whole copy per data group, tensor-parallel over `model`; "train" shards
 # the width of every matrix over `data` too (FSDP).
-TENSOR_PARALLEL = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), "model")
+TENSOR_PARALLEL = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), "model")
 RULES = {
     "train": {**TENSOR_PARALLEL, "batch": "data", "embed": "data"},
     "rollout": {**TENSOR_PARALLEL, "batch": "data"},

@@ -253,6 +253,8 @@ def main() -> int:
         devices = topology_devices(topology) if topology else jax.devices()
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
         drafter = drafters.describe(config, model)
+        if drafter and not drafters.directory(config).exists():
+            print(f"{config.speculation.drafter} is not there: planning for the {drafter.kind} drafter of `warmup`")
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"

@@ -17,7 +17,7 @@ from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
 AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
-        "features": ("batch", None, None)}  # fmt: skip
+        "features": ("batch", None, "features")}  # fmt: skip
 
 
 @struct.dataclass
@@ -69,7 +69,9 @@ def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: 
     L, K, E = config.num_layers, rollout_kv_heads(config, mesh.shape["model"]), config.head_dim
 
     def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, AXES[name], "rollout"))
+        divides = name != "features" or features % mesh.shape["model"] == 0
+        axes = AXES[name] if divides else AXES[name][:1]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, "rollout"))
 
     slots_last = mesh.devices.flat[0].platform == "tpu"
     return KVCache(

@@ -39,6 +39,7 @@ class Network(NamedTuple):
     scratch(batch, rows) -> zeros
     params: ShapeDtypeStructs, with shardings, of its own weights
     hidden: ShapeDtypeStruct of hidden[1,Z], with its sharding
+    top(values[...,U], k) -> the k largest of the logits' axis and their places, as lax.top_k
     """
 
     extend: Callable[..., tuple[PyTree, Array]]
@@ -50,6 +51,7 @@ class Network(NamedTuple):
     scratch: Callable[[int, int], PyTree]
     params: PyTree
     hidden: jax.ShapeDtypeStruct
+    top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
     def draft(
         weights: PyTree, state: Learned, context: Context, strategy: Strategy, temperature: float
     ) -> DraftTree:
-        guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk)
+        guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk, top=network.top)
         candidates = expand(network, guess, weights, state, context, strategy)
         knows = (context.lengths > 0)[:, None]  # before the second token there are no features to start from
         candidates = candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
@@ -200,6 +202,7 @@ def children(
     coupling: Coupling,
     temperature: float,
     k: int,
+    top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k,
 ) -> tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]:
     """Tokens of the k best children of w nodes, and the log-probability of each that the target chooses it there.
 
@@ -212,7 +215,7 @@ def children(
         value = value + coupling.strength * noise
     value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
     value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
-    scores, places = jax.lax.top_k(value, k)
+    scores, places = top(value, k)
     return (places if ids is None else ids[places]).astype(jnp.int32), scores
 
 
