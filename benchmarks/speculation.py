@@ -7,6 +7,10 @@ The policy and its drafters are made before:
     python -m tlt_jax.train.sft --config configs/speculation.yaml --out runs/speculation/policy
     python -m tlt_jax.train.drafter --config configs/speculation.yaml --model.path runs/speculation/policy --sft.steps 0
 
+Other arguments override the configuration, as in every command: the measured answers were those to long problems,
+
+    --data.task_args "{min_length: 10, max_length: 14, tail: 0.0}"
+
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
 after an untimed run of each, which compiles; a cell is the median over the turns of this arm over plain decoding in the same
 turn, with the lower end of a 95 % interval of their mean.
@@ -304,9 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,pool,tail")
     parser.add_argument("--tuners", default="goodput")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
-    args = parser.parse_args(argv)
+    args, overrides = parser.parse_known_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
-    config = configuration.parse([*given, "--data.eval_size", str(args.prompts)])
+    config = configuration.parse([*given, "--data.eval_size", str(args.prompts), *overrides])
     prompts = data.load(config, data.tokenizer(config)).eval_prompts()
     texts, parts = args.strategies.split(","), args.parts.split(",")
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
