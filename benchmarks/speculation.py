@@ -63,7 +63,7 @@ from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
 SWEEP = [f"{d}_{k}_{n}" for d in (2, 4, 6, 8) for k in (1, 2, 4) for n in (4, 8, 16, 32) if d < n <= k + (d - 1) * k**2 + 1]
-T_975 = 2.1  # two-sided 95 % of Student's t, for about 15 turns
+T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
 FILLED = 64  # committed tokens of every row in the costs
 
 
@@ -289,8 +289,8 @@ def race(
 
 
 def lower(ratios: Sequence[float]) -> float:
-    """The lower end of a 95 % interval of the mean."""
-    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.nan
+    """The lower end of a 95 % interval of the mean; nan below 15 turns."""
+    spread = statistics.stdev(ratios) if len(ratios) >= TURNS else math.nan
     return statistics.mean(ratios) - T_975 * spread / math.sqrt(len(ratios))
 
 
