@@ -41,12 +41,12 @@ def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, str
         hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(held.astype(jnp.int32))
     chance = jnp.where(drafted, jnp.exp(tree.scores), 0).astype(jnp.float32)
     which = jnp.clip((BINS * chance).astype(jnp.int32), 0, BINS - 1)
-    table = jnp.zeros(BINS, jnp.int32)
+    here = which[..., None] == jnp.arange(BINS)  # sums, as XLA:TPU cannot compile these scatters together
     return Stats(
         row_rounds=live.sum(dtype=jnp.int32),
         declined=(live & ~drafted.any(axis=1)).sum(dtype=jnp.int32) * (strategy != PLAIN),
         hits=hits,
-        nodes=table.at[which].add(drafted.astype(jnp.int32)),
-        promised=jnp.zeros(BINS, jnp.float32).at[which].add(chance),
-        held=table.at[which].add(held.astype(jnp.int32)),
+        nodes=(here & drafted[..., None]).sum((0, 1), dtype=jnp.int32),
+        promised=jnp.where(here, chance[..., None], 0).sum((0, 1)),
+        held=(here & held[..., None]).sum((0, 1), dtype=jnp.int32),
     )
