@@ -196,7 +196,7 @@ def siblings_differ(decoder: Decoder) -> bool:
     def first(weights, keys):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
         context = chunk.context_of(decoder.target, state, (), chunk.noise_ahead(decoder, state, weights))
-        known = decoder.drafter.catch_up(weights, state.drafter, context)
+        known = decoder.drafter.catch_up(weights, state.drafter, context, 0)
         return decoder.drafter.draft(weights, known, context, TREE, RULES.sampling.temperature)
 
     tree = jax.tree.map(np.asarray, first(Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), keys()))

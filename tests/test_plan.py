@@ -180,7 +180,7 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
         assert crossed <= {"model"}, program.name
         devices = [one.device_set for one in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))]
         assert set().union(*devices) == set(engine.groups[0].devices.flat), program.name
-    heads, wide, batch, slots = 2, 6 if drafter == "ngram" else drafting.CATCH_UP, 4, 4096 + 8
+    heads, wide, batch, slots = 2, 6 if drafter == "ngram" else drafting.STRIDES[-1], 4, 4096 + 8
     attention, leaf = 2 * batch * heads * wide * slots * 4, kinds["cache"] / 8
     assert compiled.memory_analysis().temp_size_in_bytes < attention + 0.75 * leaf
 

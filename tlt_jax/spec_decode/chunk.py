@@ -108,9 +108,8 @@ def chunk(
         ),
     )
     if strategy != PLAIN:
-        state = state.replace(
-            drafter=decoder.drafter.catch_up(weights, state.drafter, context_of(decoder.target, state, guide))
-        )
+        context = context_of(decoder.target, state, guide)
+        state = state.replace(drafter=decoder.drafter.catch_up(weights, state.drafter, context, strategy.path))
 
     def goes_on(carry: tuple[DecodeState, Report]) -> Array:
         state, report = carry

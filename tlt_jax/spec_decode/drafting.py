@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.tree import ABSENT, Context, Drafter, DraftTree, PyTree, Strategy
 
-CATCH_UP, AT_ONCE = 64, 1024  # most tokens of one step of catching up: of each sequence, and of all together
+STRIDES, AT_ONCE = (16, 64), 1024  # tokens of one step of catching up: of each sequence, and most of all together
 
 
 class Network(NamedTuple):
@@ -98,14 +98,16 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
             hidden=jnp.where(behind[:, None], newest, state.hidden),
         )
 
-    def catch_up(weights: PyTree, state: Learned, context: Context) -> Learned:
+    def catch_up(weights: PyTree, state: Learned, context: Context, missing: int) -> Learned:
         batch, slots = context.history.shape
-        width = min(CATCH_UP, max(1, AT_ONCE // batch), slots - 1)
-        return jax.lax.while_loop(
-            lambda state: (state.built < context.lengths).any(),
-            lambda state: extend(weights, state, context, width),
-            state,
-        )
+        short, long = (min(stride, max(1, AT_ONCE // batch), slots - 1) for stride in STRIDES)
+        for width, rest in ((long, max(short, missing)), (short, missing)):
+            state = jax.lax.while_loop(
+                lambda state, rest=rest: (context.lengths - state.built).max() > rest,
+                lambda state, width=width: extend(weights, state, context, width),
+                state,
+            )
+        return state
 
     def draft(
         weights: PyTree, state: Learned, context: Context, strategy: Strategy, temperature: float

@@ -94,7 +94,7 @@ class Drafter(NamedTuple):
     """What guesses ahead, as pure functions; its state rides in the decoding state. `weights` are the target's too.
 
     draft(weights, state, context, strategy, temperature) -> DraftTree; temperature is that of the target, 0 when greedy
-    catch_up(weights, state, context) -> state that knows all but few of the committed tokens, however many it missed
+    catch_up(weights, state, context, missing) -> state that knows all committed tokens but the last `missing` or fewer
     extend(weights, state, context, width) -> state that knows `width` more of them
     reset(state, fresh[B]) -> state whose fresh rows know nothing
     resize(state, rows[B], slots) -> state of the given rows, for a cache of so many slots
@@ -128,7 +128,7 @@ def stateless(
     """A drafter without weights or state of its own."""
     return Drafter(
         draft=draft,
-        catch_up=lambda weights, state, context: state,
+        catch_up=lambda weights, state, context, missing: state,
         extend=lambda weights, state, context, width: state,
         reset=lambda state, fresh: state,
         resize=lambda state, rows, slots: state,
