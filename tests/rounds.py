@@ -57,7 +57,7 @@ def program(
 
     @jax.jit
     def run(weights, keys):
-        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, ())
+        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, (), jnp.int32(1))
 
     return run
 

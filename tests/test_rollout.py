@@ -198,6 +198,32 @@ def test_strategies_may_change_every_chunk(drafter, groups):
         assert tokens >= (toys.TREE.path - 1) * rounds - 3 * ends
 
 
+@pytest.mark.parametrize("drafter", ["none", "noisy"])
+def test_no_row_idles_while_a_sample_waits_and_rows_that_others_need_not_keep_are_given_up(drafter):
+    play = partial(toys.play, programs()) if drafter == "none" else partial(drafted, drafter)
+    strategy = PLAIN if drafter == "none" else toys.TREE
+    batches, started, views = (1, 2, 4), 0, []
+    pilot = toys.bucketed(batches, (64,), strategy)
+
+    def watch(view):
+        views.append(view)
+        return pilot(view)
+
+    result = play(TABLE, PROMPTS, SAMPLES, RULES, capacity=4, in_flight=1, rounds=64, decide=watch)
+    assert answers(result) == reference(RULES)[0]
+    ended = len(PROMPTS) * SAMPLES
+    assert len(views) == len(result.measurements), "every chunk is one decision, and runs"
+    for view, decision, measured in zip(views, result.decisions, result.measurements, strict=True):
+        started += len(decision.joining)
+        assert view.waiting or started == ended
+        smaller = max((size for size in batches if size < decision.batch), default=0)
+        assert decision.floor == (view.live if view.waiting else smaller + 1)
+        assert measured.row_rounds >= measured.rounds * decision.floor
+        if view.waiting:
+            assert measured.row_rounds == measured.rounds * view.live
+    assert {decision.batch for decision in result.decisions} > {4}
+
+
 def test_the_cache_has_room_for_every_chunk_in_flight():
     plain, views = toys.bucketed((12,), (64,)), []
 

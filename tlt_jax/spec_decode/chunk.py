@@ -87,9 +87,9 @@ class Report:
 
 
 def chunk(
-    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree
+    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, floor: Int32[Array, ""]
 ) -> tuple[DecodeState, Report]:
-    """Decodes for up to `rounds` rounds, fewer when no row is live any more."""
+    """Decodes for up to `rounds` rounds, for fewer (or none) once less than `floor` rows are live."""
     strategy = decoder.strategy
     batch, room = state.roots.shape[0], rounds * strategy.path
     report = Report(
@@ -113,7 +113,7 @@ def chunk(
 
     def goes_on(carry: tuple[DecodeState, Report]) -> Array:
         state, report = carry
-        return (report.rounds < rounds) & state.live.any()
+        return (report.rounds < rounds) & (state.live.sum() >= floor)
 
     def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
         state, report = carry

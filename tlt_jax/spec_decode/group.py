@@ -101,6 +101,7 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         max([reach(job, running, ahead + 1) for running in live + new] + [source.sizes[1] for source in sources]),
         state.batch,
         state.slots,
+        not state.exhausted,
     )
     decision = replace(available(group, view, group.decide(view)), joining=tuple(running.uid for running in new))
     state = move(group, replace(state, decision=decision), decision)
@@ -261,7 +262,8 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     decision = state.decision
     key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
     uids = tuple(running.uid if running else None for running in state.rows)
-    device, report = group.registry.get(key)(state.device, group.weights, group.guide(uids))
+    program, floor = group.registry.get(key), np.int32(decision.floor)
+    device, report = program(state.device, group.weights, group.guide(uids), floor)
     flight = Flight(state.dispatched, "decode", report.counts, uids, report)
     state = replace(
         state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1

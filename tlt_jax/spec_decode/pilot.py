@@ -8,6 +8,8 @@ from typing import Any
 from tlt_jax.spec_decode.records import Decision, View
 from tlt_jax.spec_decode.tuner import Measurement, Tuner
 
+PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
+
 
 class Pilot:
     """Owns the state of the tuner during a rollout; `decide` is a Decider, `observe` takes what the chunks measured."""
@@ -23,9 +25,10 @@ class Pilot:
         if batch == view.batch:
             room = max(room, view.slots)
         self.state, choice = self.tuner.choose(self.state, view.live, batch, room)
-        return Decision(
-            view.group, view.retired, batch, room, choice.strategy, predicted=choice.predicted, reason=choice.reason
-        )
+        fewer = max((size for size in self.batches if size < batch), default=0)
+        floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
+        expected = {"predicted": choice.predicted, "reason": choice.reason}
+        return Decision(view.group, view.retired, batch, room, choice.strategy, floor, **expected)
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""

@@ -126,7 +126,8 @@ class Registry:
                 donate_argnums=0,
                 out_shardings=(shardings(state), self.replicated(key)),
             )
-            return program.lower(state, Weights(target.params, drafter.params), drafter.guide(key.batch))
+            weights = Weights(target.params, drafter.params)
+            return program.lower(state, weights, drafter.guide(key.batch), self.array(key))
         raise ValueError(f"no program of kind {key.kind!r}")
 
     def update(self, function: Callable[..., DecodeState], state: DecodeState) -> Any:

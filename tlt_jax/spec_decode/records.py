@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class View:
-    """What a decision is made from. `longest`: cache slots that the next chunk may need."""
+    """What a decision is made from. `longest`: cache slots that the next chunk may need; `waiting`: whether samples wait."""
 
     group: int
     retired: int
@@ -42,13 +42,15 @@ class View:
     longest: int
     batch: int
     slots: int
+    waiting: bool = False
 
 
 @dataclass(frozen=True)
 class Decision:
     """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
 
-    It is data: a rollout can be replayed from its decisions.
+    The chunk ends once less than `floor` sequences are live: others may then take their rows, or fewer rows do. It is data: a
+    rollout can be replayed from its decisions.
     """
 
     group: int
@@ -56,6 +58,7 @@ class Decision:
     batch: int
     slots: int
     strategy: Strategy
+    floor: int = 1
     joining: tuple[int, ...] = ()
     predicted: float = math.nan  # tokens per second
     reason: str = ""
