@@ -27,9 +27,9 @@ def chunk(strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicte
     return Measurement(0, batch, 4.0, 256, strategy, rounds, 4 * rounds, tokens, seconds, hits, number, predicted, "kept")
 
 
-def metrics(*measurements: Measurement) -> dict[str, float]:
+def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
     rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
-    return speculation.metrics(SimpleNamespace(drafter_kind="eagle3"), rollout)
+    return speculation.metrics(SimpleNamespace(drafter_kind="eagle3"), rollout, drafting or {})
 
 
 def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
@@ -46,6 +46,14 @@ def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
     assert "speculation/prediction_error" not in found
     assert metrics(chunk(PLAIN)) == {}
     assert metrics(chunk(predicted=2 * 55 / 0.5), chunk())["speculation/prediction_error"] == pytest.approx(math.log(2))
+
+
+def test_drafting_and_the_rest_of_a_round_are_told_of_the_most_used_shape_that_was_timed():
+    other, wide = strategies.parse("2_3_6"), strategies.parse("2_2_5")
+    measured = [chunk(), chunk(seconds=0.7), chunk(seconds=0.9), chunk(other, rounds=5), chunk(wide, rounds=100)]
+    found = metrics(*measured, drafting={(4, 256, TREE): 0.01, (4, 256, other): 0.5, (4, 512, wide): 0.1})
+    assert found["speculation/draft_ms@4"] == pytest.approx(10) and found["speculation/verify_ms@4"] == pytest.approx(60)
+    assert all(names.find(name, "scalar") for name in found)
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram"])

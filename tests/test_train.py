@@ -294,7 +294,8 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
     assert completions(plain) == completions(speculated)
     assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
     measured = events(speculated)
-    for name in ("accept_length/ngram", "share", "accept_rate@1", "nodes@3", "round_ms@3", "pool_programs", "pool_mib"):
+    times = ("round_ms@3", "draft_ms@3", "verify_ms@3")
+    for name in ("accept_length/ngram", "share", "accept_rate@1", "nodes@3", *times, "pool_programs", "pool_mib"):
         assert measured[f"speculation/{name}"], "some chunk drafted"
 
 

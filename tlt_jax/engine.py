@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tlt_jax import drafters, mesh as meshes
@@ -28,11 +27,11 @@ from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import bucket_width
 from tlt_jax.spec_decode.ngram import Texts
 from tlt_jax.spec_decode.pilot import Pilot
-from tlt_jax.spec_decode.programs import Compiled, Registry
+from tlt_jax.spec_decode.programs import Compiled, Key, Registry, time_draft, use_compile_cache
 from tlt_jax.spec_decode.records import Event, Group, Job, Tokens
 from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, rollout
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN, PyTree, Target
+from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy, Target
 
 __all__ = [
     "DRAFTER_STREAM", "EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult",
@@ -42,6 +41,8 @@ TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
 LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 FIRST_CACHE_BUCKET = 256
+TIMED_ROUNDS = 8
+Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Engine:
         self.registry = Registry(targets, guesses, self.groups, log_compile)
         self.tuner = drafters.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state, self.is_published = self.tuner.init(), False
+        self.draft_seconds: dict[Shape, float] = {}
         knobs = {"speculation": asdict(settings), "mesh": asdict(config.mesh)}
         self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
         self.basis["devices"] = mesh.devices.flat[0].device_kind
@@ -185,10 +187,26 @@ class Engine:
     def held(self) -> dict[str, int]:
         """Programs that draft, and the most memory that those of one data group take beyond their arguments and results."""
         held = {one.key: one for one in self.registry.compiles if one.key in self.registry.executables}
-        drafting = [one for one in held.values() if one.key.strategy != PLAIN]
+        drafting = [one for one in held.values() if one.key.kind == "chunk" and one.key.strategy != PLAIN]
         groups = [[one for one in drafting if one.key.group == index] for index in range(len(self.groups))]
         sizes = [sum(one.code for one in group) + max((one.temporary for one in group), default=0) for group in groups]
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
+
+    def time_drafting(self, weights: Sequence[Weights], result: RolloutResult) -> dict[Shape, float]:
+        """Seconds of a round's drafting alone, by shape.
+
+        Of the shapes that drafted in the rollout the most used one that was not timed yet is timed now: a compilation of the
+        drafter, and a few rounds.
+        """
+        used = Counter()
+        for one in result.measurements:
+            used[one.batch, one.slots, one.strategy] += one.rounds * (one.strategy != PLAIN)
+        fresh = [shape for shape, rounds in used.most_common() if rounds and shape not in self.draft_seconds]
+        for batch, slots, strategy in fresh[:1]:
+            rules = Rules(Sampling(self.config.rollout.temperature))  # drafting knows no top-k or top-p
+            key = Key("draft", 0, batch, slots, (TIMED_ROUNDS,), strategy=strategy, rules=rules)
+            self.draft_seconds[batch, slots, strategy] = time_draft(self.registry, key, weights[0])
+        return self.draft_seconds
 
     def guide(self, job: Job, rows: Sequence[int | None]) -> PyTree:
         """What n-grams are drawn from, for the sequences of a chunk's rows."""
@@ -269,18 +287,6 @@ def batch_buckets(slots: int) -> list[int]:
 def doubling(first: int, last: int) -> list[int]:
     """first, twice that, ... below last, and last."""
     return [*itertools.takewhile(lambda size: size < last, (first << i for i in range(64))), last]
-
-
-def use_compile_cache(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all."""
-    if folder == "off":
-        return
-    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
-    if jax.config.jax_compilation_cache_dir != str(path):
-        jax.config.update("jax_compilation_cache_dir", str(path))
-        compilation_cache.reset_cache()  # JAX settles at the first compilation whether and where it has a cache
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def log_compile(compiled: Compiled) -> None:

@@ -94,6 +94,8 @@ NAMES = tuple(
         ("speculation/prediction_error", "scalar", "median |log(predicted / measured tokens per second)| of the chunks"),
         ("speculation/round_ms@{k}", "scalar", "milliseconds of a drafting round in batch bucket k, median of the chunks"),
         ("speculation/plain_round_ms@{k}", "scalar", "milliseconds of a plain round in batch bucket k, median of the chunks"),
+        ("speculation/draft_ms@{k}", "scalar", "milliseconds of a round's drafting, timed alone: most used shape of bucket k"),
+        ("speculation/verify_ms@{k}", "scalar", "milliseconds of what is not drafting in the rounds of that shape"),
         ("speculation/pool_programs", "scalar", "compiled drafting programs that are held, all data groups"),
         ("speculation/pool_mib", "scalar", "code of a data group's drafting programs, and the largest one's temporaries"),
         ("training/epoch", "scalar", "passes over the training rows so far"),

@@ -167,12 +167,38 @@ def advance_round(
     return after, emitted, measure(tree, walk, counts, state.live, strategy)
 
 
+@struct.dataclass
+class Known:
+    """What drafting reads of a DecodeState, and the target's features."""
+
+    keys: UInt32[Array, "B 2"]
+    lengths: Int32[Array, " B"]
+    history: Int32[Array, "B S"]
+    features: Float[Array, "B S F"]
+    drafter: PyTree
+
+
+def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, guide: PyTree) -> Known:
+    """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
+    drafter, strategy, noise = decoder.drafter, decoder.strategy, noise_ahead(decoder, known, weights)
+
+    def step(_: Array, known: Known) -> Known:
+        context = Context(known.history, known.lengths, known.features, guide, noise)
+        extended = drafter.extend(weights, known.drafter, context, strategy.path)
+        tree = drafter.draft(weights, extended, context, strategy, decoder.rules.sampling.temperature)
+        text = jnp.maximum(tree.tokens[:, 1 : strategy.path], 0)
+        history = remember(known.history, text, known.lengths)
+        return known.replace(lengths=known.lengths + 1, history=history, drafter=extended)
+
+    return jax.lax.fori_loop(0, rounds, step, known)
+
+
 def context_of(target: Target, state: DecodeState, guide: PyTree, noise: Array | None = None) -> Context:
     """What the drafter may look at."""
     return Context(state.history, state.lengths, target.features(state.cache), guide, noise)
 
 
-def noise_ahead(decoder: Decoder, state: DecodeState, weights: Weights) -> Array | None:
+def noise_ahead(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> Array | None:
     """Noise [B, M, V] of the positions after the root; one depth, one noise, since at most one node of it is visited."""
     if decoder.rules.sampling.is_greedy:
         return None

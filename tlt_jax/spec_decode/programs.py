@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.spec_decode import chunk
-from tlt_jax.spec_decode.chunk import Admission, Decoder, DecodeState, Rules, Weights
+from tlt_jax.spec_decode.chunk import Admission, Decoder, DecodeState, Known, Rules, Weights
 from tlt_jax.spec_decode.tree import PLAIN, Drafter, PyTree, Strategy, Target
 
 MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
@@ -23,7 +26,7 @@ MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
 
 @dataclass(frozen=True)
 class Key:
-    """Names one executable. `kind` is start, prefill, admit, resize or chunk; `sizes` are what else its shapes depend on."""
+    """Names one executable. `kind`: start, prefill, admit, resize, chunk or draft; `sizes`: what else its shapes depend on."""
 
     kind: str
     group: int
@@ -128,7 +131,17 @@ class Registry:
             )
             weights = Weights(target.params, drafter.params)
             return program.lower(state, weights, drafter.guide(key.batch), self.array(key))
+        if key.kind == "draft":
+            decoder, known = Decoder(target, drafter, key.rules, key.strategy), self.known(key)
+            program = jax.jit(partial(chunk.draft_alone, decoder, key.sizes[0]), out_shardings=shardings(known))
+            return program.lower(known, Weights(target.params, drafter.params), drafter.guide(key.batch))
         raise ValueError(f"no program of kind {key.kind!r}")
+
+    def known(self, key: Key) -> Known:
+        """Shapes and shardings of what drafting reads."""
+        state = self.state(key)
+        features = self.targets[key.group].features(state.cache)
+        return Known(state.keys, state.lengths, state.history, features, state.drafter)
 
     def update(self, function: Callable[..., DecodeState], state: DecodeState) -> Any:
         """A jitted function that takes the state, donated, and returns it in the same place."""
@@ -179,6 +192,18 @@ def compile_now(key: Key, lowered: jax.stages.Lowered) -> tuple[Callable[..., An
     return executable, describe(key, time.perf_counter() - begin, executable.memory_analysis())
 
 
+def time_draft(registry: Registry, key: Key, weights: Weights) -> float:
+    """Seconds of a round of the "draft" program of this key, on sequences that are half full of zeros."""
+    spec = registry.known(key), registry.drafters[key.group].guide(key.batch)
+    known, guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
+    known, program, spent = known.replace(lengths=known.lengths + key.slots // 2), registry.get(key), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(known, weights, guide))
+        spent.append((time.perf_counter() - begin) / key.sizes[0])
+    return median(spent[1:])
+
+
 def prefill_key(group: int, prompts: int, width: int) -> Key:
     """Key of the prefill of this many prompts of this many tokens."""
     return Key("prefill", group, prompts, width)
@@ -210,3 +235,15 @@ def describe(key: Key, seconds: float, memory: Any) -> Compiled:
         memory.temp_size_in_bytes,
         memory.generated_code_size_in_bytes,
     )
+
+
+def use_compile_cache(folder: str) -> None:
+    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all."""
+    if folder == "off":
+        return
+    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+    if jax.config.jax_compilation_cache_dir != str(path):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()  # JAX settles at the first compilation whether and where it has a cache
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -87,11 +87,13 @@ def train(config: Config) -> int:
                     return PREEMPTED
                 with watch.phase("reward"):
                     scores = scorer.collect()
+                drafting = engine.time_drafting(weights, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
                 state, learned = learn(config, recipe, programs, state, reference, prompts, rollout, scores, watch)
                 step += 1
                 profiler.leave(step)
-                scalars = report.of_rollout(config, prompts, rollout, scores) | speculation.metrics(engine, rollout) | learned
+                scalars = report.of_rollout(config, prompts, rollout, scores) | learned
+                scalars |= speculation.metrics(engine, rollout, drafting)
                 scalars |= report.of_step(dataset, config, step, scalars, watch)
                 answers = report.records(prompts, rollout, scores, texts)
                 writer.step(step, scalars, answers, rollout.spans, speculation.chunks(engine, rollout))

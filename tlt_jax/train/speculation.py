@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tlt_jax import drafters
-from tlt_jax.engine import Engine, RolloutResult
+from tlt_jax.engine import Engine, RolloutResult, Shape
 from tlt_jax.metrics import Chunk
 from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement
 
 
-def metrics(engine: Engine, rollout: RolloutResult) -> dict[str, float]:
-    """What drafting was worth in a rollout; nothing when no chunk drafted."""
+def metrics(engine: Engine, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
+    """What drafting was worth in a rollout, given its seconds by shape; nothing when no chunk drafted."""
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
         return {}
@@ -29,6 +30,7 @@ def metrics(engine: Engine, rollout: RolloutResult) -> dict[str, float]:
         "pool_mib": rollout.stats["pool_bytes"] / 2**20,
         **rates(drafted),
         **by_batch(rollout.measurements),
+        **parts(drafted, drafting),
     }
     errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
     if errors:
@@ -57,6 +59,20 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
         for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
             if times:
                 found[f"{name}@{batch}"] = float(np.median(times))
+    return found
+
+
+def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
+    """Milliseconds of a round's drafting and of the rest, of the most used shape of each batch bucket that was timed."""
+    rounds: Counter = Counter()
+    for one in drafted:
+        rounds[one.batch, one.slots, one.strategy] += one.rounds
+    found = {}
+    for shape, _ in reversed(rounds.most_common()):
+        if shape in drafting:
+            same = [one.seconds / one.rounds for one in drafted if (one.batch, one.slots, one.strategy) == shape]
+            found[f"draft_ms@{shape[0]}"] = 1e3 * drafting[shape]
+            found[f"verify_ms@{shape[0]}"] = 1e3 * (float(np.median(same)) - drafting[shape])
     return found
 
 
