@@ -83,7 +83,7 @@ class Rollout:
     cache_buckets: list[int] = knob(
         [], "cache lengths to compile; empty: doubling from 256 to prompt + answer", at_least=1
     )
-    chunk: int = knob(16, "decoding rounds between two looks of the host", at_least=1)
+    chunk: int = knob(16, "most decoding rounds between two looks of the host", at_least=1)
     in_flight: int = knob(2, "chunks a data group may have queued", at_least=1)
     compile_cache: str = knob(
         "", "folder of the persistent compilation cache; empty: ~/.cache/tlt_jax/xla; 'off': none"

@@ -33,7 +33,7 @@ HERE, ARM, CELL = 0.08, 0.05, 0.02  # spread common to a batch and cache, to a s
 
 
 def note(cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool) -> dict:
-    """The cells with one sample more. A cold one follows another strategy: it may hold a compile or a drafter's catch-up."""
+    """The cells with one sample more. A cold one may hold a compile, a catch-up, or few rounds."""
     key = f"{batch}/{slots}/{name(strategy)}"
     cell = cells.get(key, {"warm": [], "cold": []})
     kind = "cold" if is_cold else "warm"

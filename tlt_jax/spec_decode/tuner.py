@@ -33,6 +33,7 @@ CREDIT = 8.0  # plain rounds that trials may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
 REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 32)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
+SHORT = 4  # rounds below which what a chunk takes besides its rounds weighs too much
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
 MOST_NODES = 1024  # batch x nodes up to which a strategy is used
 
@@ -256,7 +257,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     text, per_round = name(seen.strategy), seen.seconds / seen.rounds
     key = f"{seen.batch}/{seen.slots}/{text}"
     switched_on = state["last"].get(str(seen.group)) == name(PLAIN) and seen.strategy != PLAIN
-    is_cold = switched_on or key not in state["cells"]
+    is_cold = switched_on or key not in state["cells"] or seen.rounds < SHORT
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     plans = watched(plans, f"{seen.batch}/{seen.slots}", text, math.log(seen.tokens / seen.row_rounds / per_round))
