@@ -33,7 +33,7 @@ from tlt_jax.models.eagle_config import (
     weights,
 )
 from tlt_jax.models.kv_cache import KVCache, Scratch
-from tlt_jax.models.transformer import finish, packed_angles
+from tlt_jax.models.transformer import finish, heads, packed_angles
 from tlt_jax.shapes import shaped
 
 __all__ = [
@@ -75,17 +75,10 @@ def qkv(
     params: DrafterParams, config: DrafterConfig, embedded: Array, x: Array, angles: tuple[Array, Array], axis: int
 ) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
-    layer = params.layer
     if config.kind == "eagle3":
-        e = ops.rms_norm(embedded, layer.attention_norm, config.rms_eps, axis)
+        e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
         x = jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
-    tokens = x.shape[1:] if axis == 0 else x.shape[:-1]
-    heads = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
-    width = 1 if axis == 0 else -1
-    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(heads)
-    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(heads)
-    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(heads)
-    return ops.rotate(q, *angles, width), ops.rotate(k, *angles, width), v
+    return heads(params.layer, config.block, x, *angles, axis)
 
 
 def leave(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array, axis: int) -> Array:

@@ -39,14 +39,18 @@ __all__ = [
 
 
 def qkv(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
+    """Rotated queries and keys, and values, of x before the layer's first norm."""
+    return heads(layer, config, ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis), cos, sin, axis)
+
+
+def heads(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
-    x = ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis)
     tokens = x.shape[1:] if axis == 0 else x.shape[:-1]
-    heads = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
+    shape = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
     width = 1 if axis == 0 else -1
-    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(heads)
-    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(heads)
-    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(heads)
+    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(shape)
+    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(shape)
+    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(shape)
     if config.qk_norm:
         q = ops.rms_norm(q, layer.q_norm, config.rms_eps, width)
         k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width)
