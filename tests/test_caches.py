@@ -12,7 +12,7 @@ import rounds
 
 from tlt_jax.models import eagle
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode import drafting, noise
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import Strategy
@@ -22,8 +22,9 @@ PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 
 TREE = Strategy(depth=3, topk=3, nodes=9)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, kind):
+@pytest.mark.parametrize("kind, strides", [("eagle", drafting.STRIDES), ("eagle3", drafting.STRIDES), ("eagle3", (2, 4))])
+def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, strides):
+    monkeypatch.setattr(drafting, "STRIDES", strides)  # the prompts are caught up with in one short one, or in long ones
     decoder, weights = rounds.tiny(MODEL, kind, "float64", Rules(Sampling(1.0)), TREE)
     target, drafter, batch = decoder.target, decoder.drafter, len(PROMPTS) * SAMPLES
     keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(batch)))

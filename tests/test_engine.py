@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tlt_jax import mesh as meshes
 from tlt_jax.config import Config, Data, Model as ModelSection, Rollout, Speculation
 from tlt_jax.data import Prompt
-from tlt_jax.engine import EVAL_STREAM, TAIL, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
+from tlt_jax.engine import EVAL_STREAM, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
@@ -28,6 +28,7 @@ from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.targets import TAIL
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
 STOPS = ((7, 7), (11,))
@@ -265,7 +266,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
         before = jax.tree.map(jnp.copy, state)
 
-        after, report = program(state, weights[0], ())
+        after, report = program(state, weights[0], (), np.int32(1))
         return before, after, report
 
     before, after, report = run(3, None)

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -160,10 +162,18 @@ def test_the_largest_kind_names_the_knob():
     assert "train.logits_chunk" in plan.advice({"weights": 1, "logits chunk": 2})
 
 
-def test_a_rollout_chunk_only_reduces_over_model(planned):
-    _, _, engine = planned
-    chunk = engine.registry.lower(Key("chunk", 0, 4, 128, (4,), rules=Rules(eos_ids=(1,)))).compile()
-    assert {name.split(" over ")[0] for name in collectives(chunk.as_text(), engine.groups[0])} == {"all-reduce"}
+def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see():
+    """Features lie over `model`; the states that they are copies of do not, and a drafter gathers no more than its windows."""
+    key, found = Key("chunk", 0, 4, 128, (4,), rules=Rules(eos_ids=(1,))), []
+    for drafter in ((), DRAFTERS["eagle3"], DRAFTERS["eagle"]):
+        engine = plan_of(*drafter)[2]
+        found.append(collectives(engine.registry.lower(key).compile().as_text(), engine.groups[0]))
+        if drafter:
+            drafting = engine.registry.lower(replace(key, strategy=strategies.parse("2_2_4"))).compile()
+            crossed = collectives(drafting.as_text(), engine.groups[0])
+            assert {name.split(" over ")[0] for name in crossed} == {"all-reduce", "all-gather"}
+    assert {name.split(" over ")[0] for name in found[0]} == {"all-reduce"}
+    assert Counter(found[0]) == Counter(found[1]) == Counter(found[2])
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -14,9 +14,11 @@ from tlt_jax import tables
 from tlt_jax.config import Config, Speculation
 from tlt_jax.models import eagle, hf_drafter, kv_cache
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.kv_cache import KVCache
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import ngram, strategies, tuner
+from tlt_jax.spec_decode.chunk import Weights
 from tlt_jax.spec_decode.drafting import Coupling, Network, learned
 from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stateless
 from tlt_jax.spec_decode.tuner import Tuner
@@ -100,8 +102,13 @@ def make(
 def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> Network:
     """A learned drafter's network on one data group; embedding and LM head are the target's."""
     whole = NamedSharding(group, PartitionSpec())
+
+    def extend(weights: Weights, cache: KVCache, tokens: jax.Array, features: jax.Array, starts: jax.Array):
+        features = jax.lax.with_sharding_constraint(features, whole)  # of a window: split in any other way they travel more
+        return eagle.extend(weights.drafter, config, eagle.shared(weights.target), cache, tokens, features, starts)
+
     return Network(
-        extend=lambda weights, *rest: eagle.extend(weights.drafter, config, eagle.shared(weights.target), *rest),
+        extend=extend,
         step=lambda weights, *rest: eagle.step(weights.drafter, config, eagle.shared(weights.target), *rest),
         logits=lambda weights, hidden: eagle.logits(weights.drafter, config, eagle.shared(weights.target), hidden),
         ids=lambda weights: weights.drafter.ids,

@@ -1,4 +1,4 @@
-"""The bridge between models and spec_decode: publishes weights to the data groups and rolls prompts out."""
+"""Publishes weights to the data groups and rolls prompts out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import drafters, mesh as meshes
+from tlt_jax import drafters, mesh as meshes, targets
 from tlt_jax.config import Config
 from tlt_jax.data import Prompt
-from tlt_jax.models import eagle, kv_cache, transformer
+from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.transformer import Captures, ModelConfig, Params
+from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules, Weights
@@ -31,15 +31,13 @@ from tlt_jax.spec_decode.programs import Compiled, Key, Registry, time_draft, us
 from tlt_jax.spec_decode.records import Event, Group, Job, Tokens
 from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, rollout
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy, Target
+from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
 
 __all__ = [
     "DRAFTER_STREAM", "EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult",
 ]  # fmt: skip
 
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
-TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
-LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 FIRST_CACHE_BUCKET = 256
 TIMED_ROUNDS = 8
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
@@ -70,9 +68,9 @@ class Engine:
         arms = drafters.pool(settings)
         self.path = max(arm.path for arm in (PLAIN, *arms))
         captures = drafter.captures if drafter else ()
-        targets = [make_target(model_config, group, dtype, captures, self.path) for group in self.groups]
-        guesses = [drafters.make(settings, drafter, *pair, dtype) for pair in zip(targets, self.groups, strict=True)]
-        self.registry = Registry(targets, guesses, self.groups, log_compile)
+        bound = [targets.make(model_config, group, dtype, captures, self.path) for group in self.groups]
+        guesses = [drafters.make(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
+        self.registry = Registry(bound, guesses, self.groups, log_compile)
         self.tuner = drafters.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state, self.is_published = self.tuner.init(), False
         self.draft_seconds: dict[Shape, float] = {}
@@ -251,29 +249,6 @@ class Engine:
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
         buckets = self.config.rollout.cache_buckets or doubling(FIRST_CACHE_BUCKET, usual)
         return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
-
-
-def make_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures, path: int) -> Target:
-    """The policy on one data group; a round commits at most `path` tokens."""
-    width = len(captures) * config.hidden_size
-
-    def room(slots: int) -> int:
-        """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
-        slots += max(TAIL, path)
-        return slots if group.devices.flat[0].platform == "cpu" else -(-slots // LANES) * LANES
-
-    return Target(
-        forward=lambda params, *rest: transformer.tree_forward(params, config, *rest, captures),
-        keep=kv_cache.commit,
-        features=lambda cache: cache.features,
-        prefill=lambda params, tokens, lengths: transformer.prefill(params, config, tokens, lengths, captures),
-        insert=kv_cache.insert,
-        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
-        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), width, dtype, group),
-        room=room,
-        vocab=transformer.padded_vocab(config, group.shape["model"]),
-        params=transformer.abstract(config, group, "rollout", dtype),
-    )
 
 
 def batch_buckets(slots: int) -> list[int]:
