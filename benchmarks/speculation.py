@@ -13,15 +13,20 @@ Other arguments override the configuration, as in every command: the measured an
 
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
 after an untimed run of each, which compiles; a cell is the median over the turns of this arm over plain decoding in the same
-turn, with the lower end of a 95 % interval of their mean.
+turn, with the lower end of a 95 % interval of their mean. A turn decodes twice as many answers as are live, 8 at least: "all
+live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a row and one ended;
+"whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
           target's forward and commit alone, over as many nodes; what is left, as a share of the round and by level.
-coupling  accept length and accepted nodes by depth for every strength of the coupling with the policy's noise; what the scores
-          promise over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
+coupling  accept length and accepted nodes by depth for every strength of the coupling with the policy's noise, over four
+          rollouts (the interval is that of the mean ratio to no coupling in the same rollout); what the scores promise
+          over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
 sweep     accept length and speed for one live sequence by depth, nodes and topk.
 speed     tokens per second with so many live sequences, of every drafter, strategy and tuner.
+recorded  the tuners on chunks recorded from rollouts of 64 answers in 32 rows: each place of a plain rollout takes a chunk that
+          the chosen strategy did in that batch; speed over plain decoding, and over the best strategy of every batch.
 pool      what the compiled chunks of the paper's strategies take with a strategy for every batch size, and bucketed by batch as
           in the paper: all temporaries (a captured graph keeps its own), the largest (XLA takes them for a run), and code.
 tail      speed of one rollout of 64 answers that starts full and ends with the few long ones.
@@ -57,13 +62,20 @@ from tlt_jax.engine import GENERATE_STREAM, Engine, RolloutResult
 from tlt_jax.models import hf, transformer
 from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.endings import RUNNING
 from tlt_jax.spec_decode.programs import Key
+from tlt_jax.spec_decode.records import Event, Retired, Tokens
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.tuner import Measurement
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
 SWEEP = [f"{d}_{k}_{n}" for d in (2, 4, 6, 8) for k in (1, 2, 4) for n in (4, 8, 16, 32) if d < n <= k + (d - 1) * k**2 + 1]
 T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
+SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them
+REPLAYS = 10  # of every recorded rollout
+COLUMNS = ("arm", "tokens/s, all live", "over plain", "lower 95 %", "tokens/s, whole", "over plain", "lower 95 %",
+           "accept length")  # fmt: skip
 FILLED = 64  # committed tokens of every row in the costs
 
 
@@ -78,10 +90,28 @@ class Arm:
         tokenizer = data.tokenizer(config)
         self.engine = Engine(self.config, model, mesh, data.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
+        self.remember, self.engine.listen, self.news = self.engine.listen, self.listen, []
+
+    def listen(self, event: Event) -> None:
+        """Notes when tokens came, and whether they ended their answer."""
+        self.remember(event)
+        if isinstance(event, Retired):
+            self.news.append([time.perf_counter(), event.tokens, 0])
+        if isinstance(event, Tokens):
+            self.news[-1][2] += event.finish != RUNNING
+
+    def full_speed(self, begin: float, live: int) -> float:
+        """Tokens per second of a rollout that began then, for as long as so many were live."""
+        left, tokens = sum(ended for _, _, ended in self.news), 0
+        for now, count, ended in self.news:
+            tokens, left = tokens + count, left - ended
+            if left < live:
+                return tokens / (now - begin)
+        return math.nan
 
     def decode(self, prompts: Sequence[Prompt], temperature: float = 1.0, step: int = 0) -> RolloutResult:
         """One answer to each prompt."""
-        limit = self.config.rollout.max_new_tokens
+        limit, self.news = self.config.rollout.max_new_tokens, []
         return self.engine.rollout(
             self.weights, prompts, 1, Sampling(temperature), limit, stream=GENERATE_STREAM, step=step
         )
@@ -128,9 +158,9 @@ def label(drafter: str) -> str:
     return Path(drafter).parent.parent.name if drafter != drafters.NGRAM else drafter
 
 
-def by_depth(result: RolloutResult) -> str:
+def by_depth(results: Sequence[RolloutResult]) -> str:
     """Accepted nodes of each depth per round."""
-    drafted = [one for one in result.measurements if one.strategy != PLAIN]
+    drafted = [one for result in results for one in result.measurements if one.strategy != PLAIN]
     rounds = sum(one.row_rounds for one in drafted)
     return " ".join(f"{hits:.2f}" for hits in sum(one.hits.sum(axis=(1, 2)) for one in drafted) / rounds)
 
@@ -188,7 +218,7 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
         for name, program in programs.items():
             given = jax.block_until_ready(jax.tree.map(jnp.copy, state))
             start = time.perf_counter()
-            jax.block_until_ready(program(given, arm.weights[0], guide))
+            jax.block_until_ready(program(given, arm.weights[0], guide, np.int32(1)))
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
@@ -202,7 +232,7 @@ def forwards(target, strategy: Strategy, rounds: int):
     """A jitted loop of the target's forward over a chain of as many nodes, and of the commit."""
     nodes = strategy.nodes
 
-    def loop(state, weights, _):
+    def loop(state, weights, *_):
         seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (state.roots.shape[0], nodes, nodes))
 
         def step(_, carry):
@@ -218,25 +248,60 @@ def forwards(target, strategy: Strategy, rounds: int):
     return jax.jit(loop, donate_argnums=0)
 
 
-def coupling(
-    config: Config, drafter: str, texts: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]
-) -> None:
-    """Prints accept lengths and calibration by temperature, strength and sharpness."""
-    table("drafter", "strategy", "temperature", "coupling", "sharpness", "accept length", "over uncoupled", "accepted by depth",
-          "promised / accepted", "calibration error")  # fmt: skip
+def coupling(config: Config, drafter: str, texts: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]) -> None:
+    """Prints accept lengths and calibration by temperature, strength and sharpness; of all but the first tree only the ends."""
+    table("drafter", "strategy", "temperature", "coupling", "sharpness", "accept length", "over uncoupled", "95 %",
+          "accepted by depth", "promised / accepted", "calibration error")  # fmt: skip
     for strategy in texts:
-        for temperature in TEMPERATURES:
-            plain = {}
-            for strength in STRENGTHS if temperature else (0.0,):
-                for sharp in sharpness if strength == 0.75 or len(sharpness) == 1 else (1.0,):
+        for temperature in TEMPERATURES if strategy == texts[0] else (1.0,):
+            strengths = STRENGTHS if strategy == texts[0] else (0.0, 0.75)
+            plain = []
+            for strength in strengths if temperature else (0.0,):
+                for sharp in sharpness if strength == 0.75 and strategy == texts[0] else (1.0,):
                     settings = Speculation(drafter, "fixed", [strategy], coupling=strength, sharpness=sharp)
-                    result = Arm(config, settings, 32).decode(prompts, temperature)
-                    nodes, promised, held = result.reliability
-                    length = result.stats["accept_length"]
-                    plain.setdefault(0, length)
+                    arm = Arm(config, settings, 8)
+                    results = [arm.decode(prompts, temperature, seed) for seed in range(SEEDS)]
+                    lengths = [result.stats["accept_length"] for result in results]
+                    plain = plain or lengths
+                    ratios = np.divide(lengths, plain)
+                    margin = SEED_T_975 * statistics.stdev(ratios) / math.sqrt(SEEDS)
+                    nodes, promised, held = sum(result.reliability for result in results)
                     error = float(np.abs(promised - held).sum() / nodes.sum())
-                    row(label(drafter), strategy, temperature, strength, sharp, length, length / plain[0], by_depth(result),
-                        float(promised.sum() / held.sum()), error)  # fmt: skip
+                    row(label(drafter), strategy, temperature, strength, sharp, statistics.mean(lengths), float(ratios.mean()),
+                        f"+- {margin:.3f}", by_depth(results), float(promised.sum() / held.sum()), error)  # fmt: skip
+
+
+def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequence[str], prompts: Sequence[Prompt]) -> None:
+    """Prints what every tuner makes of recorded chunks: of long-tailed rollouts by each strategy, drawn again and again."""
+    buckets, places = (1, 2, 4, 8, 16, 32), []
+    chunks: dict[tuple[int, Strategy], list[Measurement]] = {}
+    for text in ("off", *texts):
+        arm = Arm(config, Speculation(drafter, "fixed", [text]), 32, buckets)
+        for seed in range(-1, SEEDS):
+            found = arm.decode(prompts, 1.0, max(seed, 0)).measurements
+            if seed >= 0:  # the first one compiled
+                places += [found] if text == "off" else []
+                for one in found:
+                    chunks.setdefault((one.batch, one.strategy), []).append(one)
+    speeds = {key: sum(one.tokens for one in found) / sum(one.seconds for one in found) for key, found in chunks.items()}
+    arms = strategies.pool(texts)
+    known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
+    places = [[one for one in found if one.batch in known] for found in places]
+    table("tuner", "over plain", "of the best strategy for every batch")
+    for name in (*tuners, *texts):
+        settings = Speculation(drafter, name, list(texts)) if name in tuners else Speculation(drafter, "fixed", [name])
+        tuner = drafters.make_tuner(settings, arms if name in tuners else strategies.pool([name]), jax.devices()[0].platform)
+        state, random, plain, spent, least = tuner.init(), np.random.default_rng(0), 0.0, 0.0, 0.0
+        for number, place in (pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)):
+            state = tuner.renew(state) if number == 0 else state
+            state, choice = tuner.choose(state, round(place.live), place.batch, place.slots)
+            options = chunks[place.batch, choice.strategy]
+            drawn = options[random.integers(len(options))]
+            state = tuner.observe(state, drawn._replace(slots=place.slots))
+            plain += place.tokens / speeds[place.batch, PLAIN]
+            spent += place.tokens * drawn.seconds / drawn.tokens
+            least += place.tokens / max(speeds[place.batch, arm] for arm in (PLAIN, *arms))
+        row(name, plain / spent, least / spent)
 
 
 def pool(config: Config, drafter: str) -> None:
@@ -260,24 +325,25 @@ def pool(config: Config, drafter: str) -> None:
 
 def race(
     config: Config, arms: dict[str, Speculation | str], prompts: Sequence[Prompt], live: int, turns: int, each: int, buckets=()
-) -> Iterable[tuple[str, list[float], float, float]]:
-    """Of every arm: its speed over that of plain decoding in each turn, its accept length, and its own tokens per second.
-
-    The settings of a peer are the path of its python.
-    """
+) -> Iterable[list]:
+    """Of every arm the cells of COLUMNS. The settings of a peer are the path of its python."""
     engines: dict[str, Arm | Peer] = {
         name: Peer(settings, config, live) if isinstance(settings, str) else Arm(config, settings, live, buckets)
         for name, settings in arms.items()
     }
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    full: dict[str, list[float]] = {name: [] for name in arms}
+    whole: dict[str, list[float]] = {name: [] for name in arms}
     results: dict[str, list[RolloutResult]] = {name: [] for name in arms}
     for turn in range(-2, turns):
         chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
         order = list(engines.items())
         for name, arm in order if turn % 2 else order[::-1]:
+            begin = time.perf_counter()
             result = arm.decode(chosen, 1.0, max(turn, 0))
             if turn >= 0:
-                speeds[name].append(result.stats["tokens"] / (result.stats["seconds"] - result.stats["compile_seconds"]))
+                compiled = result.stats["compile_seconds"]
+                full[name].append(arm.full_speed(begin + compiled, live) if isinstance(arm, Arm) else math.nan)
+                whole[name].append(result.stats["tokens"] / (result.stats["seconds"] - compiled))
                 results[name].append(result)
     for arm in engines.values():
         if isinstance(arm, Peer):
@@ -285,12 +351,16 @@ def race(
     for name in arms:
         drafted = sum(one.stats["speculated_tokens"] for one in results[name])
         rounds = sum(m.row_rounds for one in results[name] for m in one.measurements if m.strategy != PLAIN)
-        yield name, list(np.divide(speeds[name], speeds["plain"])), drafted / max(rounds, 1), statistics.median(speeds[name])
+        cells = [name]
+        for speeds in (full, whole):
+            ratios = np.divide(speeds[name], speeds["plain"]).tolist()
+            cells += [round(statistics.median(speeds[name]), 1), statistics.median(ratios), lower(ratios)]
+        yield [*cells, drafted / max(rounds, 1)]
 
 
 def lower(ratios: Sequence[float]) -> float:
     """The lower end of a 95 % interval of the mean; nan below 15 turns."""
-    spread = statistics.stdev(ratios) if len(ratios) >= TURNS else math.nan
+    spread = float(np.std(ratios, ddof=1)) if len(ratios) >= TURNS else math.nan
     return statistics.mean(ratios) - T_975 * spread / math.sqrt(len(ratios))
 
 
@@ -301,12 +371,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--drafter", action="append", required=True, help="directory or ngram; may be given again")
     parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
+    parser.add_argument("--trees", default="6_4_16,8_2_16,11_2_16,15_1_16", help="of the part `coupling`")
     parser.add_argument("--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75")
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,pool,tail")
-    parser.add_argument("--tuners", default="goodput")
+    parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,recorded,pool,tail")
+    parser.add_argument("--tuners", default="goodput,threshold,beg_mab")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
     args, overrides = parser.parse_known_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
@@ -323,14 +394,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "coupling" in parts:
         for drafter in args.drafter:
             if drafter != drafters.NGRAM:
-                coupling(config, drafter, texts[-1:], prompts, [float(one) for one in args.sharpness.split(",")])
-    columns = ("tokens/s", "over plain", "lower 95 %", "accept length")
+                coupling(config, drafter, args.trees.split(","), prompts, [float(one) for one in args.sharpness.split(",")])
     arms = {"plain": Speculation()}
     if "sweep" in parts:
-        table("strategy", *columns)
+        table(*COLUMNS)
         swept = arms | {text: Speculation(args.drafter[0], "fixed", [text]) for text in SWEEP}
-        for name, ratios, accept, speed in race(config, swept, prompts, 1, args.turns, 8):
-            row(name, round(speed), statistics.median(ratios), lower(ratios), accept)
+        for cells in race(config, swept, prompts, 1, args.turns, 8):
+            row(*cells)
     for drafter in args.drafter:
         name = label(drafter)
         for one in args.tuners.split(","):
@@ -341,18 +411,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer:
         arms["tunix"] = args.peer
     if "speed" in parts:
-        table("live", "arm", *columns)
+        table("live", *COLUMNS)
         for live in map(int, args.live.split(",")):
-            for name, ratios, accept, speed in race(config, arms, prompts, live, args.turns, max(2 * live, 8)):
-                row(live, name, round(speed), statistics.median(ratios), lower(ratios), accept)
+            for cells in race(config, arms, prompts, live, args.turns, max(2 * live, 8)):
+                row(live, *cells)
+    if "recorded" in parts:
+        recorded(config, args.drafter[0], texts, args.tuners.split(","), prompts)
     if "pool" in parts:
         pool(config, args.drafter[0])
     if "tail" in parts:
-        table("sequences", "arm", *columns)
+        table("sequences", *COLUMNS)
         kept = {name: one for name, one in arms.items() if isinstance(one, str) or one.tuner != "fixed" or name == "plain"}
         buckets = (1, 2, 4, 8, 16, 32, 64)
-        for name, ratios, accept, speed in race(config, kept, prompts, 64, args.turns, 64, buckets):
-            row(64, name, round(speed), statistics.median(ratios), lower(ratios), accept)
+        for cells in race(config, kept, prompts, 64, args.turns, 64, buckets):
+            row(64, *cells)
     return 0
 
 

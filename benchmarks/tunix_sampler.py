@@ -43,7 +43,7 @@ def main() -> None:
         width = max(len(tokenizer(text).input_ids) for text in request["prompts"])
         width = 1 << (width - 1).bit_length()
         if sampler is None:
-            cache = CacheConfig(width + limit, config.num_layers, config.num_kv_heads, config.head_dim)
+            cache = CacheConfig(max(width, 32) + limit + 1, config.num_layers, config.num_kv_heads, config.head_dim)
             sampler = Sampler(model, tokenizer, cache)
         begin = time.perf_counter()
         output = sampler(

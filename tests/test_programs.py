@@ -29,11 +29,11 @@ class Slow:
         self.registry, self.allowed, self.asked = toys.registry(1, V, toys.table_drafter()), threading.Event(), []
         self.registry.waits, compile_now = False, programs.compile_now
 
-        def gated(key: Key, lowered):
+        def gated(key: Key, lowered, begin):
             if threading.current_thread() is not threading.main_thread() and (key.batch, key.strategy) != (6, PLAIN):
                 self.asked.append(key)
                 assert self.allowed.wait(20)
-            return compile_now(key, lowered)
+            return compile_now(key, lowered, begin)
 
         monkeypatch.setattr(programs, "compile_now", gated)
 
@@ -92,7 +92,7 @@ def test_without_anything_else_the_program_is_waited_for(monkeypatch):
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
     registry = toys.registry(1, V)
     registry.waits = False
-    monkeypatch.setattr(programs, "compile_now", lambda key, lowered: np.zeros(0)[1])
+    monkeypatch.setattr(programs, "compile_now", lambda key, lowered, begin: np.zeros(0)[1])
     key = Key("start", 0, 2, 64)
     while not registry.is_ready(key):
         pass

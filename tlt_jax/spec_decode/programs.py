@@ -40,7 +40,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A line of the compile log: seconds, and bytes on one device."""
+    """A line of the compile log: seconds of lowering and compilation, and bytes on one device."""
 
     key: Key
     seconds: float
@@ -75,7 +75,9 @@ class Registry:
     def get(self, key: Key) -> Callable[..., Any]:
         """The executable, compiled now when it is not there."""
         if key not in self.executables:
-            executable, compiled = self.ahead.pop(key).result() if key in self.ahead else compile_now(key, self.lower(key))
+            begin = time.perf_counter()
+            done = self.ahead.pop(key).result if key in self.ahead else partial(compile_now, key, self.lower(key), begin)
+            executable, compiled = done()
             self.compiles.append(compiled)
             self.log(compiled)
             self.executables[key] = executable
@@ -96,7 +98,8 @@ class Registry:
         if self.waits or self.has(key):
             return True
         if all(future.done() for future in self.ahead.values()):
-            self.ahead[key] = self.thread.submit(compile_now, key, self.lower(key))
+            begin = time.perf_counter()
+            self.ahead[key] = self.thread.submit(compile_now, key, self.lower(key), begin)
         return False
 
 
@@ -185,9 +188,11 @@ class Registry:
         )
 
 
-def compile_now(key: Key, lowered: jax.stages.Lowered) -> tuple[Callable[..., Any], Compiled]:
-    """The executable, and its line of the log. Lowering is not done here: in a thread it would miss JAX's local settings."""
-    begin = time.perf_counter()
+def compile_now(key: Key, lowered: jax.stages.Lowered, begin: float) -> tuple[Callable[..., Any], Compiled]:
+    """The executable, and its line of the log, with seconds since lowering began.
+
+    Lowering is not done here: in a thread it would miss JAX's local settings.
+    """
     executable = lowered.compile()
     return executable, describe(key, time.perf_counter() - begin, executable.memory_analysis())
 
