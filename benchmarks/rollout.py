@@ -229,7 +229,7 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     states = dict.fromkeys(programs)
 
     def run(name: str) -> None:
-        out = programs[name](states[name], weights, *([] if name == "model" else [(), np.int32(1)]))
+        out = programs[name](states[name], weights, *([] if name == "model" else [(), np.array([1, rounds], np.int32)]))
         states[name] = out if name == "model" else out[0]
         jax.block_until_ready(states[name])
 

@@ -218,7 +218,7 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
         for name, program in programs.items():
             given = jax.block_until_ready(jax.tree.map(jnp.copy, state))
             start = time.perf_counter()
-            jax.block_until_ready(program(given, arm.weights[0], guide, np.int32(1)))
+            jax.block_until_ready(program(given, arm.weights[0], guide, np.array([1, rounds], np.int32)))
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")

@@ -56,7 +56,8 @@ def program(
 
     @jax.jit
     def run(weights, keys):
-        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, (), jnp.int32(1))
+        bounds = jnp.array([1, limit])
+        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, (), bounds)
 
     return run
 

@@ -266,7 +266,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
         before = jax.tree.map(jnp.copy, state)
 
-        after, report = program(state, weights[0], (), np.int32(1))
+        after, report = program(state, weights[0], (), np.array([1, 99], np.int32))
         return before, after, report
 
     before, after, report = run(3, None)

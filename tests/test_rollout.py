@@ -182,7 +182,7 @@ def test_strategies_may_change_every_chunk(drafter, groups):
     def restless(view):
         decision, number = plain(view), next(turn)
         strategy = (PLAIN, toys.TREE, PLAIN, Strategy(2, 3, 8))[number % 4]
-        return replace(decision, strategy=strategy, predicted=float(number), reason=str(number))
+        return replace(decision, strategy=strategy, rounds=1 + number % 3, predicted=float(number), reason=str(number))
 
     result = drafted(drafter, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless, groups=groups)
     assert answers(result) == reference(RULES)[0]
@@ -191,6 +191,7 @@ def test_strategies_may_change_every_chunk(drafter, groups):
     for measured in result.measurements:  # a choice is found again beside what it was worth
         decision = taken.pop(measured.reason)
         assert all(getattr(measured, name) == getattr(decision, name) for name in ("group", "strategy", "predicted"))
+        assert measured.rounds <= decision.rounds
     speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
     if drafter == "exact":  # whatever was missed while decoding plainly was made up for, with true features
         ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)

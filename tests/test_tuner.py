@@ -294,6 +294,7 @@ def test_trials_are_few_and_never_two_at_a_time():
     state, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5, renew=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
     assert reasons.count("trial") < 0.15 * len(reasons)
+    assert all((choice.reason[:5] == "trial") == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
     assert not any(pair == ("trial", "trial") for pair in zip(reasons, reasons[1:], strict=False))
 
 

@@ -132,7 +132,7 @@ def rollout(world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: 
         slots = next(size for size in SLOTS if size >= min(done[left > 0].max() + 256, SLOTS[-1]))
         state, choice = tuner.choose(state, live, batch, slots)
         run.calls.append(("choose", (live, batch, slots), choice))
-        measured = chunk(world, random, choice.strategy, left, done, batch, slots)
+        measured = chunk(world, random, choice, left, done, batch, slots)
         seconds = clocked(world, random, measured, run, last, seen)
         last, measured = choice.strategy, measured._replace(seconds=seconds)
         run.seconds += seconds
@@ -147,11 +147,11 @@ def rollout(world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: 
     return state, run
 
 
-def chunk(world, random, arm, left, done, batch, slots) -> Measurement:
+def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
     """Runs up to `chunk` rounds on the answers, in place; its seconds are those of a quiet clock."""
-    rows = np.nonzero(left > 0)[0]
+    arm, rows = choice.strategy, np.nonzero(left > 0)[0]
     hits, rounds, row_rounds, tokens = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int), 0, 0, 0
-    while rounds < world.chunk and len(rows):
+    while rounds < min(world.chunk, choice.rounds) and len(rows):
         accepted = np.zeros(len(rows), int)
         if arm != PLAIN:
             rank, sibling = world.hits(arm)
@@ -164,7 +164,9 @@ def chunk(world, random, arm, left, done, batch, slots) -> Measurement:
         rounds, row_rounds, tokens = rounds + 1, row_rounds + len(rows), tokens + int(emitted.sum())
         rows = rows[left[rows] > 0]
     quiet = rounds * world.cost(batch, slots, arm) / 1e3
-    return Measurement(0, batch, row_rounds / rounds, slots, arm, rounds, row_rounds, tokens, quiet, hits)
+    return Measurement(
+        0, batch, row_rounds / rounds, slots, arm, rounds, row_rounds, tokens, quiet, hits, reason=choice.reason
+    )
 
 
 def clocked(world: World, random, measured: Measurement, run: Run, last: Strategy | None, seen: set) -> float:

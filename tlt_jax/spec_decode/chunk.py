@@ -87,9 +87,9 @@ class Report:
 
 
 def chunk(
-    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, floor: Int32[Array, ""]
+    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, bounds: Int32[Array, " L"]
 ) -> tuple[DecodeState, Report]:
-    """Decodes for up to `rounds` rounds, for fewer (or none) once less than `floor` rows are live."""
+    """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case."""
     strategy = decoder.strategy
     batch, room = state.roots.shape[0], rounds * strategy.path
     report = Report(
@@ -113,7 +113,7 @@ def chunk(
 
     def goes_on(carry: tuple[DecodeState, Report]) -> Array:
         state, report = carry
-        return (report.rounds < rounds) & (state.live.sum() >= floor)
+        return (report.rounds < jnp.minimum(bounds[1], rounds)) & (state.live.sum() >= bounds[0])
 
     def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
         state, report = carry

@@ -262,8 +262,8 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     decision = state.decision
     key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
     uids = tuple(running.uid if running else None for running in state.rows)
-    program, floor = group.registry.get(key), np.int32(decision.floor)
-    device, report = program(state.device, group.weights, group.guide(uids), floor)
+    program, bounds = group.registry.get(key), np.array([decision.floor, decision.rounds], np.int32)
+    device, report = program(state.device, group.weights, group.guide(uids), bounds)
     flight = Flight(state.dispatched, "decode", report.counts, uids, report)
     state = replace(
         state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1

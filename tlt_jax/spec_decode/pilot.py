@@ -28,7 +28,7 @@ class Pilot:
         fewer = max((size for size in self.batches if size < batch), default=0)
         floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
         expected = {"predicted": choice.predicted, "reason": choice.reason}
-        return Decision(view.group, view.retired, batch, room, choice.strategy, floor, **expected)
+        return Decision(view.group, view.retired, batch, room, choice.strategy, floor, choice.rounds, **expected)
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""

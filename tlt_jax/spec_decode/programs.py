@@ -133,7 +133,7 @@ class Registry:
                 out_shardings=(shardings(state), self.replicated(key)),
             )
             weights = Weights(target.params, drafter.params)
-            return program.lower(state, weights, drafter.guide(key.batch), self.array(key))
+            return program.lower(state, weights, drafter.guide(key.batch), self.array(key, 2))
         if key.kind == "draft":
             decoder, known = Decoder(target, drafter, key.rules, key.strategy), self.known(key)
             program = jax.jit(partial(chunk.draft_alone, decoder, key.sizes[0]), out_shardings=shardings(known))

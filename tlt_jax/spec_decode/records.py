@@ -15,6 +15,7 @@ from tlt_jax.spec_decode.endings import Rules
 from tlt_jax.spec_decode.programs import Registry
 from tlt_jax.spec_decode.stats import Stats
 from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
+from tlt_jax.spec_decode.trials import MOST_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class View:
 class Decision:
     """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
 
-    The chunk ends once less than `floor` sequences are live: others may then take their rows, or fewer rows do. It is data: a
-    rollout can be replayed from its decisions.
+    The chunk ends once less than `floor` sequences are live, as others may then take their rows, or fewer rows do, and after
+    `rounds` if those are fewer than the job's. It is data: a rollout can be replayed from its decisions.
     """
 
     group: int
@@ -59,6 +60,7 @@ class Decision:
     slots: int
     strategy: Strategy
     floor: int = 1
+    rounds: int = MOST_ROUNDS
     joining: tuple[int, ...] = ()
     predicted: float = math.nan  # tokens per second
     reason: str = ""

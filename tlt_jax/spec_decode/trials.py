@@ -16,6 +16,7 @@ CAUTION = 0.5  # standard errors that a challenger's prediction is lowered by
 HORIZON = 6.0  # chunks that a trial's gain is expected to last
 WORTHWHILE = 0.01  # share of the time that a trial must be expected to save
 KNOWN = 0.12  # standard error below which an arm needs no trial
+MOST_ROUNDS, TRIAL_ROUNDS = 1 << 30, 4  # of a chunk that is no trial, whose length others decide, and of one that is
 REST = 6  # choices from one trial to the next
 PATIENCE = 16  # choices after which a trial that nobody measured is given up
 
@@ -51,7 +52,7 @@ def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[Stat
 def worth_trying(state: State, view: Outlook, i: int, credit: float) -> int:
     """The arm whose trial is expected to save most over the horizon; i when none is worth its price or can be paid."""
     saved_A, lost_A = stakes(view, i)
-    price_A = state["chunk"] * np.exp(view.seconds) * lost_A
+    price_A = min(state["chunk"], TRIAL_ROUNDS) * np.exp(view.seconds) * lost_A
     prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
     funds = state["funds"] + credit * math.exp(view.seconds[0])
     worth_A = np.where((price_A <= funds) & (saved_A > WORTHWHILE), prize_A - price_A, -np.inf)

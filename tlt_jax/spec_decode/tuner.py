@@ -24,7 +24,14 @@ from tlt_jax.spec_decode.strategies import (
     strategies_for,
 )
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.spec_decode.trials import REST, Outlook, State, decide
+from tlt_jax.spec_decode.trials import (
+    MOST_ROUNDS,
+    REST,
+    TRIAL_ROUNDS,
+    Outlook,
+    State,
+    decide,
+)
 
 EPSILON, WINDOW, LIMIT = 0.1, 300, 32  # of the reference system
 SHARE = 0.01  # of all seconds that trials may cost ...
@@ -61,11 +68,12 @@ class Measurement(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), and why."""
+    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds."""
 
     strategy: Strategy
     predicted: float
     reason: str
+    rounds: int = MOST_ROUNDS
 
 
 class Tuner(NamedTuple):
@@ -187,7 +195,8 @@ def goodput(
         state, i, reason = decide(state, view, batch, credit)
         held = state["incumbents"][str(batch)]
         plans = planned(state, place, held, float(view.speed[view.arms.index(parse(held))]))
-        return {**state, "plans": plans}, Choice(view.arms[i], live * math.exp(view.speed[i]), reason)
+        rounds = TRIAL_ROUNDS if reason.startswith("trial") else MOST_ROUNDS
+        return {**state, "plans": plans}, Choice(view.arms[i], live * math.exp(view.speed[i]), reason, rounds)
 
     return Tuner(begin, choose, learn, renew_goodput)
 
@@ -215,9 +224,9 @@ def begin() -> State:
 
 
 def planned(state: State, place: str, arm: str, speed: float) -> State:
-    """The plans with the arm in use. It stands for a while unless something was just tried, for longer when it stood before."""
+    """The plans with the arm in use. It stands for a while unless something is being tried, for longer when it stood before."""
     before, trial = state["plans"].get(place, {}), state["trial"]
-    if trial and state["choices"] - trial["since"] < REST:
+    if trial and trial["open"] and state["choices"] - trial["since"] < REST:
         hold, left = HOLD[0], 0
     else:
         hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
@@ -274,7 +283,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         **state,
         "clock": clock,
         "funds": funds,
-        "chunk": int(seen.rounds),
+        "chunk": state["chunk"] if seen.reason.startswith("trial") else int(seen.rounds),
         "evidence": evidence,
         "cells": costs.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
         "last": {**state["last"], str(seen.group): text},
