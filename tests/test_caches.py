@@ -62,3 +62,13 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         close(state.drafter.cache.values[0][uid, :, known], drafted.values[0][uid, :, known])
         close(state.drafter.hidden[uid], hidden[uid, known][-1])
     assert state.cache.features.shape[-1] > 0
+
+
+@pytest.mark.parametrize("strides", [drafting.STRIDES, (2, 4)])
+def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, strides):
+    monkeypatch.setattr(drafting, "STRIDES", strides)
+    decoder, weights = rounds.tiny(MODEL, "eagle", "float64", Rules(Sampling(1.0)), TREE)
+    keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    state, report = rounds.program(decoder, PROMPTS, LIMIT, 1)(weights, keys)
+    assert max(map(len, PROMPTS)) - 1 > 2 * TREE.path, "a round alone does not catch up with a prompt"
+    np.testing.assert_array_equal(state.lengths - state.drafter.built, report.counts)
