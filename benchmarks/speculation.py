@@ -283,7 +283,7 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
                 places += [found] if text == "off" else []
                 for one in found:
                     chunks.setdefault((one.batch, one.strategy), []).append(one)
-    speeds = {key: sum(one.tokens for one in found) / sum(one.seconds for one in found) for key, found in chunks.items()}
+    speeds = {key: 1 / statistics.mean(one.seconds / one.tokens for one in found) for key, found in chunks.items()}  # as drawn
     arms = strategies.pool(texts)
     known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
     places = [[one for one in found if one.batch in known] for found in places]
