@@ -150,15 +150,15 @@ def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slot
 
 @pytest.mark.parametrize("second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)])
 def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(monkeypatch, second, share):
-    clock = iter([1.0, 2.0, 5.0, 7.0, 8.0])
-    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
-    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
     rounds, strategy, batch = second
-    ledger.record(0, [Dispatched(0, "prefill", 1, 64)])
-    ledger.record(0, [Dispatched(1, "decode", 4, 64, PLAIN), Dispatched(2, "decode", batch, 64, strategy)])
-    ledger.record(0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64)])
-    ledger.record(0, [Retired(1, "decode", 16, 64, STATS), Retired(2, "decode", rounds, 32, STATS)])
-    ledger.record(0, [Retired(3, "decode", 16, 64, STATS)])
+    ledger = recorded(
+        monkeypatch,
+        (0.0, [Dispatched(0, "prefill", 1, 64)], 1.0),
+        (1.0, [Dispatched(1, "decode", 4, 64, PLAIN), Dispatched(2, "decode", batch, 64, strategy)], 2.0),
+        (5.0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64)], 5.0),
+        (7.0, [Retired(1, "decode", 16, 64, STATS), Retired(2, "decode", rounds, 32, STATS)], 7.0),
+        (8.0, [Retired(3, "decode", 16, 64, STATS)], 8.0),
+    )
     first, other, alone = (measured.seconds for measured in ledger.measurements)
     assert first + other == pytest.approx(2.0) and alone == pytest.approx(1.0)
     assert other / 2 == pytest.approx(share, abs=0.05)
@@ -166,13 +166,42 @@ def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(monkeypat
 
 
 def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time(monkeypatch):
-    clock = iter([1.0, 3.0])
-    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
-    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
-    ledger.record(0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64)])
-    ledger.record(0, [Retired(0, "prefill"), Retired(1, "decode", 16, 64, STATS)])
+    ledger = recorded(
+        monkeypatch,
+        (0.0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (3.0, [Retired(0, "prefill"), Retired(1, "decode", 16, 64, STATS)], 3.0),
+    )
     (chunk,) = ledger.measurements
     assert 1.0 < chunk.seconds < 2.0
+
+
+def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch):
+    """The host looks at 1.0, 3.0, 3.1, then compiles until 9.0; chunks of two seconds are read at the next look."""
+    ledger = recorded(
+        monkeypatch,
+        (0.0, [Dispatched(0, "decode", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (2.9, [], 2.9),
+        (3.0, [Retired(0, "decode", 16, 64, STATS)], 3.0),
+        (3.1, [Dispatched(2, "decode", 4, 64)], 9.0),
+        (9.1, [Retired(1, "decode", 16, 64, STATS)], 9.1),
+        (10.9, [Dispatched(3, "decode", 4, 64)], 10.9),
+        (11.0, [Retired(2, "decode", 16, 64, STATS)], 11.0),
+        (12.9, [], 12.9),
+        (13.0, [Retired(3, "decode", 16, 64, STATS)], 13.0),
+    )
+    assert [measured.is_timed for measured in ledger.measurements] == [True, False, True, True]
+    assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.1, 6.1, 0.2, 0.2])
+    assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
+
+
+def recorded(monkeypatch, *looks):
+    """What a ledger makes of these looks at one group: when it looked, what it saw and dispatched, until when."""
+    clock = iter([until for _, _, until in looks])
+    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
+    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
+    for looked, events, _ in looks:
+        ledger.record(0, events, looked)
+    return ledger
 
 
 @pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])

@@ -26,7 +26,7 @@ from tlt_jax.config import Config
 from tlt_jax.engine import Engine
 from tlt_jax.models import hf
 from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import tuner
+from tlt_jax.spec_decode import bandit
 from tlt_jax.tables import DataError
 from tlt_jax.train import folder, loop, policy_step, report, sft
 from tlt_jax.train.policy_step import PolicyState
@@ -350,7 +350,7 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
 def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
-    assert first_state(monkeypatch, config) == tuner.begin_beg_mab()
+    assert first_state(monkeypatch, config) == bandit.begin_beg_mab()
     said = [line for line in capsys.readouterr().out.splitlines() if "tuner" in line]
     assert said == ["the tuner starts anew: what it had learned is of another speculation.strategies"]
     assert_equal(state_of(config, 3), state_of(drafted, 3))

@@ -11,7 +11,7 @@ import pytest
 import tuner_worlds as worlds
 
 from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import acceptance, costs, strategies, tuner
+from tlt_jax.spec_decode import acceptance, bandit, costs, strategies, tuner
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 from tlt_jax.spec_decode.tuner import Measurement
 
@@ -19,7 +19,7 @@ ARMS = strategies.pool(strategies.POOL)
 MAKERS = {
     "fixed": lambda: tuner.fixed("6_4_16"),
     "threshold": lambda: tuner.threshold(strategies.PAPER),
-    "beg_mab": lambda: tuner.beg_mab(strategies.POOL),
+    "beg_mab": lambda: bandit.beg_mab(strategies.POOL),
     "goodput": lambda: tuner.goodput(strategies.POOL),
 }
 
@@ -84,7 +84,7 @@ def test_the_widest_trees_belong_to_the_smallest_batches():
 )
 def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
     with pytest.raises(ConfigError, match=says):
-        tuner.beg_mab(strategies.PAPER, thresholds)
+        bandit.beg_mab(strategies.PAPER, thresholds)
 
 
 def test_an_empty_pool_is_refused():
@@ -189,7 +189,7 @@ def test_threshold_speculates_when_few_are_live(live, batch, text):
 
 
 def test_beg_mab_tries_every_arm_once_before_it_judges():
-    made, tried = tuner.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0), []
+    made, tried = bandit.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0), []
     state = made.init()
     for _ in range(3):
         state, choice = made.choose(state, 4, 4, 512)  # nothing was read yet: two chunks are in flight
@@ -198,7 +198,7 @@ def test_beg_mab_tries_every_arm_once_before_it_judges():
 
 
 def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
-    made = tuner.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0)
+    made = bandit.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0)
     state, gains = made.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
     for _ in range(3):
         state, choice = made.choose(state, 4, 4, 512)
@@ -209,7 +209,7 @@ def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
 
 
 def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
-    made = tuner.beg_mab(["4_2_8"], (1,), epsilon=0.3, window=5)
+    made = bandit.beg_mab(["4_2_8"], (1,), epsilon=0.3, window=5)
     state, taken = made.init(), []
     for number in range(600):
         state, choice = made.choose(state, 4, 4, 512)
@@ -347,6 +347,23 @@ def test_a_chunk_without_rounds_teaches_nothing():
         made = make()
         state = made.init()
         assert made.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
+
+
+def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_of_costs():
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.observe(made.init(), measured(PLAIN))
+    late = measured(arm, accepted=1.0, per_round=9.0)
+    sharp, doubted = (made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9))
+    assert sharp["evidence"] == doubted["evidence"] != state["evidence"]
+    assert "4/512/2_2_4" in sharp["cells"] and doubted["cells"] == state["cells"]
+    assert doubted["funds"] == state["funds"] < sharp["funds"]
+
+
+def test_beg_mab_pulls_again_what_was_not_timed():
+    made = bandit.beg_mab(["4_2_8"], (1,), epsilon=0.0)
+    state, first = made.choose(made.init(), 4, 4, 512)
+    state = made.observe(state, measured(first.strategy)._replace(doubt=1.0))
+    assert state["rewards"] == {} and made.choose(state, 4, 4, 512)[1].strategy == first.strategy
 
 
 # State

@@ -17,7 +17,7 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.kv_cache import KVCache
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import ngram, strategies, tuner
+from tlt_jax.spec_decode import bandit, ngram, strategies, tuner
 from tlt_jax.spec_decode.chunk import Weights
 from tlt_jax.spec_decode.drafting import Coupling, Network, learned
 from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stateless
@@ -155,7 +155,7 @@ def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -
     makers = {
         "fixed": lambda: tuner.fixed(arms[0]),
         "threshold": lambda: tuner.threshold(arms, settings.threshold),
-        "beg_mab": lambda: tuner.beg_mab(arms),
+        "beg_mab": lambda: bandit.beg_mab(arms),
         "goodput": lambda: tuner.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
     }
     return makers[settings.tuner]()

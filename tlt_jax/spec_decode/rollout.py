@@ -94,12 +94,16 @@ class Ledger:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.free_at = [0.0] * self.groups
+        self.looked, self.free_at, self.doubt = ([0.0] * self.groups for _ in range(3))
 
-    def record(self, group: int, events: Sequence[Event]) -> None:
-        """Takes note of the events of one `advance`."""
-        now = time.perf_counter() - self.begin
-        times = self.shares(group, [event for event in events if isinstance(event, Retired)], now)
+    def now(self) -> float:
+        """Seconds since the rollout began."""
+        return time.perf_counter() - self.begin
+
+    def record(self, group: int, events: Sequence[Event], looked: float) -> None:
+        """Takes note of the events of one `advance`, which looked then what is ready, and dispatched until now."""
+        now = self.now()
+        times, doubt = self.shares(group, [event for event in events if isinstance(event, Retired)], looked)
         for event in events:
             self.listen(event)
             match event:
@@ -108,25 +112,38 @@ class Ledger:
                 case Dispatched(number):
                     self.open[group, number] = (event, now)
                 case Retired(number):
-                    self.retire(group, event, self.open.pop((group, number))[0], *times[number])
+                    self.retire(group, event, self.open.pop((group, number))[0], *times[number], doubt)
                 case Tokens(uid):
                     self.parts.setdefault(uid, []).append(event)
                     self.totals["tokens"] += len(event.tokens)
                     if event.finish != RUNNING:
                         self.finish(uid, event.finish)
 
-    def shares(self, group: int, retired: Sequence[Retired], now: float) -> dict[int, tuple[float, float]]:
-        """Start and end of the programs that were read in one look: they share its time as their work is expected to."""
+    def shares(
+        self, group: int, retired: Sequence[Retired], looked: float
+    ) -> tuple[dict[int, tuple[float, float]], float]:
+        """Start and end of the programs that were read in one look: they share its time as their work is expected to.
+
+        Also how many seconds these may be off by: they, and what they waited for, ended at some time since the look before
+        that saw it, which is long when the host was compiling.
+        """
+        before, self.looked[group] = self.looked[group], looked
         if not retired:
-            return {}
-        start = max(self.open[group, retired[0].number][1], self.free_at[group])
+            return {}, 0.0
+        queued = self.open[group, retired[0].number][1]
+        start = max(queued, self.free_at[group])
+        doubt = min(self.doubt[group], start - queued)
         is_shared = len(retired) > 1
         work = np.array([expected_work(self.open[group, one.number][0], one) if is_shared else 1.0 for one in retired])
-        ends = start + (now - start) * np.cumsum(work) / work.sum()
-        ends[-1] = self.free_at[group] = now
-        return {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
+        ends = start + (looked - start) * np.cumsum(work) / work.sum()
+        ends[-1] = self.free_at[group] = looked
+        self.doubt[group] = looked - max(before, queued)
+        times = {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
+        return times, doubt + self.doubt[group]
 
-    def retire(self, group: int, retired: Retired, dispatched: Dispatched, start: float, end: float) -> None:
+    def retire(
+        self, group: int, retired: Retired, dispatched: Dispatched, start: float, end: float, doubt: float
+    ) -> None:
         """The program is done: a span of the timeline, and a measurement when it was a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
@@ -145,6 +162,7 @@ class Ledger:
             row_rounds=live_rounds,
             tokens=retired.tokens,
             seconds=end - start,
+            doubt=doubt,
             hits=np.asarray(retired.stats.hits),
             number=retired.number,
             predicted=dispatched.predicted,
@@ -171,7 +189,7 @@ class Ledger:
 
     def result(self, groups: Sequence[Group]) -> RolloutResult:
         """Everything, in order of uid."""
-        seconds = time.perf_counter() - self.begin
+        seconds = self.now()
         registry = groups[0].registry
         speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
         drafted = sum(measured.tokens for measured in speculated)
@@ -219,8 +237,9 @@ def rollout(
             raise Interrupted("the rollout was interrupted")
         happened = False
         for i, group in enumerate(groups):
+            looked = ledger.now()
             states[i], events = machine.advance(group, states[i])
-            ledger.record(i, events)
+            ledger.record(i, events, looked)
             happened |= bool(events)
         busy = not all(state.is_done for state in states)
         if busy and not happened:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from tlt_jax.spec_decode.trials import (
     decide,
 )
 
-EPSILON, WINDOW, LIMIT = 0.1, 300, 32  # of the reference system
+LIMIT = 32  # of the reference system
 SHARE = 0.01  # of all seconds that trials may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
 CREDIT = 8.0  # plain rounds that trials may cost before
@@ -49,7 +48,8 @@ class Measurement(NamedTuple):
     """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
 
     hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
-    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice.
+    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
+    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done.
     """
 
     group: int
@@ -65,6 +65,12 @@ class Measurement(NamedTuple):
     number: int = 0
     predicted: float = math.nan
     reason: str = ""
+    doubt: float = 0.0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether `seconds` tells what the chunk took."""
+        return 2 * self.doubt < self.seconds
 
 
 class Choice(NamedTuple):
@@ -109,58 +115,6 @@ def threshold(
         return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
 
     return Tuner(dict, choose, unchanged, unchanged)
-
-
-def beg_mab(
-    strategies: Sequence[Strategy | str],
-    thresholds: Sequence[int] | None = None,
-    epsilon: float = EPSILON,
-    window: int = WINDOW,
-    seed: int = 0,
-) -> Tuner:
-    """The paper's bucketed epsilon-greedy bandit [b11], with plain decoding as an arm of every bucket.
-
-    A reward is tokens per second of one live row; an arm's worth is the median of its last `window` rewards in the batch.
-    Every arm is tried once before any is judged, and a first pull counts as measured.
-    """
-    buckets = bucketed(pool(strategies), thresholds)
-
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
-        arms = (PLAIN, *strategies_for(buckets, batch))
-        keys = [f"{batch}/{name(arm)}" for arm in arms]
-        worths = [median(state["rewards"][key]) if key in state["rewards"] else None for key in keys]
-        fresh = [i for i, key in enumerate(keys) if worths[i] is None and key not in state["tried"]]
-        known = [i for i, worth in enumerate(worths) if worth is not None]
-        random = np.random.default_rng([seed, state["choices"]])
-        if fresh:
-            i, reason = fresh[0], "never tried"
-        elif not known or random.random() < epsilon:
-            i, reason = int(random.integers(len(arms))), "epsilon"
-        else:
-            i, reason = max(known, key=lambda one: worths[one]), "best median"
-        tried = list(dict.fromkeys([*state["tried"], keys[i]]))
-        predicted = math.nan if worths[i] is None else worths[i] * live
-        return {**state, "choices": state["choices"] + 1, "tried": tried}, Choice(arms[i], predicted, reason)
-
-    def renew(state: State) -> State:
-        return {**state, "tried": []}  # a pull that was never read is taken again
-
-    return Tuner(begin_beg_mab, choose, partial(observe_beg_mab, window=window), renew)
-
-
-def begin_beg_mab() -> State:
-    """Nothing known. rewards: of each batch and arm; tried: those that were chosen since the last update."""
-    return {"choices": 0, "tried": [], "rewards": {}}
-
-
-def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
-    """The state with one reward more."""
-    if min(seen.rounds, seen.row_rounds, seen.seconds) <= 0:
-        return state
-    key = f"{seen.batch}/{name(seen.strategy)}"
-    reward = float(seen.tokens / seen.row_rounds * seen.rounds / seen.seconds)
-    rewards = [*state["rewards"].get(key, []), reward][-window:]
-    return {**state, "rewards": {**state["rewards"], key: rewards}}
 
 
 def goodput(
@@ -260,34 +214,35 @@ def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) ->
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
-    """The state with one measurement more."""
-    if min(seen.rounds, seen.row_rounds, seen.tokens, seen.seconds) <= 0:
+    """The state with one measurement more; one whose seconds are doubtful tells what was accepted, and nothing else."""
+    if min(seen.rounds, seen.row_rounds, seen.tokens) <= 0:
         return state
-    text, per_round = name(seen.strategy), seen.seconds / seen.rounds
+    text = name(seen.strategy)
     key = f"{seen.batch}/{seen.slots}/{text}"
     switched_on = state["last"].get(str(seen.group)) == name(PLAIN) and seen.strategy != PLAIN
     is_cold = switched_on or key not in state["cells"] or seen.rounds < SHORT
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
-    plans = watched(plans, f"{seen.batch}/{seen.slots}", text, math.log(seen.tokens / seen.row_rounds / per_round))
-    funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if seen.strategy != PLAIN:
         evidence = acceptance.learn(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
-    if trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True):
+    is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
+    trial = {**trial, "open": False} if is_tried else trial
+    state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "last": {**state["last"], str(seen.group): text}}
+    if not seen.is_timed:
+        return state
+    per_round = seen.seconds / seen.rounds
+    plans = watched(plans, f"{seen.batch}/{seen.slots}", text, math.log(seen.tokens / seen.row_rounds / per_round))
+    funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
+    if is_tried:
         usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"])
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual)
-        trial = {**trial, "open": False}
         here = {place: {**plan, "left": 0} for place, plan in plans.items() if place.startswith(f"{seen.batch}/")}
         plans = {**plans, **here}  # what it told is thought over
     return {
         **state,
-        "clock": clock,
         "funds": funds,
         "chunk": state["chunk"] if seen.reason.startswith("trial") else int(seen.rounds),
-        "evidence": evidence,
         "cells": costs.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
-        "last": {**state["last"], str(seen.group): text},
-        "trial": trial,
         "plans": plans,
         "seen": state["seen"] + 1,
     }
