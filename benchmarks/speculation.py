@@ -2,20 +2,16 @@
 
 python benchmarks/speculation.py --config configs/speculation.yaml --policy DIR --drafter DIR [--drafter ngram] [--parts LIST]
 
-The policy and its drafters are made before:
+The policy and its drafters are made before; RESULTS.md has the commands. Other arguments override the configuration, as in
+every command: the measured answers were those to long problems,
 
-    python -m tlt_jax.train.sft --config configs/speculation.yaml --out runs/speculation/policy
-    python -m tlt_jax.train.drafter --config configs/speculation.yaml --model.path runs/speculation/policy --sft.steps 0
-
-Other arguments override the configuration, as in every command: the measured answers were those to long problems,
-
-    --data.task_args "{min_length: 10, max_length: 14, tail: 0.0}"
+    --data.task_args "{min_length: 12, max_length: 20, tail: 0.0}"
 
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
-after an untimed run of each, which compiles; a cell is the median over the turns of this arm over plain decoding in the same
-turn, with the lower end of a 95 % interval of their mean. A turn decodes twice as many answers as are live, 8 at least: "all
-live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a row and one ended;
-"whole" goes on to the last token.
+after two untimed ones; a turn in which anything was compiled is taken again, with other noise. A cell is the median over the
+turns of this arm over plain decoding in the same turn, with the lower end of a 95 % interval of their mean. A turn decodes
+twice as many answers as are live, 8 at least: "all live" is its first part, prefills, admissions and the host's gaps
+included, until no answer waits for a row and one ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
@@ -38,6 +34,7 @@ weights and prompts, in batches of as many as are live.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -72,6 +69,7 @@ from tlt_jax.spec_decode.tuner import Measurement
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
 SWEEP = [f"{d}_{k}_{n}" for d in (2, 4, 6, 8) for k in (1, 2, 4) for n in (4, 8, 16, 32) if d < n <= k + (d - 1) * k**2 + 1]
 T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
+WARM_UP = 2  # turns that are not timed
 SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them
 REPLAYS = 10  # of every recorded rollout
 COLUMNS = ("arm", "tokens/s, all live", "over plain", "lower 95 %", "tokens/s, whole", "over plain", "lower 95 %",
@@ -128,7 +126,7 @@ class Peer:
 
     def decode(self, prompts: Sequence[Prompt], temperature: float, step: int) -> SimpleNamespace:
         """One answer to each prompt, what of a RolloutResult the race reads."""
-        stats = {"seconds": 0.0, "tokens": 0, "compile_seconds": 0.0, "speculated_tokens": 0}
+        stats = {"seconds": 0.0, "tokens": 0, "compiles": 0, "speculated_tokens": 0}
         for first in range(0, len(prompts), self.live):
             texts = [prompt.text for prompt in prompts[first : first + self.live]]
             self.process.stdin.write(json.dumps({"prompts": texts, "limit": self.limit, "seed": 100 * step + first}) + "\n")
@@ -282,7 +280,8 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
             if seed >= 0:  # the first one compiled
                 places += [found] if text == "off" else []
                 for one in found:
-                    chunks.setdefault((one.batch, one.strategy), []).append(one)
+                    if one.is_timed:
+                        chunks.setdefault((one.batch, one.strategy), []).append(one)
     speeds = {key: 1 / statistics.mean(one.seconds / one.tokens for one in found) for key, found in chunks.items()}  # as drawn
     arms = strategies.pool(texts)
     known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
@@ -334,17 +333,23 @@ def race(
     full: dict[str, list[float]] = {name: [] for name in arms}
     whole: dict[str, list[float]] = {name: [] for name in arms}
     results: dict[str, list[RolloutResult]] = {name: [] for name in arms}
-    for turn in range(-2, turns):
+    turn, order = -WARM_UP, list(engines.items())
+    for step in itertools.count():
         chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
-        order = list(engines.items())
-        for name, arm in order if turn % 2 else order[::-1]:
+        done = {}
+        for name, arm in order if step % 2 else order[::-1]:
             begin = time.perf_counter()
-            result = arm.decode(chosen, 1.0, max(turn, 0))
-            if turn >= 0:
-                compiled = result.stats["compile_seconds"]
-                full[name].append(arm.full_speed(begin + compiled, live) if isinstance(arm, Arm) else math.nan)
-                whole[name].append(result.stats["tokens"] / (result.stats["seconds"] - compiled))
+            result = arm.decode(chosen, 1.0, step)
+            done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
+        compiled = any(result.stats["compiles"] for result, _ in done.values())
+        if turn >= 0 and not compiled:
+            for name, (result, speed) in done.items():
+                full[name].append(speed)
+                whole[name].append(result.stats["tokens"] / result.stats["seconds"])
                 results[name].append(result)
+        turn += turn < 0 or not compiled
+        if turn == turns:
+            break
     for arm in engines.values():
         if isinstance(arm, Peer):
             arm.close()
