@@ -13,7 +13,7 @@ from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
 from tlt_jax.spec_decode.endings import RUNNING, STOPPED, TRUNCATED, Rules, ends_sequence, shift
 from tlt_jax.spec_decode.noise import gumbel
-from tlt_jax.spec_decode.stats import BINS, Stats, measure
+from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.tree import (
     PLAIN,
     Context,
@@ -98,14 +98,7 @@ def chunk(
         counts=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
         rounds=jnp.int32(0),
-        stats=Stats(
-            row_rounds=jnp.int32(0),
-            declined=jnp.int32(0),
-            hits=jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32),
-            nodes=jnp.zeros(BINS, jnp.int32),
-            promised=jnp.zeros(BINS, jnp.float32),
-            held=jnp.zeros(BINS, jnp.int32),
-        ),
+        stats=nothing(strategy),
     )
     if strategy != PLAIN:
         context = context_of(decoder.target, state, guide)

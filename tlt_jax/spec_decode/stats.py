@@ -29,6 +29,18 @@ class Stats:
     held: Int32[Array, " bins"]
 
 
+def nothing(strategy: Strategy) -> Stats:
+    """What no trees were worth."""
+    return Stats(
+        row_rounds=jnp.int32(0),
+        declined=jnp.int32(0),
+        hits=jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32),
+        nodes=jnp.zeros(BINS, jnp.int32),
+        promised=jnp.zeros(BINS, jnp.float32),
+        held=jnp.zeros(BINS, jnp.int32),
+    )
+
+
 def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, strategy: Strategy) -> Stats:
     """What the trees of one round were worth."""
     drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
