@@ -20,7 +20,8 @@ coupling  accept length and accepted nodes by depth for every strength of the co
           rollouts (the interval is that of the mean ratio to no coupling in the same rollout); what the scores promise
           over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
 sweep     accept length and speed for one live sequence by depth, nodes and topk.
-speed     tokens per second with so many live sequences, of every drafter, strategy and tuner.
+speed     tokens per second with so many live sequences: of the first drafter with every strategy and tuner, of the others with
+          the first tuner.
 recorded  the tuners on chunks recorded from rollouts of 64 answers in 32 rows: each place of a plain rollout takes a chunk that
           the chosen strategy did in that batch; speed over plain decoding, and over the best strategy of every batch.
 pool      what the compiled chunks of the paper's strategies take with a strategy for every batch size, and bucketed by batch as
@@ -408,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row(*cells)
     for drafter in args.drafter:
         name = label(drafter)
-        for one in args.tuners.split(","):
+        for one in args.tuners.split(",")[: None if drafter == args.drafter[0] else 1]:
             arms[f"{name} {one}"] = Speculation(drafter, one, texts)
         if drafter == args.drafter[0]:
             arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in texts}
