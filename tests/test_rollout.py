@@ -13,11 +13,12 @@ import references
 import toys
 
 from tlt_jax.spec_decode import noise, rollout as ledgers
-from tlt_jax.spec_decode.chunk import BINS, Rules, Stats
+from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import block_size, bucket_width
-from tlt_jax.spec_decode.records import Dispatched, Retired
+from tlt_jax.spec_decode.records import Dispatched, Retired, View
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 V = 12
@@ -176,10 +177,10 @@ def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time(monkeyp
 
 
 def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch):
-    """The host looks at 1.0, 3.0, 3.1, then compiles until 9.0; chunks of two seconds are read at the next look."""
+    """Chunks of two seconds are read at the next look; at 3.1 the host compiled until 9.0, before or after it queued the third."""
     ledger = recorded(
         monkeypatch,
-        (0.0, [Dispatched(0, "decode", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (0.9, [Dispatched(0, "decode", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
         (2.9, [], 2.9),
         (3.0, [Retired(0, "decode", 16, 64, STATS)], 3.0),
         (3.1, [Dispatched(2, "decode", 4, 64)], 9.0),
@@ -189,8 +190,8 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatc
         (12.9, [], 12.9),
         (13.0, [Retired(3, "decode", 16, 64, STATS)], 13.0),
     )
-    assert [measured.is_timed for measured in ledger.measurements] == [True, False, True, True]
-    assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.1, 6.1, 0.2, 0.2])
+    assert [measured.is_timed for measured in ledger.measurements] == [True, False, False, True]
+    assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.2, 6.1, 6.1, 0.2])
     assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
 
 
@@ -262,10 +263,21 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
         return plain(view)
 
     toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=12, rounds=3, decide=watch)
-    longest, most = max(map(len, PROMPTS)), 3 * toys.TREE.path  # prompt, and tokens of one chunk
-    expected = [max(longest + most, bucket_width(longest)), longest + 2 * most]
-    assert [view.longest for view in views[:2]] == expected, "the second chunk is decided before the first is read"
+    longest = max(map(len, PROMPTS))
+    assert [view.need(PLAIN) for view in views[:2]] == [bucket_width(longest), longest + 6], "decided before any is read"
+    assert views[1].need(toys.TREE) == longest + 3 + 3 * toys.TREE.path and views[1].need(toys.TREE, 1) < longest + 6 + 3
     assert views[0].retired == views[1].retired == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "view", "slots"),
+    [(PLAIN, {}, 24), (Strategy(3, 1, 4), {}, 40), (Strategy(3, 1, 4), {"limit": 23}, 24), (PLAIN, {"widest": 32}, 40),
+     (PLAIN, {"batch": 4, "slots": 40}, 40), (PLAIN, {"batch": 8, "slots": 40}, 24)],
+)  # fmt: skip
+def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep_theirs(strategy, view, slots):
+    """Sequences of 20 tokens, chunks of 3 rounds: 23 slots for plain decoding, 32 for rounds of up to 4 tokens."""
+    seen = {"tokens": 20, "limit": 100, "widest": 16, "rounds": 3, "batch": 0, "slots": 0} | view
+    assert toys.bucketed((4, 8), (24, 40, 64), strategy)(View(0, 0, 4, **seen)).slots == slots
 
 
 def test_recorded_decisions_replay_the_rollout():

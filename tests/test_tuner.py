@@ -328,10 +328,10 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
         state = made.observe(state, measured(arm, accepted=0.9, per_round=0.020))
     state, choice = made.choose(state, 4, 4, 512)
     assert choice.strategy == arm
-    state["plans"]["4/512"]["left"] = 99
+    state["plans"]["4"]["left"] = 99
     for _ in range(6):
         state = made.observe(state, measured(arm, accepted=0.9, per_round=per_round))
-    assert ("4/512" in state["plans"]) == (text == "2_2_4")
+    assert ("4" in state["plans"]) == (text == "2_2_4")
     assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == text
 
 
@@ -355,6 +355,8 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     late = measured(arm, accepted=1.0, per_round=9.0)
     sharp, doubted = (made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9))
     assert sharp["evidence"] == doubted["evidence"] != state["evidence"]
+    again, moved = (made.observe(sharp, late._replace(is_moved=is_moved))["cells"] for is_moved in (False, True))
+    assert [len(cells["4/512/2_2_4"]["warm"]) for cells in (again, moved)] == [1, 0], "cold seconds of what moved its rows"
     assert "4/512/2_2_4" in sharp["cells"] and doubted["cells"] == state["cells"]
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 

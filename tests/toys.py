@@ -191,7 +191,7 @@ def play(
     count = len(programs.targets)
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
     keys = noise.sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
-    job = Job(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity, TREE.path)
+    job = Job(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
     dealer = Dealer(LocalBoard(), "test", len(prompts), samples)
     decide = decide or bucketed(batches, slots, strategy)
     groups = [

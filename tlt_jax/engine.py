@@ -161,7 +161,6 @@ class Engine:
             rounds=self.config.rollout.chunk,
             in_flight=self.config.rollout.in_flight,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
-            path=self.path,
         )
         dealer = Dealer(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
         pilot = Pilot(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)

@@ -94,14 +94,18 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     sources = blocks(job, state, starts)
     live = [running for running in state.rows if running]
     new = [begin(job, prompt, sample) for prompt, sample in starts]
+    most = sum(flight.most for flight in state.flights)
     view = View(
         group.index,
         state.retired,
         len(live) + len(new),
-        max([reach(job, running, ahead + 1) for running in live + new] + [source.sizes[1] for source in sources]),
-        state.batch,
-        state.slots,
-        not state.exhausted,
+        tokens=max([min(one.tokens + most, one.limit) for one in live] + [one.tokens for one in new]),
+        limit=max(running.limit for running in live + new),
+        widest=max((source.sizes[1] for source in sources), default=0),
+        rounds=job.rounds,
+        batch=state.batch,
+        slots=state.slots,
+        waiting=not state.exhausted,
     )
     decision = replace(available(group, view, group.decide(view)), joining=tuple(running.uid for running in new))
     state = move(group, replace(state, decision=decision), decision)
@@ -122,8 +126,10 @@ def available(group: Group, view: View, wanted: Decision) -> Decision:
     Without any it is the decision itself, and is waited for.
     """
     stays = replace(wanted, batch=view.batch, slots=view.slots)
-    fits = view.live <= view.batch and view.longest <= view.slots
-    options = [wanted, replace(wanted, strategy=PLAIN), *([stays, replace(stays, strategy=PLAIN)] if fits else [])]
+    options = [wanted, replace(wanted, strategy=PLAIN)]
+    for option in (stays, replace(stays, strategy=PLAIN)):
+        if view.live <= view.batch and view.need(option.strategy, option.rounds) <= view.slots:
+            options.append(option)
     ready = [option for option in options if all(map(group.registry.has, programs(group, view, option)))]
     if all(map(group.registry.is_ready, programs(group, view, wanted))) or not ready:
         return wanted
@@ -143,11 +149,6 @@ def begin(job: Job, prompt: int, sample: int) -> Running:
     """A sequence that has its prompt only."""
     length = len(job.prompts[prompt])
     return Running(prompt * job.samples + sample, length, length + job.max_new_tokens[prompt])
-
-
-def reach(job: Job, running: Running, chunks: int) -> int:
-    """Cache slots that a sequence may fill in this many chunks."""
-    return min(running.tokens + chunks * job.rounds * job.path, running.limit)
 
 
 def deal(group: Group, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
@@ -207,7 +208,9 @@ def move(group: Group, state: GroupState, decision: Decision) -> GroupState:
         state = replace(state, device=None)  # its memory is free before the new one's is taken
         device = group.registry.get(key_of(group, decision, "start"))()
     rows = [state.rows[row] for row in keep] + [None] * (decision.batch - len(keep))
-    return replace(state, device=device, batch=decision.batch, slots=decision.slots, rows=tuple(rows))
+    return replace(
+        state, device=device, batch=decision.batch, slots=decision.slots, rows=tuple(rows), is_moved=True
+    )
 
 
 def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -264,12 +267,12 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     uids = tuple(running.uid if running else None for running in state.rows)
     program, bounds = group.registry.get(key), np.array([decision.floor, decision.rounds], np.int32)
     device, report = program(state.device, group.weights, group.guide(uids), bounds)
-    flight = Flight(state.dispatched, "decode", report.counts, uids, report)
-    state = replace(
-        state, device=device, decision=None, flights=(*state.flights, flight), dispatched=state.dispatched + 1
-    )
-    expected = (decision.strategy, decision.predicted, decision.reason)
-    return state, [Dispatched(flight.number, "decode", state.batch, state.slots, *expected)]
+    most = min(decision.rounds, group.job.rounds) * decision.strategy.path
+    flight = Flight(state.dispatched, "decode", report.counts, uids, report, most)
+    expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)
+    event = Dispatched(flight.number, "decode", state.batch, state.slots, *expected)
+    flights, dispatched = (*state.flights, flight), state.dispatched + 1
+    return replace(state, device=device, decision=None, flights=flights, dispatched=dispatched, is_moved=False), [event]
 
 
 def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt_jax.spec_decode.records import Decision, View
+from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement, Tuner
 
 PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
@@ -21,14 +22,17 @@ class Pilot:
     def decide(self, view: View) -> Decision:
         """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch."""
         batch = next(size for size in self.batches if size >= view.live)
-        room = next(size for size in self.slots if size >= view.longest)
-        if batch == view.batch:
-            room = max(room, view.slots)
-        self.state, choice = self.tuner.choose(self.state, view.live, batch, room)
+        least = view.slots if batch == view.batch else 0
+
+        def room(*chunk: Any) -> int:
+            return next(size for size in self.slots if size >= max(view.need(*chunk), least))
+
+        self.state, choice = self.tuner.choose(self.state, view.live, batch, room(PLAIN))
+        slots = room(choice.strategy, choice.rounds)
         fewer = max((size for size in self.batches if size < batch), default=0)
         floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
         expected = {"predicted": choice.predicted, "reason": choice.reason}
-        return Decision(view.group, view.retired, batch, room, choice.strategy, floor, choice.rounds, **expected)
+        return Decision(view.group, view.retired, batch, slots, choice.strategy, floor, choice.rounds, **expected)
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""

@@ -30,20 +30,30 @@ class Job:
     rounds: int
     in_flight: int
     capacity: int
-    path: int = 1  # most tokens that a round may emit
 
 
 @dataclass(frozen=True)
 class View:
-    """What a decision is made from. `longest`: cache slots that the next chunk may need; `waiting`: whether samples wait."""
+    """What a decision is made from.
+
+    `tokens`: most that a sequence may have when the chunk begins, `limit`: that any may ever have; `widest`: slots of the
+    prefills that join; `rounds`: of a chunk; `waiting`: whether samples wait.
+    """
 
     group: int
     retired: int
     live: int
-    longest: int
+    tokens: int
+    limit: int
+    widest: int
+    rounds: int
     batch: int
     slots: int
     waiting: bool = False
+
+    def need(self, strategy: Strategy, rounds: int = MOST_ROUNDS) -> int:
+        """Cache slots that a chunk of this strategy and so many rounds may fill."""
+        return max(self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit))
 
 
 @dataclass(frozen=True)
@@ -111,13 +121,14 @@ class Joining:
 
 @dataclass(frozen=True)
 class Flight:
-    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold."""
+    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold, `most` the tokens of any."""
 
     number: int
     kind: str
     marker: jax.Array
     rows: tuple[int | None, ...] = ()
     report: Report | None = None
+    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ class GroupState:
     dispatched: int = 0
     retired: int = 0
     exhausted: bool = False
+    is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
 
     @property
     def is_done(self) -> bool:
@@ -143,7 +155,9 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A program was queued on the group's devices; of a chunk also its strategy, and what was predicted of it and why."""
+    """A program was queued on the group's devices; of a chunk also its strategy, what was predicted of it and why, and
+    whether its rows were moved to other numbers of rows or slots before.
+    """
 
     number: int
     kind: str
@@ -152,6 +166,7 @@ class Dispatched:
     strategy: Strategy = PLAIN
     predicted: float = math.nan
     reason: str = ""
+    is_moved: bool = False
 
 
 @dataclass(frozen=True)

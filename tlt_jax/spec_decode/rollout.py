@@ -90,7 +90,7 @@ class Ledger:
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
     reliability: np.ndarray = field(default_factory=lambda: np.zeros((3, BINS)))
-    open: dict[tuple[int, int], tuple[Dispatched, float]] = field(default_factory=dict)
+    open: dict[tuple[int, int], tuple[Dispatched, float, float]] = field(default_factory=dict)
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class Ledger:
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
-                    self.open[group, number] = (event, now)
+                    self.open[group, number] = (event, looked, now)
                 case Retired(number):
                     self.retire(group, event, self.open.pop((group, number))[0], *times[number], doubt)
                 case Tokens(uid):
@@ -124,20 +124,20 @@ class Ledger:
     ) -> tuple[dict[int, tuple[float, float]], float]:
         """Start and end of the programs that were read in one look: they share its time as their work is expected to.
 
-        Also how many seconds these may be off by: they, and what they waited for, ended at some time since the look before
-        that saw it, which is long when the host was compiling.
+        Also how many seconds these may be off by. They were queued at some time of an advance, and ended, as did what they
+        waited for, at some time since the look before: long ones when the host was compiling.
         """
         before, self.looked[group] = self.looked[group], looked
         if not retired:
             return {}, 0.0
-        queued = self.open[group, retired[0].number][1]
+        _, earliest, queued = self.open[group, retired[0].number]
         start = max(queued, self.free_at[group])
-        doubt = min(self.doubt[group], start - queued)
+        doubt = start - max(earliest, self.free_at[group] - self.doubt[group])
         is_shared = len(retired) > 1
         work = np.array([expected_work(self.open[group, one.number][0], one) if is_shared else 1.0 for one in retired])
         ends = start + (looked - start) * np.cumsum(work) / work.sum()
         ends[-1] = self.free_at[group] = looked
-        self.doubt[group] = looked - max(before, queued)
+        self.doubt[group] = looked - max(before, earliest)
         times = {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
         return times, doubt + self.doubt[group]
 
@@ -167,6 +167,7 @@ class Ledger:
             number=retired.number,
             predicted=dispatched.predicted,
             reason=dispatched.reason,
+            is_moved=dispatched.is_moved,
         )
         self.measurements.append(measurement)
         self.totals["declined"] += int(retired.stats.declined)

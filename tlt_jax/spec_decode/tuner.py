@@ -49,7 +49,8 @@ class Measurement(NamedTuple):
 
     hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
     `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
-    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done.
+    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done. When the rows `is_moved`
+    to other numbers of rows or slots, they hold that too.
     """
 
     group: int
@@ -66,6 +67,7 @@ class Measurement(NamedTuple):
     predicted: float = math.nan
     reason: str = ""
     doubt: float = 0.0
+    is_moved: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -128,7 +130,7 @@ def goodput(
     Strategies are used where batch x nodes is at most `most_nodes`. The arm in use stays until another is predicted to be
     faster by more than the hysteresis. An arm that may be faster, but is not known well, is tried for a chunk, when what it
     may lose can be paid from the funds: `credit` plain rounds, and small shares of all time and of the time saved. An arm
-    that is kept for a batch and cache stands there for some choices, twice as many each time, until it is tried or surprises.
+    that is kept for a batch stands there for some choices, twice as many each time, until it is tried or surprises.
     `node_cost` is what a node costs before anything was measured, in units of a round's fixed part: about 1/10 on a CPU,
     1/200 on an accelerator.
     """
@@ -137,7 +139,7 @@ def goodput(
     learn = partial(observe_goodput, arms=arms)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
-        state, place = {**state, "choices": state["choices"] + 1}, f"{batch}/{slots}"
+        state, place = {**state, "choices": state["choices"] + 1}, str(batch)
         plan = state["plans"].get(place)
         if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= most_nodes:
             plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
@@ -158,7 +160,7 @@ def goodput(
 def begin() -> State:
     """Nothing known. clock: rounds seen; funds: seconds that trials may lose; gain: over plain, of the arm in use;
     chunk: rounds of the last chunk; last: strategy of each group; trial: the last one, open until measured; plans: of each
-    batch and cache the arm that stands, its log speed, for how many choices (in all and still), and how far it measures off;
+    batch the arm that stands, its log speed, for how many choices (in all and still), and how far it measures off;
     seen: measurements; law: weights of the cost model, and how many measurements it has seen."""
     return {
         "choices": 0,
@@ -220,7 +222,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     text = name(seen.strategy)
     key = f"{seen.batch}/{seen.slots}/{text}"
     switched_on = state["last"].get(str(seen.group)) == name(PLAIN) and seen.strategy != PLAIN
-    is_cold = switched_on or key not in state["cells"] or seen.rounds < SHORT
+    is_cold = switched_on or seen.is_moved or key not in state["cells"] or seen.rounds < SHORT
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     if seen.strategy != PLAIN:
@@ -231,13 +233,12 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     if not seen.is_timed:
         return state
     per_round = seen.seconds / seen.rounds
-    plans = watched(plans, f"{seen.batch}/{seen.slots}", text, math.log(seen.tokens / seen.row_rounds / per_round))
+    plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if is_tried:
         usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"])
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual)
-        here = {place: {**plan, "left": 0} for place, plan in plans.items() if place.startswith(f"{seen.batch}/")}
-        plans = {**plans, **here}  # what it told is thought over
+        plans = {place: {**plan, "left": plan["left"] * (place != str(seen.batch))} for place, plan in plans.items()}
     return {
         **state,
         "funds": funds,
