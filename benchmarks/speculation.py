@@ -342,7 +342,9 @@ def race(
             begin = time.perf_counter()
             result = arm.decode(chosen, 1.0, step)
             done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
-        compiled = any(result.stats["compiles"] for result, _ in done.values())
+        compiled = sum(result.stats["compiles"] for result, _ in done.values())
+        taken = ", ".join(f"{name} {result.stats['seconds']:.2f}" for name, (result, _) in done.items())
+        print(f"turn {turn}, {compiled} programs compiled; seconds: {taken}", file=sys.stderr, flush=True)
         if turn >= 0 and not compiled:
             for name, (result, speed) in done.items():
                 full[name].append(speed)
