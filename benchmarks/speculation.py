@@ -68,7 +68,13 @@ from tlt_jax.spec_decode.tree import PLAIN, Strategy
 from tlt_jax.spec_decode.tuner import Measurement
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
-SWEEP = [f"{d}_{k}_{n}" for d in (2, 4, 6, 8) for k in (1, 2, 4) for n in (4, 8, 16, 32) if d < n <= k + (d - 1) * k**2 + 1]
+SWEEP = [
+    f"{d}_{k}_{n}"
+    for d in (3, 5, 7, 11, 15)
+    for k in (1, 2, 4)
+    for n in ((d + 1,) if k == 1 else (8, 16, 32))
+    if d < n <= k + (d - 1) * k**2 + 1
+]
 T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
 WARM_UP = 2  # turns that are not timed
 SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them

@@ -177,7 +177,7 @@ def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time(monkeyp
 
 
 def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch):
-    """Chunks of two seconds are read at the next look; at 3.1 the host compiled until 9.0, before or after it queued the third."""
+    """Chunks of two seconds, read at the next look; at 3.1 the host compiled until 9.0, before or after it queued the third."""
     ledger = recorded(
         monkeypatch,
         (0.9, [Dispatched(0, "decode", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
