@@ -385,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--drafter", action="append", required=True, help="directory or ngram; may be given again")
     parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
+    parser.add_argument("--alone", help="strategies that race without a tuner too; all of them unless given")
     parser.add_argument("--trees", default="6_4_16,8_2_16,11_2_16,15_1_16", help="of the part `coupling`")
     parser.add_argument("--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75")
     parser.add_argument("--live", default="1,2,4,8,16,32")
@@ -420,8 +421,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in args.tuners.split(",")[: None if drafter == args.drafter[0] else 1]:
             arms[f"{name} {one}"] = Speculation(drafter, one, texts)
         if drafter == args.drafter[0]:
-            arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in texts}
-            arms[f"{name} {texts[-1]}, uncoupled"] = Speculation(drafter, "fixed", texts[-1:], coupling=0.0)
+            alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
+            arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in alone}
+            for text in alone[-1:]:
+                arms[f"{name} {text}, uncoupled"] = Speculation(drafter, "fixed", [text], coupling=0.0)
     if args.peer:
         arms["tunix"] = args.peer
     if "speed" in parts:
