@@ -361,6 +361,17 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
 
+def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
+    made, rounds = tuner.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
+    state = made.init()
+    for _ in range(400):
+        state, choice = made.choose(state, 4, 4, 512)
+        drafts, number = choice.strategy != PLAIN, min(choice.rounds, 16)
+        seen = measured(choice.strategy, accepted=0.2 * drafts, rounds=number)._replace(doubt=9.0 * drafts)
+        state, rounds[drafts] = made.observe(state, seen), rounds[drafts] + number
+    assert 0 < rounds[True] < 0.015 * rounds[False]
+
+
 def test_beg_mab_pulls_again_what_was_not_timed():
     made = bandit.beg_mab(["4_2_8"], (1,), epsilon=0.0)
     state, first = made.choose(made.init(), 4, 4, 512)

@@ -228,15 +228,15 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     if seen.strategy != PLAIN:
         evidence = acceptance.learn(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
     is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
+    usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "last": {**state["last"], str(seen.group): text}}
-    if not seen.is_timed:
-        return state
+    if not seen.is_timed:  # what a trial lost is not known
+        return {**state, "funds": state["funds"] - usual}
     per_round = seen.seconds / seen.rounds
     plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if is_tried:
-        usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"])
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual)
         plans = {place: {**plan, "left": plan["left"] * (place != str(seen.batch))} for place, plan in plans.items()}
     return {
