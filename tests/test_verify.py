@@ -9,7 +9,6 @@ import references
 
 from tlt_jax.spec_decode import chunk, tree, verify
 from tlt_jax.spec_decode.chunk import (
-    BINS,
     RUNNING,
     STOPPED,
     TRUNCATED,
@@ -18,8 +17,8 @@ from tlt_jax.spec_decode.chunk import (
     Emitted,
     Report,
     Rules,
-    Stats,
 )
+from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.tree import NO_DRAFTER, DraftTree, Target
 
 
