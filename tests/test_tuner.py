@@ -163,6 +163,19 @@ def test_one_slow_first_call_does_not_condemn_an_arm():
     assert after[0] - before[0] < 0.3 and error[0] > 0.15
 
 
+def test_seconds_of_what_is_not_used_are_known_less_and_less_and_then_replaced():
+    arm, cells, errors = strategies.parse("4_2_8"), {}, []
+    for _ in range(9):
+        cells = costs.note(costs.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False)
+    for _ in range(costs.LIFE + 1):
+        errors.append(costs.predict(cells, 4, 512, (arm,))[1][0])
+        cells = costs.note(costs.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False)
+    assert errors[0] < 0.05 and errors[-1] > 0.08 and errors == sorted(errors)
+    assert cells["16/512/4_2_8"]["age"] == 0 and cells["4/512/4_2_8"]["age"] == costs.LIFE + 1
+    assert costs.note(cells, 4, 512, arm, 9.0, True)["4/512/4_2_8"]["warm"] == [4.0] * 9
+    assert costs.note(cells, 4, 512, arm, 9.0, False)["4/512/4_2_8"]["warm"] == [9.0]
+
+
 def test_cells_are_forgotten_oldest_first():
     cells = {}
     for slots in range(costs.CELLS + 5):
@@ -317,6 +330,21 @@ def test_few_choices_are_thought_over_once_the_arms_are_known(law, quality, monk
     thought.clear()
     _, runs = decode(world, made, rollouts=4, seed=1, state=state)
     assert len(thought) < 0.25 * sum(len(run.chunks) for run in runs)
+
+
+def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remembers_of_plain_rounds():
+    made, arm, taken = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4), []
+    state = made.init()
+    for _ in range(20):
+        state = made.observe(state, measured(PLAIN, per_round=0.028))
+        state = made.observe(state, measured(arm, accepted=0.5, per_round=0.036))
+    for _ in range(500):
+        state, choice = made.choose(state, 4, 4, 512)
+        seen = {PLAIN: (0.0, 0.020), arm: (0.15, 0.0255)}[choice.strategy]
+        rounds = min(choice.rounds, 16)
+        state = made.observe(state, measured(choice.strategy, accepted=seen[0], per_round=seen[1], rounds=rounds))
+        taken.append(choice.strategy == PLAIN)
+    assert np.mean(taken[:50]) < 0.5 and np.mean(taken[-100:]) > 0.8
 
 
 @pytest.mark.parametrize(("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")])

@@ -21,7 +21,7 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode import noise, tuner
 from tlt_jax.spec_decode.chunk import Rules, Weights
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import bucket_width
@@ -76,6 +76,7 @@ class Engine:
         self.draft_seconds: dict[Shape, float] = {}
         knobs = {"speculation": asdict(settings), "mesh": asdict(config.mesh)}
         self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
+        self.basis["version"] = tuner.VERSION
         self.basis["devices"] = mesh.devices.flat[0].device_kind
         texts = Texts(settings.pool, settings.memory, settings.max_match)
         self.texts = texts if settings.drafter == drafters.NGRAM else None

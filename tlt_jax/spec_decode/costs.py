@@ -25,6 +25,7 @@ UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072])  # nan: as given, o
 NODE = 1 / 32  # between a CPU (1/10) and an accelerator that waits for its memory (1/300)
 RIDGE = 0.02  # weight of the units against one cell
 WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01  # of log seconds: one sample, a first sample, any cell
+AGEING, LIFE, OLD = 0.1, 64, 0.2  # spread of log seconds after so many measurements of others in the batch; the most
 FAR = 0.3  # log error of the linear layer beyond which a cell counts less
 ALIKE = 0.25  # spread of log seconds about the linear layer; alike within these distances:
 REACH = (1.5, 1.0, 1.0, 0.4)  # log batch, log nodes, log (1 + depth), log (1 + topk)
@@ -33,22 +34,28 @@ HERE, ARM, CELL = 0.08, 0.05, 0.02  # spread common to a batch and cache, to a s
 
 
 def note(cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool) -> dict:
-    """The cells with one sample more. A cold one may hold a compile, a catch-up, or few rounds."""
-    key = f"{batch}/{slots}/{name(strategy)}"
-    cell = cells.get(key, {"warm": [], "cold": []})
+    """The cells with one sample more. A cold one may hold a compile, a catch-up, or few rounds.
+
+    The batch's other cells age by one: machines do not stay as fast as they were. What is older than LIFE is replaced.
+    """
+    key, here = f"{batch}/{slots}/{name(strategy)}", f"{batch}/"
+    cell = cells.get(key, {"warm": [], "cold": [], "age": 0})
     kind = "cold" if is_cold else "warm"
+    found = [*(cell[kind] if cell["age"] <= LIFE else ()), seconds][-SAMPLES:]
+    age = cell["age"] if is_cold and cell["warm"] else 0
     rest = {other: value for other, value in cells.items() if other != key}
     kept = list(rest.items())[max(len(rest) + 1 - CELLS, 0) :]
-    return {**dict(kept), key: {**cell, kind: (cell[kind] + [seconds])[-SAMPLES:]}}
+    aged = {other: {**value, "age": value["age"] + other.startswith(here)} for other, value in kept}
+    return {**aged, key: {**cell, kind: found, "age": age}}
 
 
 def settled(cell: Mapping) -> tuple[float, float]:
     """Log seconds of a cell and their standard error. Medians, as a stall only ever adds; cold samples until warm ones come."""
-    warm, cold = cell["warm"], cell["cold"]
+    warm, cold, aged = cell["warm"], cell["cold"], min(AGEING * math.sqrt(cell["age"] / LIFE), OLD)
     if warm:
         middle = sorted(warm)[(len(warm) - 1) // 2]
-        return math.log(middle), math.hypot(WARM_NOISE / math.sqrt(len(warm)), FLOOR_NOISE)
-    return math.log(min(cold)), COLD_NOISE / math.sqrt(len(cold))
+        return math.log(middle), math.hypot(WARM_NOISE / math.sqrt(len(warm)), FLOOR_NOISE, aged)
+    return math.log(min(cold)), math.hypot(COLD_NOISE / math.sqrt(len(cold)), aged)
 
 
 @lru_cache(1024)

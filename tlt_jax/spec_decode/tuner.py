@@ -32,6 +32,7 @@ from tlt_jax.spec_decode.trials import (
     decide,
 )
 
+VERSION = 2  # of the states
 LIMIT = 32  # of the reference system
 SHARE = 0.01  # of all seconds that trials may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
