@@ -42,6 +42,7 @@ REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 32)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
 SHORT = 4  # rounds below which what a chunk takes besides its rounds weighs too much
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
+BUSY = 0.02  # seconds that a host may be busy with dispatching
 MOST_NODES = 1024  # batch x nodes up to which a strategy is used
 
 
@@ -72,8 +73,8 @@ class Measurement(NamedTuple):
 
     @property
     def is_timed(self) -> bool:
-        """Whether `seconds` tells what the chunk took."""
-        return 2 * self.doubt < self.seconds
+        """Whether `seconds` tells what the chunk took; what a host does besides compiling is always let pass."""
+        return self.doubt < max(self.seconds / 2, BUSY)
 
 
 class Choice(NamedTuple):

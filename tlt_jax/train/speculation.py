@@ -32,8 +32,7 @@ def metrics(engine: Engine, rollout: RolloutResult, drafting: Mapping[Shape, flo
         **by_batch(rollout.measurements),
         **parts(drafted, drafting),
     }
-    timed = [one for one in rollout.measurements if one.is_timed]
-    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in timed if one.predicted > 0]
+    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
     if errors:
         found["prediction_error"] = float(np.median(errors))
     return {f"speculation/{name}": value for name, value in found.items()}
@@ -50,13 +49,13 @@ def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
 
 
 def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Tree nodes and milliseconds of a round in each batch bucket; of chunks that were not timed only the nodes."""
+    """Tree nodes and milliseconds of a round in each batch bucket."""
     found = {}
     for batch in sorted({one.batch for one in measurements}):
         same = [one for one in measurements if one.batch == batch]
         found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
-        plain = [1e3 * one.seconds / one.rounds for one in same if one.is_timed and one.strategy == PLAIN]
-        drafting = [1e3 * one.seconds / one.rounds for one in same if one.is_timed and one.strategy != PLAIN]
+        plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
+        drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
         for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
             if times:
                 found[f"{name}@{batch}"] = float(np.median(times))
@@ -66,13 +65,12 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
 def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
     """Milliseconds of a round's drafting and of the rest, of the most used shape of each batch bucket that was timed."""
     rounds: Counter = Counter()
-    timed = [one for one in drafted if one.is_timed]
-    for one in timed:
+    for one in drafted:
         rounds[one.batch, one.slots, one.strategy] += one.rounds
     found = {}
     for shape, _ in reversed(rounds.most_common()):
         if shape in drafting:
-            same = [one.seconds / one.rounds for one in timed if (one.batch, one.slots, one.strategy) == shape]
+            same = [one.seconds / one.rounds for one in drafted if (one.batch, one.slots, one.strategy) == shape]
             found[f"draft_ms@{shape[0]}"] = 1e3 * drafting[shape]
             found[f"verify_ms@{shape[0]}"] = 1e3 * (float(np.median(same)) - drafting[shape])
     return found
