@@ -389,6 +389,14 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "doubt", "is_timed"), [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)]
+)
+def test_what_a_host_does_besides_compiling_is_let_pass(seconds, doubt, is_timed):
+    seen = measured(PLAIN, per_round=seconds / 16)._replace(doubt=doubt)
+    assert seen.seconds == pytest.approx(seconds) and seen.is_timed is is_timed
+
+
 def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
     made, rounds = tuner.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
     state = made.init()
