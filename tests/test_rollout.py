@@ -15,8 +15,8 @@ import toys
 from tlt_jax.spec_decode import noise, rollout as ledgers
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
-from tlt_jax.spec_decode.group import block_size, bucket_width
-from tlt_jax.spec_decode.records import Dispatched, Retired, View
+from tlt_jax.spec_decode.group import block_size, blocks, bucket_width
+from tlt_jax.spec_decode.records import Dispatched, GroupState, Job, Retired, View
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
@@ -331,3 +331,29 @@ def test_prefills_come_in_few_shapes():
     assert [bucket_width(tokens) for tokens in (1, 2, 17, 18, 33, 34)] == [16, 16, 16, 32, 32, 64]
     assert [block_size(count, 32) for count in (1, 2, 3, 4, 8, 9, 16, 40)] == [1, 1, 4, 4, 4, 16, 16, 16]
     assert [block_size(count, 8192) for count in (1, 16)] == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
+    random = np.random.default_rng(seed)
+    lengths = random.permutation([20] * 3 + [200] + [7] * 60 + [*random.integers(2, 300, 30)])
+    prompts = tuple(np.zeros(length, np.int32) for length in lengths)
+    job = Job(prompts, 1, (8,) * len(prompts), np.zeros((len(prompts), 2), np.uint32), RULES, 4, 1, len(prompts))
+    sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(len(prompts))])
+    assert sorted(prompt for source in sources for prompt in source.rows) == list(range(len(prompts)))
+    assert all(len(prompts[prompt]) - 1 <= source.sizes[1] for source in sources for prompt in source.rows)
+    assert all(len(source.rows) <= source.sizes[0] for source in sources)
+    as_dealt, left = 0, lengths.tolist()
+    while left:
+        width = bucket_width(max(left))
+        size = block_size(len(left), width)
+        as_dealt, left = as_dealt + size * width, left[size:]
+    assert sum(size * width for size, width in (source.sizes for source in sources)) < as_dealt
+
+
+def test_a_wide_prefill_holds_the_longest_prompts():
+    prompts = tuple(np.zeros(length, np.int32) for length in [7] * 30 + [26] + [9] * 30 + [21])
+    job = Job(prompts, 1, (8,) * 62, np.zeros((62, 2), np.uint32), RULES, 4, 1, 62)
+    sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(62)])
+    assert [source.sizes for source in sources] == [(16, 32), (16, 16), (16, 16), (16, 16)]
+    assert {30, 61} < set(sources[0].rows)

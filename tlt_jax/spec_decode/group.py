@@ -171,12 +171,13 @@ def deal(group: Group, state: GroupState) -> tuple[GroupState, list[tuple[int, i
 
 
 def blocks(job: Job, state: GroupState, starts: Iterable[tuple[int, int]]) -> list[Prefilled]:
-    """The prefills that these samples come from: those held here, and new ones of few different shapes."""
+    """The prefills that these samples come from: those held here, and new ones of few different shapes, longest first."""
     prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
     sources = [held for held in state.held if any(prompt in held.rows for prompt in prompts)]
     new = [prompt for prompt in prompts if not any(prompt in held.rows for held in sources)]
+    new = sorted(new, key=lambda prompt: len(job.prompts[prompt]), reverse=True)  # so that few are widened by a longer one
     while new:
-        width = bucket_width(max(len(job.prompts[prompt]) for prompt in new))
+        width = bucket_width(len(job.prompts[new[0]]))
         size = block_size(len(new), width)
         sources.append(Prefilled({prompt: row for row, prompt in enumerate(new[:size])}, (size, width), None))
         new = new[size:]
