@@ -139,16 +139,9 @@ def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) ->
 def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
     """The batch with the policy's features and states, from its "train" layout."""
     states, features = transformer.hidden(
-        policy,
-        recipe.model,
-        batch.tokens,
-        batch.positions,
-        batch.segments,
-        compute_dtype=recipe.compute_dtype,
-        block=recipe.attention_block,
-        mesh=recipe.mesh,
-        captures=recipe.drafter.captures,
-    )
+        policy, recipe.model, batch.tokens, batch.positions, batch.segments, compute_dtype=recipe.compute_dtype,
+        block=recipe.attention_block, mesh=recipe.mesh, captures=recipe.drafter.captures,
+    )  # fmt: skip
     return batch.replace(features=features, states=states)
 
 
