@@ -389,6 +389,17 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
 
+def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
+    made, funds = tuner.goodput(["2_2_4"]), {}
+    for rounds in (2, 4, 16, 64):
+        state = made.observe(made.init(), measured(PLAIN))
+        state["trial"] = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
+        seen = measured(Strategy(2, 2, 4), accepted=1.0, rounds=rounds)._replace(doubt=9.0 * rounds)
+        funds[rounds] = made.observe(state, seen)["funds"] - state["funds"]
+    assert funds[4] == pytest.approx(-4 * 2 * 0.02), "two tokens a row and round, at plain decoding's 0.02 s"
+    assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx([funds[4] / 2, funds[4], funds[4]])
+
+
 @pytest.mark.parametrize(
     ("seconds", "doubt", "is_timed"), [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)]
 )

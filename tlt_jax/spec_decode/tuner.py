@@ -39,7 +39,7 @@ DIVIDEND = 0.05  # ... and of the seconds that speculation saved
 CREDIT = 8.0  # plain rounds that trials may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
 REFIT = 1.1  # times as many measurements make a new law of costs
-HOLD = (1, 32)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
+HOLD = (1, 16)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
 SHORT = 4  # rounds below which what a chunk takes besides its rounds weighs too much
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
 BUSY = 0.02  # seconds that a host may be busy with dispatching
@@ -234,7 +234,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "last": {**state["last"], str(seen.group): text}}
     if not seen.is_timed:  # what a trial lost is not known
-        return {**state, "funds": state["funds"] - usual}
+        return {**state, "funds": state["funds"] - usual * min(1, TRIAL_ROUNDS / seen.rounds)}
     per_round = seen.seconds / seen.rounds
     plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
