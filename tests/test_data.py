@@ -280,3 +280,6 @@ def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="model.tokenizer .* has no tokenizer that loads"):
         data.tokenizer(replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none"))))
+    for missing in (str(tmp_path / "missing"), "./missing", "missing"):
+        with pytest.raises(DataError, match="model.path .* is neither a directory nor a hub id"):
+            data.tokenizer(replace(config, model=replace(config.model, path=missing)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -127,10 +128,13 @@ def tokenizer(config: Config) -> Any:
         raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
     if not source:
         return tasks.make(config.data.task, config.data.task_args).tokenizer()
+    path = tables.expand(source, knob)
+    if not Path(path).exists() and not tables.HUB_ID.fullmatch(path):
+        raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(tables.expand(source, knob))
+        loaded = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(

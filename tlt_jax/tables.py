@@ -12,7 +12,7 @@ from typing import Any
 
 SUFFIXES = (".jsonl", ".parquet")
 SHOWN_PER_KIND, SHOWN = 3, 20
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 HUB_URL = "hf://datasets/"
 
 

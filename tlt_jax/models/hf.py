@@ -29,6 +29,7 @@ from tlt_jax.models.hf_config import (
     read_json,
     to_hf_config,
 )
+from tlt_jax.tables import HUB_ID
 
 __all__ = ["ModelError", "from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 
@@ -97,7 +98,7 @@ def resolve(path: str | Path) -> Path:
     """The local directory of a model: the path itself, or a hub id, downloaded once."""
     if Path(path).is_dir():
         return Path(path)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+    if not HUB_ID.fullmatch(str(path)):
         raise ModelError(f"model {str(path)!r} is neither a directory nor a hub id (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
