@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs into .venv what is missing, then lints and tests; arguments go to pytest.
+# Installs into .venv what is missing, then lints and tests, a file of tests at a time on every core; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./launch/install.sh test
 .venv/bin/python -m ruff check .
-exec .venv/bin/python -m pytest --durations=15 "$@"
+exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=15 "$@"
