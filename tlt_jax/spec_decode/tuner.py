@@ -34,7 +34,7 @@ from tlt_jax.spec_decode.trials import (
 
 VERSION = 2  # of the states
 LIMIT = 32  # of the reference system
-SHARE = 0.01  # of all seconds that trials may cost ...
+SHARE = 0.006  # of all seconds that trials may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
 CREDIT = 8.0  # plain rounds that trials may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
