@@ -8,10 +8,10 @@ every command: the measured answers were those to long problems,
     --data.task_args "{min_length: 12, max_length: 20, tail: 0.0}"
 
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
-after two untimed ones; a turn in which anything was compiled is taken again, with other noise. A cell is the median over the
-turns of this arm over plain decoding in the same turn, with the lower end of a 95 % interval of their mean. A turn decodes
-twice as many answers as are live, 8 at least: "all live" is its first part, prefills, admissions and the host's gaps
-included, until no answer waits for a row and one ended; "whole" goes on to the last token.
+after two untimed ones (--warm-up); a turn in which anything was compiled is taken again, with other noise. A cell is the
+median over the turns of this arm over plain decoding in the same turn, with the lower end of a 95 % interval of their mean. A
+turn decodes twice as many answers as are live, 8 at least: "all live" is its first part, prefills, admissions and the host's
+gaps included, until no answer waits for a row and one ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
@@ -76,7 +76,6 @@ SWEEP = [
     if d < n <= k + (d - 1) * k**2 + 1
 ]
 T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
-WARM_UP = 2  # turns that are not timed
 SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them
 REPLAYS = 10  # of every recorded rollout
 COLUMNS = ("arm", "tokens/s, all live", "over plain", "lower 95 %", "tokens/s, whole", "over plain", "lower 95 %",
@@ -330,9 +329,15 @@ def pool(config: Config, drafter: str) -> None:
 
 
 def race(
-    config: Config, arms: dict[str, Speculation | str], prompts: Sequence[Prompt], live: int, turns: int, each: int, buckets=()
+    config: Config,
+    arms: dict[str, Speculation | str],
+    prompts: Sequence[Prompt],
+    live: int,
+    turns: tuple[int, int],
+    each: int,
+    buckets: Sequence[int] = (),
 ) -> Iterable[list]:
-    """Of every arm the cells of COLUMNS. The settings of a peer are the path of its python."""
+    """Of every arm the cells of COLUMNS; `turns` that are not timed, and that are. The settings of a peer are its python."""
     engines: dict[str, Arm | Peer] = {
         name: Peer(settings, config, live) if isinstance(settings, str) else Arm(config, settings, live, buckets)
         for name, settings in arms.items()
@@ -340,7 +345,7 @@ def race(
     full: dict[str, list[float]] = {name: [] for name in arms}
     whole: dict[str, list[float]] = {name: [] for name in arms}
     results: dict[str, list[RolloutResult]] = {name: [] for name in arms}
-    turn, order = -WARM_UP, list(engines.items())
+    turn, order = -turns[0], list(engines.items())
     for step in itertools.count():
         chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
         done = {}
@@ -357,7 +362,7 @@ def race(
                 whole[name].append(result.stats["tokens"] / result.stats["seconds"])
                 results[name].append(result)
         turn += turn < 0 or not compiled
-        if turn == turns:
+        if turn == turns[1]:
             break
     for arm in engines.values():
         if isinstance(arm, Peer):
@@ -391,6 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=2, help="turns that are not timed")
     parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,recorded,pool,tail")
     parser.add_argument("--tuners", default="goodput,threshold,beg_mab")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
@@ -398,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts), *overrides])
     prompts = data.load(config, data.tokenizer(config)).eval_prompts()
-    texts, parts = args.strategies.split(","), args.parts.split(",")
+    texts, parts, turns = args.strategies.split(","), args.parts.split(","), (args.warm_up, args.turns)
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if "policy" in parts:
         describe_policy(config, prompts)
@@ -414,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "sweep" in parts:
         table(*COLUMNS)
         swept = arms | {text: Speculation(args.drafter[0], "fixed", [text]) for text in SWEEP}
-        for cells in race(config, swept, prompts, 1, args.turns, 8):
+        for cells in race(config, swept, prompts, 1, turns, 8):
             row(*cells)
     for drafter in args.drafter:
         name = label(drafter)
@@ -430,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "speed" in parts:
         table("live", *COLUMNS)
         for live in map(int, args.live.split(",")):
-            for cells in race(config, arms, prompts, live, args.turns, max(2 * live, 8)):
+            for cells in race(config, arms, prompts, live, turns, max(2 * live, 8)):
                 row(live, *cells)
     if "recorded" in parts:
         recorded(config, args.drafter[0], texts, args.tuners.split(","), prompts)
@@ -440,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table("sequences", *COLUMNS)
         kept = {name: one for name, one in arms.items() if isinstance(one, str) or one.tuner != "fixed" or name == "plain"}
         buckets = (1, 2, 4, 8, 16, 32, 64)
-        for cells in race(config, kept, prompts, 64, args.turns, 64, buckets):
+        for cells in race(config, kept, prompts, 64, turns, 64, buckets):
             row(64, *cells)
     return 0
 
