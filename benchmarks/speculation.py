@@ -8,10 +8,11 @@ every command: the measured answers were those to long problems,
     --data.task_args "{min_length: 12, max_length: 20, tail: 0.0}"
 
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
-after two untimed ones (--warm-up); a turn in which anything was compiled is taken again, with other noise. A cell is the
-median over the turns of this arm over plain decoding in the same turn, with the lower end of a 95 % interval of their mean. A
-turn decodes twice as many answers as are live, 8 at least: "all live" is its first part, prefills, admissions and the host's
-gaps included, until no answer waits for a row and one ended; "whole" goes on to the last token.
+after two untimed ones (--warm-up); a turn in which anything was compiled, or in which a hypervisor gave more than 2 % of the
+processors to others, is taken again, with other noise. A cell is the median over the turns of this arm over plain decoding in
+the same turn, with the lower end of a 95 % interval of their mean. A turn decodes twice as many answers as are live, 8 at
+least: "all live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a row and one
+ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
@@ -76,6 +77,7 @@ SWEEP = [
     if d < n <= k + (d - 1) * k**2 + 1
 ]
 T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
+STOLEN = 0.02  # share of the processors that others may have during a turn
 SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them
 REPLAYS = 10  # of every recorded rollout
 COLUMNS = ("arm", "tokens/s, all live", "over plain", "lower 95 %", "tokens/s, whole", "over plain", "lower 95 %",
@@ -348,20 +350,22 @@ def race(
     turn, order = -turns[0], list(engines.items())
     for step in itertools.count():
         chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
-        done = {}
+        done, clock, theirs = {}, time.perf_counter(), stolen()
         for name, arm in order if step % 2 else order[::-1]:
             begin = time.perf_counter()
             result = arm.decode(chosen, 1.0, step)
             done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
+        theirs = (stolen() - theirs) / (time.perf_counter() - clock) / (os.cpu_count() or 1)
         compiled = sum(result.stats["compiles"] for result, _ in done.values())
+        is_sound = not compiled and theirs <= STOLEN
         taken = ", ".join(f"{name} {result.stats['seconds']:.2f}" for name, (result, _) in done.items())
-        print(f"turn {turn}, {compiled} programs compiled; seconds: {taken}", file=sys.stderr, flush=True)
-        if turn >= 0 and not compiled:
+        print(f"turn {turn}, {compiled} programs compiled, {theirs:.1%} stolen; seconds: {taken}", file=sys.stderr, flush=True)
+        if turn >= 0 and is_sound:
             for name, (result, speed) in done.items():
                 full[name].append(speed)
                 whole[name].append(result.stats["tokens"] / result.stats["seconds"])
                 results[name].append(result)
-        turn += turn < 0 or not compiled
+        turn += turn < 0 or is_sound
         if turn == turns[1]:
             break
     for arm in engines.values():
@@ -375,6 +379,12 @@ def race(
             ratios = np.divide(speeds[name], speeds["plain"]).tolist()
             cells += [round(statistics.median(speeds[name]), 1), statistics.median(ratios), lower(ratios)]
         yield [*cells, drafted / max(rounds, 1)]
+
+
+def stolen() -> float:
+    """Processor seconds that a hypervisor gave to others so far; 0 where no system counts them."""
+    path = Path("/proc/stat")
+    return int(path.read_text().split()[8]) / os.sysconf("SC_CLK_TCK") if path.exists() else 0.0
 
 
 def lower(ratios: Sequence[float]) -> float:
