@@ -56,8 +56,10 @@ def program(
 
     @jax.jit
     def run(weights, keys):
-        bounds = jnp.array([1, limit])
-        return chunk.chunk(decoder, rounds or limit, begin(decoder, weights, prompts, keys, limit), weights, (), bounds)
+        bounds, state = jnp.array([1, limit]), begin(decoder, weights, prompts, keys, limit)
+        if decoder.drafter.catch_up:
+            state, _ = chunk.catch_up(decoder.target, decoder.drafter, state, weights, jnp.int32(decoder.strategy.path))
+        return chunk.chunk(decoder, rounds or limit, state, weights, (), bounds)
 
     return run
 

@@ -22,9 +22,12 @@ PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 
 TREE = Strategy(depth=3, topk=3, nodes=9)
 
 
-@pytest.mark.parametrize("kind, strides", [("eagle", drafting.STRIDES), ("eagle3", drafting.STRIDES), ("eagle3", (2, 4))])
-def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, strides):
-    monkeypatch.setattr(drafting, "STRIDES", strides)  # the prompts are caught up with in one short one, or in long ones
+SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of both
+
+
+@pytest.mark.parametrize("kind, blocks", [("eagle", drafting.BLOCKS), ("eagle3", drafting.BLOCKS), ("eagle3", SMALL)])
+def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):
+    monkeypatch.setattr(drafting, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, kind, "float64", Rules(Sampling(1.0)), TREE)
     target, drafter, batch = decoder.target, decoder.drafter, len(PROMPTS) * SAMPLES
     keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(batch)))
@@ -40,15 +43,16 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         assert int(state.lengths[uid]) == len(whole) - 1
 
     @jax.jit
-    def fresh(weights, history, lengths):
+    def fresh(weights, history, lengths, built):
         prefilled = target.prefill(weights.target, history, lengths)
         like = drafter.empty(batch, size - target.room(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         own, shared = eagle.for_policy(MODEL, kind), eagle.shared(weights.target)
         lines = history[:, 1:], prefilled.features[:, :-1]  # slot t comes from the features of token t, and token t + 1
-        return prefilled, *eagle.extend(weights.drafter, own, shared, empty, *lines, jnp.zeros(batch, jnp.int32))
+        zeros = jnp.zeros(batch, jnp.int32)
+        return prefilled, *eagle.extend(weights.drafter, own, shared, empty, *lines, zeros, built - 1)
 
-    prefilled, drafted, hidden = fresh(weights, jnp.asarray(history), state.lengths)
+    prefilled, drafted, hidden = fresh(weights, jnp.asarray(history), state.lengths, state.drafter.built)
     behind = np.asarray(state.lengths - state.drafter.built)
     assert (behind >= 1).all() and (behind <= TREE.path).all(), "all but what the last round accepted"
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-9)
@@ -60,13 +64,13 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         close(state.cache.features[uid, here], prefilled.features[uid, here])
         close(state.drafter.cache.keys[0][uid, ..., known], drafted.keys[0][uid, ..., known])
         close(state.drafter.cache.values[0][uid, :, known], drafted.values[0][uid, :, known])
-        close(state.drafter.hidden[uid], hidden[uid, known][-1])
+        close(state.drafter.hidden[uid], hidden[uid])
     assert state.cache.features.shape[-1] > 0
 
 
-@pytest.mark.parametrize("strides", [drafting.STRIDES, (2, 4)])
-def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, strides):
-    monkeypatch.setattr(drafting, "STRIDES", strides)
+@pytest.mark.parametrize("blocks", [drafting.BLOCKS, SMALL])
+def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, blocks):
+    monkeypatch.setattr(drafting, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, "eagle", "float64", Rules(Sampling(1.0)), TREE)
     keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     state, report = rounds.program(decoder, PROMPTS, LIMIT, 1)(weights, keys)

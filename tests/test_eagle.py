@@ -56,8 +56,8 @@ def drafted(case, tokens, features, lengths, mesh):
         for _ in range(2):
             index = starts[:, None] + jnp.arange(4)
             window = jnp.take_along_axis(tokens, index + 1, axis=1), features[rows[:, None], index]
-            cache, hidden = eagle.extend(params, config, shared, cache, *window, starts)
-            state = hidden[rows, jnp.minimum(lengths - 1 - starts, 3)][:, None]
+            cache, hidden = eagle.extend(params, config, shared, cache, *window, starts, jnp.minimum(lengths - 1 - starts, 3))
+            state = hidden[:, None]
             starts = jnp.minimum(starts + 4, lengths - 1)  # a short row writes its last slot again
         scratch, states = eagle.scratch(config, B, STEPS - 1, "float64", mesh.shape["model"]), [state]
         for level in range(STEPS - 1):
@@ -94,9 +94,9 @@ def test_a_node_sees_its_own_branch_only(x64):
 
     @jax.jit
     def grow(cache):
-        zeros = jnp.zeros(2, jnp.int32)
-        cache, hidden = eagle.extend(params, config, shared, cache, tokens[:, 1:9], features[:, :8], zeros)
-        state = jnp.repeat(hidden[jnp.arange(2), lengths - 1][:, None], 3, axis=1)
+        zeros, last = jnp.zeros(2, jnp.int32), jnp.asarray(lengths - 1, jnp.int32)
+        cache, hidden = eagle.extend(params, config, shared, cache, tokens[:, 1:9], features[:, :8], zeros, last)
+        state = jnp.repeat(hidden[:, None], 3, axis=1)
         scratch, seen, found = eagle.scratch(config, 2, 9, "float64"), jnp.zeros((2, 3, 0), bool), []
         for level in range(3):
             if level:
@@ -191,7 +191,8 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
     def loop(params, shared, cache, tokens, features, lengths):
         def body(carry):
             turn, cache, tokens, lengths = carry
-            cache, hidden = eagle.extend(params, config, shared, cache, tokens, features, lengths)
+            cache, hidden = eagle.extend(params, config, shared, cache, tokens, features, lengths, lengths % width)
+            hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
             best = jnp.argmax(eagle.logits(params, config, shared, hidden), -1)
             scratch, seen = eagle.scratch(config, batch, width, "float32"), jnp.ones((batch, width, width), bool)
             positions = lengths[:, None] + jnp.arange(width)

@@ -109,8 +109,8 @@ def path_kept_late(keep, harm):
 def later_features(window, harm):
     """The drafter reads the features of the token after."""
 
-    def cut(rows, starts, width):
-        return window(rows, starts + harm * (rows.ndim == 3), width)
+    def cut(array, starts, width, *rows):
+        return window(array, starts + harm * (array.ndim == 3), width, *rows)
 
     return cut
 
@@ -196,7 +196,8 @@ def siblings_differ(decoder: Decoder) -> bool:
     def first(weights, keys):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
         context = chunk.context_of(decoder.target, state, (), chunk.noise_ahead(decoder, state, weights))
-        known = decoder.drafter.catch_up(weights, state.drafter, context, 0)
+        known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
+        known = decoder.drafter.extend(weights, known, context, TREE.path)
         return decoder.drafter.draft(weights, known, context, TREE, RULES.sampling.temperature)
 
     tree = jax.tree.map(np.asarray, first(Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), keys()))

@@ -114,6 +114,8 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
         rounds += alone + -(-(len(tokens) - alone) // strategy.path)
     assert sum(measured.row_rounds for measured in result.measurements) == rounds
     assert max(len(tokens) for _, tokens, _ in expected) == LIMIT
+    joined = sum(bool(decision.joining) for decision in result.decisions)
+    assert sum(span.kind == "catch_up" for span in result.spans) == joined < len(result.decisions)
     nodes, promised, held = result.reliability
     assert held.sum() == result.stats["tokens"] - rounds  # every round emits what was accepted and one token more
     tenths = np.arange(10) / 10
@@ -211,7 +213,7 @@ def test_strategies_may_change_every_chunk(drafter, groups):
 
     def restless(view):
         decision, number = plain(view), next(turn)
-        strategy = (PLAIN, toys.TREE, PLAIN, Strategy(2, 3, 8))[number % 4]
+        strategy = (PLAIN, toys.TREE, Strategy(2, 3, 8), toys.TREE, PLAIN, Strategy(2, 3, 8))[number % 6]
         return replace(decision, strategy=strategy, rounds=1 + number % 3, predicted=float(number), reason=str(number))
 
     result = drafted(drafter, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless, groups=groups)
@@ -222,6 +224,14 @@ def test_strategies_may_change_every_chunk(drafter, groups):
         decision = taken.pop(measured.reason)
         assert all(getattr(measured, name) == getattr(decision, name) for name in ("group", "strategy", "predicted"))
         assert measured.rounds <= decision.rounds
+    for group in range(groups):  # drafters learn of prompts, plain rounds, and more than the first round does, nothing else
+        mine = [decision for decision in result.decisions if decision.group == group]
+        before = [PLAIN, *(decision.strategy for decision in mine)]
+        pairs = [(old, one) for old, one in zip(before, mine, strict=False) if one.strategy != PLAIN]
+        due = [bool(one.joining) or old == PLAIN or old.path > one.strategy.path for old, one in pairs]
+        caught = sum(span.kind == "catch_up" and span.group == group for span in result.spans)
+        assert 0 < caught <= sum(due)
+    assert sum(measured.catch_up for measured in result.measurements) > 0
     speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
     if drafter == "exact":  # whatever was missed while decoding plainly was made up for, with true features
         ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)

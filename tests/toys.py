@@ -118,10 +118,14 @@ def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=
     """
     whole = NamedSharding(group, PartitionSpec())
 
-    def extend(weights, cache, tokens, features, starts):
-        hidden = DECAY * features + weights.drafter[tokens]
-        rows, slots = jnp.arange(tokens.shape[0])[:, None], starts[:, None] + jnp.arange(tokens.shape[1])
-        return cache.at[rows, slots].set(hidden), hidden
+    def extend(weights, cache, tokens, features, starts, last):
+        rows = jnp.arange(tokens.shape[0])
+        cache = fill(weights, cache, tokens, features, rows, starts)
+        return cache, cache[rows, starts + last]
+
+    def fill(weights, cache, tokens, features, rows, starts):
+        slots = starts[:, None] + jnp.arange(tokens.shape[1])
+        return cache.at[rows[:, None], slots].set(DECAY * features + weights.drafter[tokens])
 
     def step(weights, cache, scratch, tokens, hidden, positions, starts, ancestors, level):
         k, table = tokens.shape[1], weights.drafter
@@ -138,6 +142,7 @@ def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=
 
     return Network(
         extend=extend,
+        fill=fill,
         step=step,
         logits=lambda weights, hidden: hidden if ids is None else hidden[..., ids],
         ids=lambda weights: None if ids is None else jnp.asarray(ids, jnp.int32),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -103,12 +103,18 @@ def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> N
     """A learned drafter's network on one data group; embedding and LM head are the target's."""
     whole = NamedSharding(group, PartitionSpec())
 
-    def extend(weights: Weights, cache: KVCache, tokens: jax.Array, features: jax.Array, starts: jax.Array):
-        features = jax.lax.with_sharding_constraint(features, whole)  # of a window: split in any other way they travel more
-        return eagle.extend(weights.drafter, config, eagle.shared(weights.target), cache, tokens, features, starts)
+    def with_windows(function: Callable) -> Callable:
+        """A function of the weights, the cache, and tokens and features of windows."""
+
+        def call(weights: Weights, cache: KVCache, tokens: jax.Array, features: jax.Array, *places: jax.Array):
+            features = jax.lax.with_sharding_constraint(features, whole)  # split in any other way they travel more
+            return function(weights.drafter, config, eagle.shared(weights.target), cache, tokens, features, *places)
+
+        return call
 
     return Network(
-        extend=extend,
+        extend=with_windows(eagle.extend),
+        fill=with_windows(eagle.fill),
         step=lambda weights, *rest: eagle.step(weights.drafter, config, eagle.shared(weights.target), *rest),
         logits=lambda weights, hidden: eagle.logits(weights.drafter, config, eagle.shared(weights.target), hidden),
         ids=lambda weights: weights.drafter.ids,

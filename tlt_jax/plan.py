@@ -1,7 +1,7 @@
 """`python -m tlt_jax.plan`: compiles a configuration's programs ahead of time, here or for a TPU pod, and says what fits.
 
 A program of a kind stands for all of that kind: it is the largest. Of drafting chunks that is one for each strategy; the
-drafter's catching up and extension are in them.
+drafter's extension is in them.
 """
 
 from __future__ import annotations
@@ -187,8 +187,12 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
     yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, holds)
     key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
     yield Program("rollout chunk", engine.registry.lower(key), group, holds)
-    arms = drafters.pool(config.speculation)
-    for strategy, batch in drafters.reach(config.speculation, arms, engine.batches).items():
+    reach = drafters.reach(config.speculation, drafters.pool(config.speculation), engine.batches)
+    if reach and engine.registry.drafters[0].catch_up:
+        batch = max(reach.values())
+        lowered = engine.registry.lower(Key("catch_up", 0, batch, slots, tail=rules.tail))
+        yield Program(f"catching up of {batch}", lowered, group, holds | caches(config, engine, batch))
+    for strategy, batch in reach.items():
         name = f"rollout chunk {strategies.name(strategy)} of {batch}"
         lowered = engine.registry.lower(replace(key, batch=batch, strategy=strategy))
         yield Program(name, lowered, group, holds | caches(config, engine, batch))

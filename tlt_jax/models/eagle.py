@@ -33,12 +33,12 @@ from tlt_jax.models.eagle_config import (
     weights,
 )
 from tlt_jax.models.kv_cache import KVCache, Scratch
-from tlt_jax.models.transformer import finish, heads, packed_angles
+from tlt_jax.models.transformer import finish, heads, keys_values, packed_angles, queries
 from tlt_jax.shapes import shaped
 
 __all__ = [
     "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids", "check_policy",
-    "default_captures", "extend", "for_policy", "init", "logits", "scratch", "shardings", "shared", "shift", "step",
+    "default_captures", "extend", "fill", "for_policy", "init", "logits", "scratch", "shardings", "shared", "shift", "step",
     "to_rollout", "unroll", "weights",
 ]  # fmt: skip
 
@@ -71,14 +71,12 @@ def fuse(params: DrafterParams, config: DrafterConfig, embedded: Array, state: A
     return ops.project(state, params.fuse, None, axis)
 
 
-def qkv(
-    params: DrafterParams, config: DrafterConfig, embedded: Array, x: Array, angles: tuple[Array, Array], axis: int
-) -> tuple[Array, Array, Array]:
-    """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
-    if config.kind == "eagle3":
-        e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
-        x = jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
-    return heads(params.layer, config.block, x, *angles, axis)
+def attention_input(params: DrafterParams, config: DrafterConfig, embedded: Array, x: Array, axis: int) -> Array:
+    """What queries, keys and values are projected from, for what enters the layer."""
+    if config.kind == "eagle":
+        return x
+    e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
+    return jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
 
 
 def leave(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array, axis: int) -> Array:
@@ -95,13 +93,14 @@ def nodes_in(
     state: Array,
     positions: Array,
     given: bool,
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """What enters the layer [Z, B*N] at tokens [B, N] with states [B, N, .], and its heads as attend_tree takes them."""
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """Of tokens [B, N] with states [B, N, .]: what enters the layer [Z, B*N], the input of its attention [Y, B*N], and
+    cosine and sine [E/2, B*N]."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
     x = fuse(params, config, embedded, state, 0, given)
-    return x, ops.by_node(*qkv(params, config, embedded, x, (cos.T, sin.T), 0), tokens.shape[0])
+    return x, attention_input(params, config, embedded, x, 0), (cos.T, sin.T)
 
 
 def nodes_out(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array) -> Array:
@@ -119,23 +118,47 @@ def extend(
     tokens: Int[Array, "B W"],
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B W Z"]]:
-    """The cache with W more slots from starts[b] on, and the hidden states there, in the dtype of `features`.
+    last: Int[Array, " B"],
+) -> tuple[KVCache, Float[Array, "B Z"]]:
+    """The cache with W more slots from starts[b] on, and the hidden state of row last[b], in the dtype of `features`.
 
     Row w holds the features of position starts + w and the token after it; it sees the slots before `starts` and the rows
-    up to itself. The cache must have slots for all W rows; rows beyond what is known are junk that a later call overwrites.
-    `params` are in the "rollout" layout.
+    up to itself. Keys and values of the only layer do not depend on attention: all rows need are these. The cache must have
+    slots for all W rows; rows beyond what is known are junk that a later call overwrites. `params` are in the "rollout"
+    layout.
     """
     B, W = tokens.shape
     positions = starts[:, None] + jnp.arange(W)
-    x, (q, k, v) = nodes_in(params, config, shared, tokens, features, positions, given=True)
-    seen = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
+    x, y, (cos, sin) = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    chosen = jnp.arange(B) * W + last
+    x, cos_last, sin_last = (array[:, chosen] for array in (x, cos, sin))
+    q = queries(params.layer, config.block, y[:, chosen], cos_last, sin_last, 0)
+    q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
+    seen = (jnp.arange(W) <= last[:, None])[:, None]
     attended = ops.attend_tree(q, k, v, seen, cache.keys[0], cache.values[0], starts, cache.slots_last)
-    hidden = nodes_out(params, config, x, attended)
-    sound = (hidden[..., 0] == hidden[..., 0])[:, None]  # XLA copies a cache that could be written before it is read
-    k, v = jnp.where(sound[:, :, None], k, 0), jnp.where(sound[..., None], v, 0)
+    hidden = nodes_out(params, config, x, attended)[:, 0]
+    sound = (hidden[:, 0] == hidden[:, 0])[:, None, None, None]  # XLA copies a cache that may be written before it is read
+    k, v = jnp.where(sound, k, 0), jnp.where(sound, v, 0)
     rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype))
     return kv_cache.commit(cache, rows, None, starts), hidden
+
+
+@shaped
+def fill(
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    cache: KVCache,
+    tokens: Int[Array, "R W"],
+    features: Float[Array, "R W F"],
+    rows: Int[Array, " R"],
+    starts: Int[Array, " R"],
+) -> KVCache:
+    """The cache with W more slots of R of its sequences, from starts[r] of rows[r] on: as `extend`, without hidden states."""
+    positions = starts[:, None] + jnp.arange(tokens.shape[1])
+    _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
+    return kv_cache.write(cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts)
 
 
 @shaped
@@ -159,7 +182,8 @@ def step(
     `params` are in the "rollout" layout.
     """
     rows = (level + 1) * tokens.shape[1]
-    x, (q, k, v) = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
+    x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
+    q, k, v = ops.by_node(*heads(params.layer, config.block, y, *angles, 0), tokens.shape[0])
     keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, rows - tokens.shape[1], axis=3)
     values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, rows - tokens.shape[1], axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
@@ -224,7 +248,8 @@ def unroll(
         params: DrafterParams, embedded: Array, state: Array, angles: tuple[Array, Array], past: tuple
     ) -> tuple:
         x = fuse(params, config, embedded, state, -1, given=not past)
-        q, k, v = qkv(params, config, embedded, x, angles, -1)
+        y = attention_input(params, config, embedded, x, -1)
+        q, k, v = heads(params.layer, config.block, y, *angles, -1)
         q = q.reshape(*k.shape[:3], -1, config.head_dim)
         first, *later = *past, (k, v)
         own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None

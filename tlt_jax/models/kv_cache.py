@@ -110,6 +110,22 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, len
 
 
 @shaped
+def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]) -> KVCache:
+    """The cache with all nodes of R trees written at slots starts[r], starts[r] + 1, ... of its sequences rows[r]."""
+
+    def put(name: str, array: Array, new: Array) -> Array:
+        axis = cache.slot_axis(name)
+
+        def one(r: Array, array: Array) -> Array:
+            place = [rows[r], *(starts[r] if i == axis else jnp.zeros_like(starts[r]) for i in range(1, array.ndim))]
+            return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, r), place)
+
+        return jax.lax.fori_loop(0, rows.shape[0], one, array)
+
+    return each(put, cache, scratch)
+
+
+@shaped
 def insert(
     cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]
 ) -> KVCache:

@@ -150,14 +150,22 @@ def attend_packed(
 
 @shaped
 def by_node(
-    q: Float[Array, "H E BN"], k: Float[Array, "K E BN"], v: Float[Array, "K E BN"], batch: int
-) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    q: Float[Array, "H E BN"], k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
+) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E M"], Float[Array, "B K M E"]]:
     """Heads of the nodes of B trees, features first, as attend_tree takes them."""
     K, E = k.shape[:2]
-    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
     q = jnp.moveaxis(q.reshape(K, -1, E, batch, q.shape[-1] // batch), (3, 0, 1, 4, 2), range(5))
-    kv = jnp.moveaxis(kv.reshape(K, 2, E, batch, kv.shape[-1] // batch), 3, 0)
-    return q, kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
+    return q, *kv_by_node(k, v, batch)
+
+
+@shaped
+def kv_by_node(
+    k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
+) -> tuple[Float[Array, "B K E M"], Float[Array, "B K M E"]]:
+    """Keys and values of the nodes of B trees, features first, as attend_tree takes them."""
+    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+    kv = jnp.moveaxis(kv.reshape(*kv.shape[:3], batch, kv.shape[-1] // batch), 3, 0)
+    return kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
 
 
 @shaped

@@ -45,16 +45,31 @@ def qkv(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axi
 
 def heads(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
-    tokens = x.shape[1:] if axis == 0 else x.shape[:-1]
-    shape = (-1, config.head_dim, *tokens) if axis == 0 else (*tokens, -1, config.head_dim)
+    return queries(layer, config, x, cos, sin, axis), *keys_values(layer, config, x, cos, sin, axis)
+
+
+def queries(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> Array:
+    """Rotated queries, as `heads` gives them."""
     width = 1 if axis == 0 else -1
-    q = ops.project(x, layer.q, layer.q_bias, axis).reshape(shape)
-    k = ops.project(x, layer.k, layer.k_bias, axis).reshape(shape)
-    v = ops.project(x, layer.v, layer.v_bias, axis).reshape(shape)
-    if config.qk_norm:
-        q = ops.rms_norm(q, layer.q_norm, config.rms_eps, width)
-        k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width)
-    return ops.rotate(q, cos, sin, width), ops.rotate(k, cos, sin, width), v
+    q = by_head(ops.project(x, layer.q, layer.q_bias, axis), config, axis)
+    q = ops.rms_norm(q, layer.q_norm, config.rms_eps, width) if config.qk_norm else q
+    return ops.rotate(q, cos, sin, width)
+
+
+def keys_values(
+    layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int
+) -> tuple[Array, Array]:
+    """Rotated keys, and values, as `heads` gives them."""
+    width = 1 if axis == 0 else -1
+    k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
+    k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width) if config.qk_norm else k
+    return ops.rotate(k, cos, sin, width), by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
+
+
+def by_head(x: Array, config: ModelConfig, axis: int) -> Array:
+    """A projection split into heads."""
+    shape = (-1, config.head_dim, *x.shape[1:]) if axis == 0 else (*x.shape[:-1], -1, config.head_dim)
+    return x.reshape(shape)
 
 
 def finish(layer: Layer, config: ModelConfig, x: Array, attended: Array, axis: int) -> Array:

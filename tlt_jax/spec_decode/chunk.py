@@ -89,7 +89,10 @@ class Report:
 def chunk(
     decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, bounds: Int32[Array, " L"]
 ) -> tuple[DecodeState, Report]:
-    """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case."""
+    """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
+
+    The drafter may lack as many of the newest tokens as a round of the strategy can emit; more is for `catch_up`.
+    """
     strategy = decoder.strategy
     batch, room = state.roots.shape[0], rounds * strategy.path
     report = Report(
@@ -100,9 +103,6 @@ def chunk(
         rounds=jnp.int32(0),
         stats=nothing(strategy),
     )
-    if strategy != PLAIN:
-        context = context_of(decoder.target, state, guide)
-        state = state.replace(drafter=decoder.drafter.catch_up(weights, state.drafter, context, strategy.path))
 
     def goes_on(carry: tuple[DecodeState, Report]) -> Array:
         state, report = carry
@@ -114,6 +114,17 @@ def chunk(
         return state, append(report, emitted, stats)
 
     return jax.lax.while_loop(goes_on, step, (state, report))
+
+
+def catch_up(
+    target: Target, drafter: Drafter, state: DecodeState, weights: Weights, missing: Int32[Array, ""]
+) -> tuple[DecodeState, Int32[Array, ""]]:
+    """The state whose drafter lacks at most `missing` tokens of any live row, and a scalar that is ready when it is there.
+
+    Those are tokens that were decoded without it, prompts too.
+    """
+    known = drafter.catch_up(weights, state.drafter, context_of(target, state, ()), state.live, missing)
+    return state.replace(drafter=known), known.built.max()
 
 
 @struct.dataclass

@@ -34,7 +34,7 @@ HERE, ARM, CELL = 0.08, 0.05, 0.02  # spread common to a batch and cache, to a s
 
 
 def note(cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool) -> dict:
-    """The cells with one sample more. A cold one may hold a compile, a catch-up, or few rounds.
+    """The cells with one sample more. A cold one may hold a compile, a move, or few short rounds.
 
     The batch's other cells age by one: machines do not stay as fast as they were. What is older than LIFE is replaced.
     """

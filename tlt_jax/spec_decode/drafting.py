@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.tree import ABSENT, Context, Drafter, DraftTree, PyTree, Strategy
 
-STRIDES, AT_ONCE = (16, 64), 1024  # tokens of one step of catching up: of each sequence, and most of all together
+BLOCKS = ((16, 64), (4, 16))  # sequences and tokens of each in a step of catching up: while much is missing, and then
 
 
 class Network(NamedTuple):
@@ -28,7 +28,9 @@ class Network(NamedTuple):
 
     Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
 
-    extend(weights, cache, tokens[B,W], features[B,W,F], starts[B]) -> cache, hidden[B,W,Z]: slots starts.. are written
+    extend(weights, cache, tokens[B,W], features[B,W,F], starts[B], last[B]) -> cache, hidden[B,Z] of window place `last`:
+        slots starts.. are written
+    fill(weights, cache, tokens[R,W], features[R,W,F], rows[R], starts[R]) -> cache: slots starts.. of these rows are written
     step(weights, cache, scratch, tokens[B,k], hidden[B,k,Z], positions[B,k], starts[B], ancestors[B,k,R], level)
         -> scratch, hidden[B,k,Z]: `hidden` are those of the parents; the k nodes see `starts` slots, and of the first R
         scratch rows, the last k of which are themselves, those that `ancestors` marks
@@ -43,6 +45,7 @@ class Network(NamedTuple):
     """
 
     extend: Callable[..., tuple[PyTree, Array]]
+    fill: Callable[..., PyTree]
     step: Callable[..., tuple[PyTree, Array]]
     logits: Callable[..., Array]
     ids: Callable[[PyTree], Array | None]
@@ -88,9 +91,8 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
     def extend(weights: PyTree, state: Learned, context: Context, width: int) -> Learned:
         starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
         tokens, features = window(context.history, starts + 1, width), window(context.features, starts, width)
-        cache, hidden = network.extend(weights, state.cache, tokens, features, starts)
         last = jnp.clip(context.lengths - 1 - starts, 0, width - 1)
-        newest = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        cache, newest = network.extend(weights, state.cache, tokens, features, starts, last)
         behind = state.built < context.lengths
         return Learned(
             cache=cache,
@@ -98,14 +100,28 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
             hidden=jnp.where(behind[:, None], newest, state.hidden),
         )
 
-    def catch_up(weights: PyTree, state: Learned, context: Context, missing: int) -> Learned:
+    def catch_up(weights: PyTree, state: Learned, context: Context, live: Array, missing: Array) -> Learned:
         batch, slots = context.history.shape
-        short, long = (min(stride, max(1, AT_ONCE // batch), slots - 1) for stride in STRIDES)
-        for width, rest in ((long, max(short, missing)), (short, missing)):
+
+        def lacking(state: Learned) -> Array:
+            return jnp.where(live, jnp.maximum(context.lengths - missing - state.built, 0), 0)
+
+        def step(state: Learned, rows: int, width: int) -> Learned:
+            chosen = jax.lax.top_k(lacking(state), rows)[1]
+            built = state.built[chosen]
+            starts = jnp.minimum(built, slots - width - 1)
+            tokens = window(context.history, starts + 1, width, chosen)
+            features = window(context.features, starts, width, chosen)
+            # One is left to `extend`, which gives its hidden state.
+            after = jnp.maximum(built, jnp.minimum(starts + width, context.lengths[chosen] - 1))
+            cache = network.fill(weights, state.cache, tokens, features, chosen, starts)
+            return state.replace(cache=cache, built=state.built.at[chosen].set(after))
+
+        for (rows, width), is_last in zip(BLOCKS, (False, True), strict=True):
+            sizes = {"rows": min(rows, batch), "width": min(width, slots - 1)}
+            enough = 0 if is_last else sizes["rows"] * sizes["width"] // 4
             state = jax.lax.while_loop(
-                lambda state, rest=rest: (context.lengths - state.built).max() > rest,
-                lambda state, width=width: extend(weights, state, context, width),
-                state,
+                lambda state, enough=enough: lacking(state).sum() > enough, partial(step, **sizes), state
             )
         return state
 
@@ -145,12 +161,13 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
 
 
 @shaped
-def window(rows: Array, starts: Int32[Array, " B"], width: int) -> Array:
-    """rows[b, starts[b] : starts[b] + width] of every row."""
-    batch, slots = rows.shape[:2]
-    index = (jnp.arange(batch) * slots + starts)[:, None] + jnp.arange(width)
-    flat = rows.reshape(batch * slots, *rows.shape[2:])
-    return flat.at[index.reshape(-1)].get(mode="promise_in_bounds").reshape(batch, width, *rows.shape[2:])
+def window(array: Array, starts: Int32[Array, " R"], width: int, rows: Int32[Array, " R"] | None = None) -> Array:
+    """array[rows[r], starts[r] : starts[r] + width]; of every row when none are named."""
+    batch, slots = array.shape[:2]
+    rows = jnp.arange(batch) if rows is None else rows
+    index = (rows * slots + starts)[:, None] + jnp.arange(width)
+    flat = array.reshape(batch * slots, *array.shape[2:])
+    return flat.at[index.reshape(-1)].get(mode="promise_in_bounds").reshape(len(rows), width, *array.shape[2:])
 
 
 def expand(

@@ -29,7 +29,7 @@ from tlt_jax.spec_decode.records import (
     View,
 )
 from tlt_jax.spec_decode.strategies import name
-from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
 PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
@@ -49,6 +49,8 @@ def advance(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
                 break
         elif state.joining:
             state, more = join(group, state)
+        elif state.behind > most_behind(group, state.decision.strategy):
+            state, more = catch_up(group, state)
         else:
             state, more = decode(group, state)
         events += more
@@ -140,6 +142,8 @@ def programs(group: Group, view: View, decision: Decision) -> list[Key]:
     """Keys of what a decision needs: the chunk, and the move to another number of rows or slots."""
     job, sizes = group.job, (decision.batch, decision.slots)
     keys = [key_of(group, decision, "chunk", sizes=(job.rounds,), strategy=decision.strategy, rules=job.rules)]
+    if most_behind(group, decision.strategy) < math.inf:
+        keys.append(key_of(group, decision, "catch_up"))
     if view.batch and sizes != (view.batch, view.slots):
         keys.append(key_of(group, view, "resize", sizes=sizes))
     return keys
@@ -230,7 +234,8 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     others = [held for held in state.held if held.rows != source.rows]
     started = {prompt: group.dealer.started(prompt) for held in (*others, source) for prompt in held.rows}
     held = tuple(one for one in (*others, source) if any(started[prompt] < group.job.samples for prompt in one.rows))
-    return replace(state, device=device, joining=tuple(rest), held=held), events
+    behind = max(state.behind, source.sizes[1])
+    return replace(state, device=device, joining=tuple(rest), held=held, behind=behind), events
 
 
 def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
@@ -261,6 +266,22 @@ def admit(group: Group, state: GroupState, source: Prefilled, joining: Joining) 
     return Admission(source=rows, keys=keys, history=history, **small)
 
 
+def most_behind(group: Group, strategy: Strategy) -> float:
+    """How many tokens the drafter may lack when a chunk of this strategy begins."""
+    catches_up = strategy != PLAIN and group.registry.drafters[group.index].catch_up is not None
+    return strategy.path if catches_up else math.inf
+
+
+def catch_up(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+    """The drafter learns of the tokens that it lacks for the decided chunk."""
+    missing = state.decision.strategy.path
+    device, marker = group.registry.get(key_of(group, state, "catch_up"))(state.device, group.weights, np.int32(missing))
+    flight = Flight(state.dispatched, "catch_up", marker)
+    event = Dispatched(flight.number, "catch_up", state.batch, state.slots)
+    flights, dispatched = (*state.flights, flight), state.dispatched + 1
+    return replace(state, device=device, behind=missing, flights=flights, dispatched=dispatched), [event]
+
+
 def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The decided chunk is dispatched."""
     decision = state.decision
@@ -273,7 +294,9 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)
     event = Dispatched(flight.number, "decode", state.batch, state.slots, *expected)
     flights, dispatched = (*state.flights, flight), state.dispatched + 1
-    return replace(state, device=device, decision=None, flights=flights, dispatched=dispatched, is_moved=False), [event]
+    behind = state.behind + most if decision.strategy == PLAIN else decision.strategy.path
+    state = replace(state, device=device, decision=None, behind=behind, is_moved=False)
+    return replace(state, flights=flights, dispatched=dispatched), [event]
 
 
 def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:

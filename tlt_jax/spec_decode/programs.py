@@ -26,7 +26,10 @@ MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
 
 @dataclass(frozen=True)
 class Key:
-    """Names one executable. `kind`: start, prefill, admit, resize, chunk or draft; `sizes`: what else its shapes depend on."""
+    """Names one executable.
+
+    `kind`: start, prefill, admit, resize, catch_up, chunk or draft; `sizes`: what else its shapes depend on.
+    """
 
     kind: str
     group: int
@@ -125,6 +128,11 @@ class Registry:
             after = shardings(self.state(key, batch, slots))
             program = jax.jit(partial(chunk.resize, target, drafter, slots), out_shardings=after)
             return program.lower(state, self.array(key, batch))
+        weights = Weights(target.params, drafter.params)
+        if key.kind == "catch_up":
+            outputs = shardings(state), self.replicated(key)
+            program = jax.jit(partial(chunk.catch_up, target, drafter), donate_argnums=0, out_shardings=outputs)
+            return program.lower(state, weights, self.array(key))
         if key.kind == "chunk":
             decoder = Decoder(target, drafter, key.rules, key.strategy)
             program = jax.jit(
@@ -132,12 +140,11 @@ class Registry:
                 donate_argnums=0,
                 out_shardings=(shardings(state), self.replicated(key)),
             )
-            weights = Weights(target.params, drafter.params)
             return program.lower(state, weights, drafter.guide(key.batch), self.array(key, 2))
         if key.kind == "draft":
             decoder, known = Decoder(target, drafter, key.rules, key.strategy), self.known(key)
             program = jax.jit(partial(chunk.draft_alone, decoder, key.sizes[0]), out_shardings=shardings(known))
-            return program.lower(known, Weights(target.params, drafter.params), drafter.guide(key.batch))
+            return program.lower(known, weights, drafter.guide(key.batch))
         raise ValueError(f"no program of kind {key.kind!r}")
 
     def known(self, key: Key) -> Known:

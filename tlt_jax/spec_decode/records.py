@@ -133,7 +133,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class GroupState:
-    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it."""
+    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it.
+
+    `behind` is the most tokens that the drafter may lack of any row.
+    """
 
     device: DecodeState | None = None
     batch: int = 0
@@ -146,6 +149,7 @@ class GroupState:
     dispatched: int = 0
     retired: int = 0
     exhausted: bool = False
+    behind: int = 0
     is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
 
     @property

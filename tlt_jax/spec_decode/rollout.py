@@ -49,7 +49,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Span:
-    """What a group's devices did, in seconds since the rollout began: "prefill", "decode" or "speculate"."""
+    """What a group's devices did, in seconds since the rollout began: "prefill", "decode", "catch_up" or "speculate"."""
 
     group: int
     kind: str
@@ -94,7 +94,7 @@ class Ledger:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.looked, self.free_at, self.doubt = ([0.0] * self.groups for _ in range(3))
+        self.looked, self.free_at, self.doubt, self.catch_up = ([0.0] * self.groups for _ in range(4))
 
     def now(self) -> float:
         """Seconds since the rollout began."""
@@ -149,6 +149,8 @@ class Ledger:
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
         self.spans.append(Span(group, label, start, end, dispatched.batch))
         self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
+        if kind == "catch_up":
+            self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
             return
         live_rounds = int(retired.stats.row_rounds)
@@ -168,7 +170,9 @@ class Ledger:
             predicted=dispatched.predicted,
             reason=dispatched.reason,
             is_moved=dispatched.is_moved,
+            catch_up=self.catch_up[group],
         )
+        self.catch_up[group] = 0.0
         self.measurements.append(measurement)
         self.totals["declined"] += int(retired.stats.declined)
         self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.held])
@@ -212,10 +216,13 @@ class Ledger:
 
 
 def expected_work(dispatched: Dispatched, retired: Retired) -> float:
-    """What a program is expected to take, up to a common factor; a prefill is a round of as many nodes as it has tokens."""
+    """What a program is expected to take, up to a common factor; a prefill is a round of as many nodes as it has tokens,
+    catching up is taken for a plain round."""
     strategy, rounds = dispatched.strategy, retired.rounds + IDLE_ROUND
     if retired.kind == "prefill":
         strategy, rounds = replace(PLAIN, nodes=dispatched.slots), 1
+    if retired.kind == "catch_up":
+        rounds = 1
     return rounds * math.exp(costs.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0])
 
 

@@ -94,7 +94,8 @@ class Drafter(NamedTuple):
     """What guesses ahead, as pure functions; its state rides in the decoding state. `weights` are the target's too.
 
     draft(weights, state, context, strategy, temperature) -> DraftTree; temperature is that of the target, 0 when greedy
-    catch_up(weights, state, context, missing) -> state that knows all committed tokens but the last `missing` or fewer
+    catch_up(weights, state, context, live[B], missing) -> state that knows all committed tokens of live rows but the last
+        `missing` or fewer; None when there is nothing to catch up with
     extend(weights, state, context, width) -> state that knows `width` more of them
     reset(state, fresh[B]) -> state whose fresh rows know nothing
     resize(state, rows[B], slots) -> state of the given rows, for a cache of so many slots
@@ -105,7 +106,7 @@ class Drafter(NamedTuple):
     """
 
     draft: Callable[..., DraftTree]
-    catch_up: Callable[..., PyTree]
+    catch_up: Callable[..., PyTree] | None
     extend: Callable[..., PyTree]
     reset: Callable[[PyTree, Array], PyTree]
     resize: Callable[..., PyTree]
@@ -128,7 +129,7 @@ def stateless(
     """A drafter without weights or state of its own."""
     return Drafter(
         draft=draft,
-        catch_up=lambda weights, state, context, missing: state,
+        catch_up=None,
         extend=lambda weights, state, context, width: state,
         reset=lambda state, fresh: state,
         resize=lambda state, rows, slots: state,

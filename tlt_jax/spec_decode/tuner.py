@@ -32,7 +32,7 @@ from tlt_jax.spec_decode.trials import (
     decide,
 )
 
-VERSION = 2  # of the states
+VERSION = 3  # of the states
 LIMIT = 32  # of the reference system
 SHARE = 0.006  # of all seconds that trials may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
@@ -40,7 +40,7 @@ CREDIT = 8.0  # plain rounds that trials may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
 REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 16)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
-SHORT = 4  # rounds below which what a chunk takes besides its rounds weighs too much
+SHORT = 4, 0.1  # rounds and seconds below both of which what a chunk takes besides its rounds weighs too much
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
 BUSY = 0.02  # seconds that a host may be busy with dispatching
 MOST_NODES = 1024  # batch x nodes up to which a strategy is used
@@ -52,7 +52,8 @@ class Measurement(NamedTuple):
     hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
     `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
     be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done. When the rows `is_moved`
-    to other numbers of rows or slots, they hold that too.
+    to other numbers of rows or slots, they hold that too. What the drafter took before to learn of tokens that were decoded
+    without it, is in `catch_up`.
     """
 
     group: int
@@ -70,6 +71,7 @@ class Measurement(NamedTuple):
     reason: str = ""
     doubt: float = 0.0
     is_moved: bool = False
+    catch_up: float = 0.0
 
     @property
     def is_timed(self) -> bool:
@@ -161,9 +163,9 @@ def goodput(
 
 def begin() -> State:
     """Nothing known. clock: rounds seen; funds: seconds that trials may lose; gain: over plain, of the arm in use;
-    chunk: rounds of the last chunk; last: strategy of each group; trial: the last one, open until measured; plans: of each
-    batch the arm that stands, its log speed, for how many choices (in all and still), and how far it measures off;
-    seen: measurements; law: weights of the cost model, and how many measurements it has seen."""
+    chunk: rounds of the last chunk; trial: the last one, open until measured; plans: of each batch the arm that stands, its
+    log speed, for how many choices (in all and still), and how far it measures off; seen: measurements; law: weights of the
+    cost model, and how many measurements it has seen."""
     return {
         "choices": 0,
         "clock": 0,
@@ -173,7 +175,6 @@ def begin() -> State:
         "evidence": {},
         "cells": {},
         "incumbents": {},
-        "last": {},
         "trial": None,
         "plans": {},
         "seen": 0,
@@ -223,8 +224,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         return state
     text = name(seen.strategy)
     key = f"{seen.batch}/{seen.slots}/{text}"
-    switched_on = state["last"].get(str(seen.group)) == name(PLAIN) and seen.strategy != PLAIN
-    is_cold = switched_on or seen.is_moved or key not in state["cells"] or seen.rounds < SHORT
+    is_short = seen.rounds < SHORT[0] and seen.seconds < SHORT[1]
+    is_cold = is_short or seen.is_moved or key not in state["cells"]
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     if seen.strategy != PLAIN:
@@ -232,14 +233,14 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
     usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     trial = {**trial, "open": False} if is_tried else trial
-    state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "last": {**state["last"], str(seen.group): text}}
+    state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
     if not seen.is_timed:  # what a trial lost is not known
         return {**state, "funds": state["funds"] - usual * min(1, TRIAL_ROUNDS / seen.rounds)}
     per_round = seen.seconds / seen.rounds
     plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if is_tried:
-        funds -= min(max(seen.seconds - usual, 0.0), 4 * usual)
+        funds -= min(max(seen.seconds - usual, 0.0), 4 * usual) + seen.catch_up
         plans = {place: {**plan, "left": plan["left"] * (place != str(seen.batch))} for place, plan in plans.items()}
     return {
         **state,
