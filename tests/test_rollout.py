@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from functools import cache, partial
 
@@ -195,6 +196,16 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatc
     assert [measured.is_timed for measured in ledger.measurements] == [True, False, False, True]
     assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.2, 6.1, 6.1, 0.2])
     assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
+
+
+def test_the_first_round_that_a_program_runs_is_not_timed():
+    registry, seen = toys.registry(1, V, toys.no_drafter), set()
+    for measured in toys.play(registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5)).measurements:
+        shape = measured.batch, measured.slots, measured.strategy
+        assert math.isinf(measured.doubt) == (shape not in seen)
+        seen.add(shape)
+    again = toys.play(registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5))
+    assert len(seen) > 1 and all(math.isfinite(measured.doubt) for measured in again.measurements)
 
 
 def recorded(monkeypatch, *looks):

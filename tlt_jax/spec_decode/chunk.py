@@ -119,7 +119,7 @@ def chunk(
 def catch_up(
     target: Target, drafter: Drafter, state: DecodeState, weights: Weights, missing: Int32[Array, ""]
 ) -> tuple[DecodeState, Int32[Array, ""]]:
-    """The state whose drafter lacks at most `missing` tokens of any live row, and a scalar that is ready when it is there.
+    """The state whose drafter lacks at most `missing` (>= 1) tokens of any live row, and a scalar that is ready with it.
 
     Those are tokens that were decoded without it, prompts too.
     """

@@ -64,8 +64,9 @@ def retire(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     if flight.report is None:
         return state, [Retired(flight.number, flight.kind)]
     report = jax.device_get(flight.report)
-    tokens = int(report.counts.sum())
-    events: list[Event] = [Retired(flight.number, flight.kind, int(report.rounds), tokens, report.stats)]
+    tokens, rounds = int(report.counts.sum()), int(report.rounds)
+    is_first = rounds > 0 and group.registry.is_first_run(flight.key)
+    events: list[Event] = [Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_first)]
     news = {}
     for row, uid in enumerate(flight.rows):
         count = int(report.counts[row])
@@ -290,7 +291,7 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     program, bounds = group.registry.get(key), np.array([decision.floor, decision.rounds], np.int32)
     device, report = program(state.device, group.weights, group.guide(uids), bounds)
     most = min(decision.rounds, group.job.rounds) * decision.strategy.path
-    flight = Flight(state.dispatched, "decode", report.counts, uids, report, most)
+    flight = Flight(state.dispatched, "decode", report.counts, uids, report, most, key)
     expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)
     event = Dispatched(flight.number, "decode", state.batch, state.slots, *expected)
     flights, dispatched = (*state.flights, flight), state.dispatched + 1

@@ -12,7 +12,7 @@ import numpy as np
 from tlt_jax.spec_decode.chunk import DecodeState, Report, Weights
 from tlt_jax.spec_decode.dealing import Dealer
 from tlt_jax.spec_decode.endings import Rules
-from tlt_jax.spec_decode.programs import Registry
+from tlt_jax.spec_decode.programs import Key, Registry
 from tlt_jax.spec_decode.stats import Stats
 from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
 from tlt_jax.spec_decode.trials import MOST_ROUNDS
@@ -121,7 +121,10 @@ class Joining:
 
 @dataclass(frozen=True)
 class Flight:
-    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold, `most` the tokens of any."""
+    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold, `most` the tokens of any.
+
+    `key` names the program of a chunk.
+    """
 
     number: int
     kind: str
@@ -129,6 +132,7 @@ class Flight:
     rows: tuple[int | None, ...] = ()
     report: Report | None = None
     most: int = 0
+    key: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,17 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class Retired:
-    """A program is done and was read; of a chunk: its rounds, the tokens that it emitted, and what its trees were worth."""
+    """A program is done and was read.
+
+    Of a chunk: its rounds, the tokens that it emitted, what its trees were worth, and whether no round of it had run before.
+    """
 
     number: int
     kind: str
     rounds: int = 0
     tokens: int = 0
     stats: Stats | None = None
+    is_first: bool = False
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Ledger:
             row_rounds=live_rounds,
             tokens=retired.tokens,
             seconds=end - start,
-            doubt=doubt,
+            doubt=math.inf if retired.is_first else doubt,
             hits=np.asarray(retired.stats.hits),
             number=retired.number,
             predicted=dispatched.predicted,

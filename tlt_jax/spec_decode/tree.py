@@ -95,7 +95,7 @@ class Drafter(NamedTuple):
 
     draft(weights, state, context, strategy, temperature) -> DraftTree; temperature is that of the target, 0 when greedy
     catch_up(weights, state, context, live[B], missing) -> state that knows all committed tokens of live rows but the last
-        `missing` or fewer; None when there is nothing to catch up with
+        `missing` >= 1 or fewer; None when there is nothing to catch up with
     extend(weights, state, context, width) -> state that knows `width` more of them
     reset(state, fresh[B]) -> state whose fresh rows know nothing
     resize(state, rows[B], slots) -> state of the given rows, for a cache of so many slots

@@ -51,9 +51,9 @@ class Measurement(NamedTuple):
 
     hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
     `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
-    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done. When the rows `is_moved`
-    to other numbers of rows or slots, they hold that too. What the drafter took before to learn of tokens that were decoded
-    without it, is in `catch_up`.
+    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
+    of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
+    drafter took before to learn of tokens that were decoded without it is in `catch_up`.
     """
 
     group: int
