@@ -301,6 +301,16 @@ def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep
     assert toys.bucketed((4, 8), (24, 40, 64), strategy)(View(0, 0, 4, **seen)).slots == slots
 
 
+@pytest.mark.parametrize("tokens, limit, slots, rounds", [
+    (20, 500, 64, 11), (44, 500, 64, 5), (48, 500, 64, 4), (49, 500, 128, 16), (44, 64, 64, 16), (20, 84, 64, 11),
+])  # fmt: skip
+def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_needs(tokens, limit, slots, rounds):
+    """Chunks of 16 rounds, and at most 4 tokens in each."""
+    view = View(0, 0, 4, tokens=tokens, limit=limit, widest=16, rounds=16, batch=0, slots=0)
+    decision = toys.bucketed((4,), (64, 128), Strategy(3, 1, 4))(view)
+    assert (decision.slots, min(decision.rounds, view.rounds)) == (slots, rounds)
+
+
 def test_recorded_decisions_replay_the_rollout():
     play = partial(toys.play, programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=3, in_flight=1)
     first = play(decide=toys.bucketed((1, 2, 5), (32, 64)))

@@ -10,6 +10,7 @@ from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement, Tuner
 
 PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
+FEW = 4  # rounds that a chunk should have room for before it needs a longer cache
 
 
 class Pilot:
@@ -20,19 +21,26 @@ class Pilot:
         self.state = tuner.init() if state is None else state
 
     def decide(self, view: View) -> Decision:
-        """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch."""
+        """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch.
+
+        A chunk that could fill more slots than one of plain decoding has fewer rounds, as long as these are not few.
+        """
         batch = next(size for size in self.batches if size >= view.live)
         least = view.slots if batch == view.batch else 0
 
         def room(*chunk: Any) -> int:
             return next(size for size in self.slots if size >= max(view.need(*chunk), least))
 
-        self.state, choice = self.tuner.choose(self.state, view.live, batch, room(PLAIN))
-        slots = room(choice.strategy, choice.rounds)
+        slots = room(PLAIN)
+        self.state, choice = self.tuner.choose(self.state, view.live, batch, slots)
+        rounds, fit = choice.rounds, (slots - view.tokens) // choice.strategy.path
+        if fit >= FEW and room(choice.strategy, rounds) > slots:
+            rounds = fit
+        slots = room(choice.strategy, rounds)
         fewer = max((size for size in self.batches if size < batch), default=0)
         floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
         expected = {"predicted": choice.predicted, "reason": choice.reason}
-        return Decision(view.group, view.retired, batch, slots, choice.strategy, floor, choice.rounds, **expected)
+        return Decision(view.group, view.retired, batch, slots, choice.strategy, floor, rounds, **expected)
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""
