@@ -105,7 +105,7 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
 
 
 POLICY = ModelConfig("qwen2", 8, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
-BFLOAT_PROMPT, BATCH, BATCHES = [3, 1, 4, 1, 5], 2**13, 8
+BFLOAT_PROMPT, BATCH, BATCHES = [3, 1, 4, 1], 2**13, 8  # so short that no drafter has to catch up, for so many row by row
 
 
 def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():

@@ -60,14 +60,15 @@ def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(mo
 
     def after():
         choices.append(1)
-        if len(choices) == 4:
+        if len(choices) >= 4:
             slow.allowed.set()
-            slow.registry.ahead[slow.asked[0]].result()
+            for future in list(slow.registry.ahead.values()):
+                future.result()
 
     result = play(slow.registry, PLAIN, after)
     assert answers(result) == expected
     used = [decision.strategy for decision in result.decisions]
-    assert used[:3] == [PLAIN] * 3 and set(used[3:]) == {WANTED}
+    assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {WANTED}  # after the chunk it is the catching up that is missing
     assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
     assert [key.strategy for key in slow.asked] == [WANTED]  # asked for once, compiled once
     assert len({one.key for one in slow.registry.compiles}) == len(slow.registry.compiles)
