@@ -124,7 +124,7 @@ def catch_up(
     Those are tokens that were decoded without it, prompts too.
     """
     known = drafter.catch_up(weights, state.drafter, context_of(target, state, ()), state.live, missing)
-    return state.replace(drafter=known), known.built.max()
+    return state.replace(drafter=known), state.lengths.max()
 
 
 @struct.dataclass

@@ -227,7 +227,7 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         source, marker = prefill(group, source)
         flight = Flight(state.dispatched, "prefill", marker)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
-        state = replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
+        state = queued(state, flight)
     admission = admit(group, state, source, joining)
     device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(
         state.device, source.values, admission
@@ -279,8 +279,7 @@ def catch_up(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     device, marker = group.registry.get(key_of(group, state, "catch_up"))(state.device, group.weights, np.int32(missing))
     flight = Flight(state.dispatched, "catch_up", marker)
     event = Dispatched(flight.number, "catch_up", state.batch, state.slots)
-    flights, dispatched = (*state.flights, flight), state.dispatched + 1
-    return replace(state, device=device, behind=missing, flights=flights, dispatched=dispatched), [event]
+    return queued(replace(state, device=device, behind=missing), flight), [event]
 
 
 def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -294,10 +293,14 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     flight = Flight(state.dispatched, "decode", report.counts, uids, report, most, key)
     expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)
     event = Dispatched(flight.number, "decode", state.batch, state.slots, *expected)
-    flights, dispatched = (*state.flights, flight), state.dispatched + 1
     behind = state.behind + most if decision.strategy == PLAIN else decision.strategy.path
     state = replace(state, device=device, decision=None, behind=behind, is_moved=False)
-    return replace(state, flights=flights, dispatched=dispatched), [event]
+    return queued(state, flight), [event]
+
+
+def queued(state: GroupState, flight: Flight) -> GroupState:
+    """The state with one program more on its way."""
+    return replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
 
 
 def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:
