@@ -389,6 +389,26 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
 
+def test_a_trial_pays_for_the_drafters_catching_up_too():
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.observe(made.init(), measured(PLAIN))
+    trial = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
+    seen = measured(arm, accepted=1.0, rounds=4)
+    paid = [made.observe({**state, "trial": trial}, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
+    assert paid[0] - paid[1] == pytest.approx(0.3)
+    kept = [made.observe(state, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
+    assert kept[0] == kept[1], "an arm that is no trial owes nothing"
+
+
+@pytest.mark.parametrize("rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)])
+def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is_warm):
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.observe(made.init(), measured(arm))
+    before = len(state["cells"]["4/512/2_2_4"]["warm"])
+    state = made.observe(state, measured(arm, rounds=rounds, per_round=per_round))
+    assert len(state["cells"]["4/512/2_2_4"]["warm"]) - before == is_warm
+
+
 def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
     made, funds = tuner.goodput(["2_2_4"]), {}
     for rounds in (2, 4, 16, 64):
