@@ -347,7 +347,7 @@ def test_a_tuner_goes_on_from_what_was_learned_in_the_same_way_only(change, reas
     assert engine.tuner_state == (engine.tuner.init() if reason else learned["state"])
 
 
-def test_the_tuner_hears_of_new_weights_and_not_of_those_that_its_state_was_saved_with():
+def test_the_tuner_hears_of_new_weights_and_not_of_those_that_its_state_was_saved_with(x64):
     engine = drafting()
     clocks = []
     for _ in range(3):

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -196,6 +197,33 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatc
     assert [measured.is_timed for measured in ledger.measurements] == [True, False, False, True]
     assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.2, 6.1, 6.1, 0.2])
     assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
+
+
+def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_when_something_happened(monkeypatch):
+    clock, waits = [0.0], []
+    due = iter([0.001, 0.05, 0.8])  # seconds until the next event
+
+    def sleep(seconds):
+        waits[-1].append(seconds)
+        clock[0] += seconds
+
+    def advance(group, state):
+        if waits and clock[0] < ready[0]:
+            return state, []
+        wait = next(due, None)
+        waits.append([])
+        ready[0] = clock[0] + (wait or 0)
+        return SimpleNamespace(is_done=wait is None), ["something"]
+
+    ready = [0.0]
+    monkeypatch.setattr(ledgers.machine, "advance", advance)
+    monkeypatch.setattr(ledgers.time, "sleep", sleep)
+    job, registry = SimpleNamespace(samples=1), SimpleNamespace(executables={})
+    ledgers.rollout([SimpleNamespace(job=job, registry=registry)])
+    *waits, last = waits
+    assert last == [] and [len(parts) < most for parts, most in zip(waits, (7, 100, 320), strict=True)] == [True] * 3
+    for parts, wait in zip(waits, (0.001, 0.05, 0.8), strict=True):
+        assert wait <= sum(parts) < 1.03 * wait + 2e-4 and parts[0] == 2e-4 and max(parts) <= 5e-3
 
 
 def test_the_first_round_that_a_program_runs_is_not_timed():

@@ -27,7 +27,8 @@ from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement
 
-POLL_SECONDS = 2e-4
+PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
+LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
 IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
 
 
@@ -239,7 +240,7 @@ def rollout(
     """
     states = [GroupState() for _ in groups]
     ledger = Ledger(len(groups), groups[0].job.samples, on_finish, observe, listen)
-    busy = True
+    busy, pause = True, PAUSE[0]
     while busy:
         if interrupted and interrupted():
             raise Interrupted("the rollout was interrupted")
@@ -251,5 +252,6 @@ def rollout(
             happened |= bool(events)
         busy = not all(state.is_done for state in states)
         if busy and not happened:
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+        pause = PAUSE[0] if happened else min((1 + LATE) * pause, PAUSE[1])
     return ledger.result(groups)
