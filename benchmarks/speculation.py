@@ -358,8 +358,9 @@ def race(
         theirs = (stolen() - theirs) / (time.perf_counter() - clock) / (os.cpu_count() or 1)
         compiled = sum(result.stats["compiles"] for result, _ in done.values())
         is_sound = not compiled and theirs <= STOLEN
-        taken = ", ".join(f"{name} {result.stats['seconds']:.2f}" for name, (result, _) in done.items())
-        print(f"turn {turn}, {compiled} programs compiled, {theirs:.1%} stolen; seconds: {taken}", file=sys.stderr, flush=True)
+        taken = ", ".join(f"{name} {result.stats['seconds']:.2f} s ({speed:.1f})" for name, (result, speed) in done.items())
+        print(f"turn {turn}, {compiled} programs compiled, {theirs:.1%} stolen; whole (tokens/s while all are live): {taken}",
+              file=sys.stderr, flush=True)  # fmt: skip
         if turn >= 0 and is_sound:
             for name, (result, speed) in done.items():
                 full[name].append(speed)
