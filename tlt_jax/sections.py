@@ -102,7 +102,9 @@ class Speculation:
         one_of=("goodput", "threshold", "beg_mab", "fixed"),
     )
     strategies: list[str] = knob(
-        ["3_1_4", "7_1_8", "6_4_16"], "trees to choose from besides none, as depth_topk_nodes (nodes with the root)"
+        ["3_1_4", "7_1_8", "6_4_16", "1_1_2"],
+        "trees to choose from besides none, as depth_topk_nodes (nodes with the root); where a full batch is bound by "
+        "arithmetic a single draft token (1_1_2) may pay though no deeper tree does",
     )
     threshold: int = knob(32, "speculation.tuner threshold: most live sequences of a data group", at_least=1)
     coupling: float = knob(
