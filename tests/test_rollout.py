@@ -199,6 +199,19 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatc
     assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
 
 
+@pytest.mark.parametrize("before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)])
+def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch, before, looked, seconds):
+    """It takes two seconds, and is read at the next look, or when the host has compiled from 2.1 to 9.0; then a chunk."""
+    (chunk,) = recorded(
+        monkeypatch,
+        (0.9, [Dispatched(0, "catch_up", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        before,
+        (looked, [Retired(0, "catch_up")], looked),
+        (10.0, [Retired(1, "decode", 16, 64, STATS)], 10.0),
+    ).measurements
+    assert chunk.catch_up == pytest.approx(seconds)
+
+
 def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_when_something_happened(monkeypatch):
     clock, waits = [0.0], []
     due = iter([0.001, 0.05, 0.8])  # seconds until the next event

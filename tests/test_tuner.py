@@ -418,6 +418,8 @@ def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
         funds[rounds] = made.observe(state, seen)["funds"] - state["funds"]
     assert funds[4] == pytest.approx(-4 * 2 * 0.02), "two tokens a row and round, at plain decoding's 0.02 s"
     assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx([funds[4] / 2, funds[4], funds[4]])
+    first = made.observe(state, seen._replace(doubt=math.inf))
+    assert first["funds"] == state["funds"] and not first["trial"]["open"], "the first run of a program is let pass"
 
 
 @pytest.mark.parametrize(

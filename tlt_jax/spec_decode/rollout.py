@@ -25,7 +25,7 @@ from tlt_jax.spec_decode.records import (
 )
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.spec_decode.tuner import Measurement
+from tlt_jax.spec_decode.tuner import Measurement, is_timed
 
 PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
 LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
@@ -150,7 +150,7 @@ class Ledger:
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
         self.spans.append(Span(group, label, start, end, dispatched.batch))
         self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
-        if kind == "catch_up":
+        if kind == "catch_up" and is_timed(end - start, doubt):
             self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
             return

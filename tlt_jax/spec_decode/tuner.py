@@ -46,6 +46,11 @@ BUSY = 0.02  # seconds that a host may be busy with dispatching
 MOST_NODES = 1024  # batch x nodes up to which a strategy is used
 
 
+def is_timed(seconds: float, doubt: float) -> bool:
+    """Whether these seconds, which may be off by so much, tell anything; what a host does besides compiling is let pass."""
+    return doubt < max(seconds / 2, BUSY)
+
+
 class Measurement(NamedTuple):
     """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
 
@@ -53,7 +58,7 @@ class Measurement(NamedTuple):
     `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
     be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
     of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
-    drafter took before to learn of tokens that were decoded without it is in `catch_up`.
+    drafter took before to learn of tokens that were decoded without it is in `catch_up`, unless that was doubtful.
     """
 
     group: int
@@ -75,8 +80,8 @@ class Measurement(NamedTuple):
 
     @property
     def is_timed(self) -> bool:
-        """Whether `seconds` tells what the chunk took; what a host does besides compiling is always let pass."""
-        return self.doubt < max(self.seconds / 2, BUSY)
+        """Whether `seconds` tells what the chunk took."""
+        return is_timed(self.seconds, self.doubt)
 
 
 class Choice(NamedTuple):
@@ -234,8 +239,9 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
-    if not seen.is_timed:  # what a trial lost is not known
-        return {**state, "funds": state["funds"] - usual * min(1, TRIAL_ROUNDS / seen.rounds)}
+    if not seen.is_timed:  # what a trial lost is not known; a program's first run, which comes once, is let pass
+        charge = 0.0 if math.isinf(seen.doubt) else usual * min(1, TRIAL_ROUNDS / seen.rounds)
+        return {**state, "funds": state["funds"] - charge}
     per_round = seen.seconds / seen.rounds
     plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
