@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tuner_worlds as worlds
 
+from tlt_jax import drafters
+from tlt_jax.config import Speculation
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import acceptance, bandit, costs, strategies, tuner
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
@@ -85,6 +87,13 @@ def test_the_widest_trees_belong_to_the_smallest_batches():
 def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
     with pytest.raises(ConfigError, match=says):
         bandit.beg_mab(strategies.PAPER, thresholds)
+
+
+@pytest.mark.parametrize("drafter", [drafters.NONE, drafters.NGRAM])
+def test_strategies_are_checked_even_when_nothing_drafts(drafter):
+    assert len(drafters.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == drafters.NGRAM)
+    with pytest.raises(ConfigError, match="nodes is 0"):
+        drafters.pool(Speculation(drafter=drafter, strategies=["6_4_0"]))
 
 
 def test_an_empty_pool_is_refused():

@@ -147,7 +147,8 @@ def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]
 
 def pool(settings: Speculation) -> tuple[Strategy, ...]:
     """The strategies that rounds may have besides plain decoding; none without a drafter. Raises ConfigError."""
-    return () if settings.drafter == NONE else strategies.pool(settings.strategies)
+    arms = strategies.pool(settings.strategies)
+    return () if settings.drafter == NONE else arms
 
 
 def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -> Tuner:
