@@ -110,37 +110,41 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, len
 
 
 @shaped
-def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]) -> KVCache:
-    """The cache with all nodes of R trees written at slots starts[r], starts[r] + 1, ... of its sequences rows[r]."""
+def write(
+    cache: KVCache,
+    scratch: Scratch,
+    trees: Int[Array, " R"],
+    rows: Int[Array, " R"],
+    starts: Int[Array, " R"],
+    count: Int[Array, ""] | int,
+) -> KVCache:
+    """The cache with all nodes of `count` trees, trees[r], at slots starts[r], starts[r] + 1, ... of its sequences rows[r].
 
-    def put(name: str, array: Array, new: Array) -> Array:
-        axis = cache.slot_axis(name)
+    One tree after the other, in place: nothing else of the cache is read or written.
+    """
 
-        def one(r: Array, array: Array) -> Array:
+    def one(r: Array, cache: KVCache) -> KVCache:
+        def put(name: str, array: Array, new: Array) -> Array:
+            axis = cache.slot_axis(name)
             place = [rows[r], *(starts[r] if i == axis else jnp.zeros_like(starts[r]) for i in range(1, array.ndim))]
-            return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, r), place)
+            return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, trees[r]), place)
 
-        return jax.lax.fori_loop(0, rows.shape[0], one, array)
+        return each(put, cache, scratch)
 
-    return each(put, cache, scratch)
+    return jax.lax.fori_loop(0, count, one, cache)
 
 
 @shaped
-def insert(
-    cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]
-) -> KVCache:
-    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones."""
+def insert(cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]) -> KVCache:
+    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones.
+
+    Takes as long as the new sequences are many, however large the cache is.
+    """
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
-
-    def fill(name: str, rows: Array, new: Array) -> Array:
-        old = rows[tuple(slice(0, size) for size in (rows.shape[0], *new.shape[1:]))]
-        fresh = (source >= 0).reshape(-1, *[1] * (rows.ndim - 1))
-        chosen = jnp.where(fresh, new[jnp.maximum(source, 0)], old)
-        return jax.lax.dynamic_update_slice(rows, chosen, (0,) * rows.ndim)
-
-    return each(fill, cache, prefilled)
+    rows = jnp.argsort(source < 0, stable=True).astype(source.dtype)  # the new ones first
+    return write(cache, prefilled, source[rows], rows, jnp.zeros_like(rows), (source >= 0).sum())
 
 
 @shaped
