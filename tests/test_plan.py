@@ -206,6 +206,15 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
     assert sizes[64] < 1.5 * sizes[16]
 
 
+def test_an_admission_leaves_the_sequences_that_are_there_alone():
+    """It reads and writes the rows that join, not a share of every row, and copies no cache."""
+    _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
+    compiled = engine.registry.lower(Key("admit", 0, 64, 1024, (1, 128))).compile()
+    memory = compiled.memory_analysis()
+    assert compiled.cost_analysis()["bytes accessed"] < memory.argument_size_in_bytes / 32
+    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 64
+
+
 def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_first():
     group = make_mesh(1, 4)
     values = np.random.RandomState(0).randint(0, 6, (3, 2, 24)).astype(np.float32)
@@ -220,8 +229,8 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     monkeypatch.setattr(sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"])
     assert plan.main() == 0
     printed = capsys.readouterr().out
-    told = ("prefill", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard", "policy update",
-            "drafter reshard", "drafter update")  # fmt: skip
+    told = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
+            "policy update", "drafter reshard", "drafter update")  # fmt: skip
     for name in told:
         assert f"{name}: compiled in" in printed
     assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed
@@ -255,10 +264,11 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     programs = re.findall(r"^(\S.*): compiled in", done.stdout, re.M)
     assert done.stdout.count("\n  fits") == len(programs)
-    chunks = [program for program in programs if program.startswith(("rollout chunk", "catching up"))]
-    assert len(chunks) > 2 and any("catching" in chunk for chunk in chunks) == (name == "math_qwen2.5_7b_pod")
+    chunks = [program for program in programs if program.startswith(("admission", "rollout chunk", "catching up"))]
+    assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks) == (name == "math_qwen2.5_7b_pod")
     for chunk in chunks:
         told = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
         assert "over data" not in told, told
-    cache, temporaries = re.search(r"rollout chunk:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S).groups()
-    assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied
+    for name in ("admission", "rollout chunk"):
+        cache, temporaries = re.search(rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S).groups()
+        assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied

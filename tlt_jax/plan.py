@@ -178,13 +178,15 @@ def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int])
 
 
 def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[Program]:
-    """The prefill, the plain chunk, and the chunk of each strategy for the most sequences that it may be used for."""
+    """The prefill, the admission, the plain chunk, and each strategy's for the most sequences that it may be used for."""
     group, slots = engine.groups[0], cache_slots(config)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
     rules = Rules(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
     width = bucket_width(config.data.max_prompt_tokens)
     size = block_size(config.rollout.prompts, width)
     yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, holds)
+    admission = Key("admit", 0, engine.capacity, slots, (size, width), rules.tail)
+    yield Program("admission", engine.registry.lower(admission), group, holds)
     key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
     yield Program("rollout chunk", engine.registry.lower(key), group, holds)
     reach = drafters.reach(config.speculation, drafters.pool(config.speculation), engine.batches)
