@@ -16,6 +16,7 @@ from tlt_jax.mesh import sharding
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
+FEW = 4  # new sequences are few up to this part of all
 AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
         "features": ("batch", None, "features")}  # fmt: skip
 
@@ -138,13 +139,24 @@ def write(
 def insert(cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]) -> KVCache:
     """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones.
 
-    Takes as long as the new sequences are many, however large the cache is.
+    A few new sequences are written alone, however large the cache is; many with the P slots of all, in one go.
     """
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
+    count = (source >= 0).sum()
+    is_few = FEW * count <= source.shape[0]
     rows = jnp.argsort(source < 0, stable=True).astype(source.dtype)  # the new ones first
-    return write(cache, prefilled, source[rows], rows, jnp.zeros_like(rows), (source >= 0).sum())
+
+    def fill(name: str, array: Array, new: Array) -> Array:
+        old = array[tuple(slice(0, size) for size in (array.shape[0], *new.shape[1:]))]
+        fresh = (source >= 0).reshape(-1, *[1] * (array.ndim - 1))
+        chosen = jnp.where(fresh, new[jnp.maximum(source, 0)], old)
+        return jax.lax.dynamic_update_slice(array, chosen, (0,) * array.ndim)
+
+    # loops of no or one turn, for XLA copies a cache that goes through a `cond`
+    cache = jax.lax.fori_loop(0, jnp.where(is_few, 0, 1), lambda _, cache: each(fill, cache, prefilled), cache)
+    return write(cache, prefilled, source[rows], rows, jnp.zeros_like(rows), jnp.where(is_few, count, 0))
 
 
 @shaped
