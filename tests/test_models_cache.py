@@ -76,7 +76,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
         params, config, tokens, positions, seen, jax.tree.map(jnp.zeros_like, cache), lengths - 1)[0])  # it reads the cache
 
 
-def test_insert_fans_rows_out_and_resize_gathers_them(monkeypatch):
+def test_insert_fans_rows_out_and_resize_gathers_them():
     config = hf.new_config(SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
@@ -86,10 +86,6 @@ def test_insert_fans_rows_out_and_resize_gathers_them(monkeypatch):
     keys, values, features = (jax.random.normal(key, shape) for shape in shapes)
     prefill = Scratch((keys, 2 * keys, 3 * keys), (values, 2 * values, 3 * values), features)
     filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
-    other = kv_cache.insert(cache, prefill, jnp.array([-1, 1, 0]))
-    monkeypatch.setattr(kv_cache, "FEW", 0)  # and one after the other
-    jax.tree.map(np.testing.assert_array_equal, kv_cache.insert(cache, prefill, jnp.array([1, -1, 1])), filled)
-    jax.tree.map(np.testing.assert_array_equal, kv_cache.insert(cache, prefill, jnp.array([-1, 1, 0])), other)
     np.testing.assert_array_equal(filled.features[0, :4], features[1])
     np.testing.assert_array_equal(filled.features[1], cache.features[1])
     np.testing.assert_array_equal(filled.features[:, 4:], cache.features[:, 4:])

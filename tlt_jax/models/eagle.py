@@ -158,8 +158,7 @@ def fill(
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
     k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
-    scratch = Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype))
-    return kv_cache.write(cache, scratch, jnp.arange(len(rows)), rows, starts, len(rows))
+    return kv_cache.write(cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts)
 
 
 @shaped

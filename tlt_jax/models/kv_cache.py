@@ -16,7 +16,6 @@ from tlt_jax.mesh import sharding
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
-FEW = 4  # new sequences are few up to this part of all
 AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
         "features": ("batch", None, "features")}  # fmt: skip
 
@@ -111,52 +110,37 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, len
 
 
 @shaped
-def write(
-    cache: KVCache,
-    scratch: Scratch,
-    trees: Int[Array, " R"],
-    rows: Int[Array, " R"],
-    starts: Int[Array, " R"],
-    count: Int[Array, ""] | int,
-) -> KVCache:
-    """The cache with all nodes of `count` trees, trees[r], at slots starts[r], starts[r] + 1, ... of its sequences rows[r].
+def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]) -> KVCache:
+    """The cache with all nodes of R trees written at slots starts[r], starts[r] + 1, ... of its sequences rows[r]."""
 
-    One tree after the other, in place: nothing else of the cache is read or written.
-    """
+    def put(name: str, array: Array, new: Array) -> Array:
+        axis = cache.slot_axis(name)
 
-    def one(r: Array, cache: KVCache) -> KVCache:
-        def put(name: str, array: Array, new: Array) -> Array:
-            axis = cache.slot_axis(name)
+        def one(r: Array, array: Array) -> Array:
             place = [rows[r], *(starts[r] if i == axis else jnp.zeros_like(starts[r]) for i in range(1, array.ndim))]
-            return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, trees[r]), place)
+            return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, r), place)
 
-        return each(put, cache, scratch)
+        return jax.lax.fori_loop(0, rows.shape[0], one, array)
 
-    return jax.lax.fori_loop(0, count, one, cache)
+    return each(put, cache, scratch)
 
 
 @shaped
-def insert(cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]) -> KVCache:
-    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones.
-
-    A few new sequences are written alone, however large the cache is; many with the P slots of all, in one go.
-    """
+def insert(
+    cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]
+) -> KVCache:
+    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones."""
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
-    count = (source >= 0).sum()
-    is_few = FEW * count <= source.shape[0]
-    rows = jnp.argsort(source < 0, stable=True).astype(source.dtype)  # the new ones first
 
-    def fill(name: str, array: Array, new: Array) -> Array:
-        old = array[tuple(slice(0, size) for size in (array.shape[0], *new.shape[1:]))]
-        fresh = (source >= 0).reshape(-1, *[1] * (array.ndim - 1))
+    def fill(name: str, rows: Array, new: Array) -> Array:
+        old = rows[tuple(slice(0, size) for size in (rows.shape[0], *new.shape[1:]))]
+        fresh = (source >= 0).reshape(-1, *[1] * (rows.ndim - 1))
         chosen = jnp.where(fresh, new[jnp.maximum(source, 0)], old)
-        return jax.lax.dynamic_update_slice(array, chosen, (0,) * array.ndim)
+        return jax.lax.dynamic_update_slice(rows, chosen, (0,) * rows.ndim)
 
-    # loops of no or one turn, for XLA copies a cache that goes through a `cond`
-    cache = jax.lax.fori_loop(0, jnp.where(is_few, 0, 1), lambda _, cache: each(fill, cache, prefilled), cache)
-    return write(cache, prefilled, source[rows], rows, jnp.zeros_like(rows), jnp.where(is_few, count, 0))
+    return each(fill, cache, prefilled)
 
 
 @shaped
