@@ -206,8 +206,7 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
     assert sizes[64] < 1.5 * sizes[16]
 
 
-def test_an_admission_leaves_the_sequences_that_are_there_alone():
-    """It copies no cache."""
+def test_an_admission_copies_no_cache():
     _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
     memory = engine.registry.lower(Key("admit", 0, 64, 1024, (1, 128))).compile().memory_analysis()
     assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 64
