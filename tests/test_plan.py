@@ -182,10 +182,10 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
     long = ("--model.init.num_hidden_layers", "4", "--model.init.head_dim", "32", "--rollout.cache_buckets", "[4096]")
     settings, recipe, engine = plan_of(*long, *DRAFTERS[drafter], "--speculation.strategies", "['3_2_6']")
     kinds = plan.budget(settings, recipe, engine)
-    prefill, _, *behind, chunk = plan.lower_rollout(settings, recipe, engine, kinds)
-    assert (prefill.name, chunk.name) == ("prefill", "rollout chunk 3_2_6 of 4")
+    prefill, admission, _, *behind, chunk = plan.lower_rollout(settings, recipe, engine, kinds)
+    assert (prefill.name, admission.name, chunk.name) == ("prefill", "admission", "rollout chunk 3_2_6 of 4")
     assert [one.name for one in behind] == ["catching up of 4"] * (drafter != "ngram")
-    for program in (prefill, *behind, chunk):
+    for program in (prefill, admission, *behind, chunk):
         compiled = program.lowered.compile()
         crossed = {name.split(" over ")[1] for name in collectives(compiled.as_text(), program.mesh)}
         assert crossed <= {"model"}, program.name
