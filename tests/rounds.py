@@ -38,6 +38,7 @@ def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], 
         cache=empty[0], drafter=empty[1],
     )  # fmt: skip
     new = Admission(
+        rows=jnp.arange(batch, dtype=jnp.int32),
         source=jnp.asarray(source),
         roots=jnp.asarray(tokens[np.arange(len(prompts)), sizes - 1][source]),
         lengths=jnp.asarray(sizes[source] - 1),

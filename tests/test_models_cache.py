@@ -65,7 +65,8 @@ def test_values_with_their_slots_last_decode_alike(nodes):
         if slots_last:
             cache = cache.replace(values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True)
         lengths = jnp.array([4, 3, 4])
-        cache = kv_cache.resize(kv_cache.insert(cache, prefilled, jnp.array([0, 1, 0])), jnp.array([0, 1, 2]), 14)
+        cache = kv_cache.insert(cache, prefilled, jnp.arange(3), jnp.array([0, 1, 0]))
+        cache = kv_cache.resize(cache, jnp.array([0, 1, 2]), 14)
         for _ in range(3):
             positions = lengths[:, None] + jnp.arange(nodes)
             logits, scratch = transformer.tree_forward(params, config, tokens, positions, seen, cache, lengths)
@@ -85,7 +86,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
     shapes = [(2, 2, 8, 4), (2, 2, 4, 8), (2, 4, 2)]
     keys, values, features = (jax.random.normal(key, shape) for shape in shapes)
     prefill = Scratch((keys, 2 * keys, 3 * keys), (values, 2 * values, 3 * values), features)
-    filled = kv_cache.insert(cache, prefill, jnp.array([1, -1, 1]))
+    filled = kv_cache.insert(cache, prefill, jnp.array([2, 3, 0]), jnp.array([1, 0, 1]))
     np.testing.assert_array_equal(filled.features[0, :4], features[1])
     np.testing.assert_array_equal(filled.features[1], cache.features[1])
     np.testing.assert_array_equal(filled.features[:, 4:], cache.features[:, 4:])
@@ -110,4 +111,4 @@ def test_prefill_beyond_the_cache_is_refused_by_its_shape():
     cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
     prefill = Scratch((jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0)))
     with pytest.raises(ValueError, match="4 slots.*2"):
-        kv_cache.insert(cache, prefill, jnp.array([0]))
+        kv_cache.insert(cache, prefill, jnp.array([0]), jnp.array([0]))

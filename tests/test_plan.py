@@ -24,7 +24,7 @@ from tlt_jax.models import hf_drafter
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.chunk import Rules
-from tlt_jax.spec_decode.programs import Key
+from tlt_jax.spec_decode.programs import Key, admission_size
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.spec_decode.tuner import Measurement
 from tlt_jax.train.policy_step import Recipe
@@ -206,10 +206,11 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
     assert sizes[64] < 1.5 * sizes[16]
 
 
-def test_an_admission_copies_no_cache():
+def test_an_admission_holds_the_prompts_that_join_and_no_cache():
     _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
     memory = engine.registry.lower(Key("admit", 0, 64, 1024, (1, 128))).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 64
+    joining = memory.argument_size_in_bytes * admission_size(64) / 64 * 128 / 1024
+    assert joining < memory.argument_size_in_bytes / 30 and memory.temp_size_in_bytes < 1.5 * joining
 
 
 def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_first():

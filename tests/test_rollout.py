@@ -18,6 +18,7 @@ from tlt_jax.spec_decode import noise, rollout as ledgers, tuner
 from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
 from tlt_jax.spec_decode.group import block_size, blocks, bucket_width
+from tlt_jax.spec_decode.programs import admission_size
 from tlt_jax.spec_decode.records import Dispatched, GroupState, Job, Retired, View
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
@@ -151,6 +152,14 @@ def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slot
         own = sorted(span[1:] for span in spans if span[0] == group)
         assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), "spans do not overlap"
     assert all(measured.seconds > 0 for measured in result.measurements)
+
+
+def test_more_sequences_join_than_one_admission_takes():
+    assert admission_size(40) == 16
+    few, many = (
+        toys.play(programs(), TABLE, PROMPTS, 10, RULES, capacity=capacity, batches=(capacity,)) for capacity in (8, 40)
+    )
+    assert len(many.decisions[0].joining) == 40 and answers(few) == answers(many)
 
 
 @pytest.mark.parametrize("second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)])

@@ -95,11 +95,11 @@ def test_the_tail_holds_the_last_tokens():
 
 def test_a_new_sequence_forgets_the_row_it_takes():
     state = state_of([5, 6], [99, 99], [False, True], [[4, 5], [6, 7]])
-    target = Target(*[None] * 4, insert=lambda cache, prefilled, source: cache, **UNUSED)
+    target = Target(*[None] * 4, insert=lambda cache, prefilled, rows, source: cache, **UNUSED)
     new = Admission(
-        *(jnp.array(x, jnp.int32) for x in ([3, -1], [1, 0], [2, 0], [9, 0])),
-        keys=jnp.ones((2, 2), jnp.uint32),
-        history=jnp.array([[8, 7, 1], [9, 9, 9]], jnp.int32),
+        *(jnp.array(x, jnp.int32) for x in ([2, 0], [0, 3], [0, 1], [0, 2], [0, 9])),
+        keys=jnp.array([[2, 2], [1, 1]], jnp.uint32),
+        history=jnp.array([[9, 9, 9], [8, 7, 1]], jnp.int32),
     )
     state = chunk.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]

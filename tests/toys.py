@@ -66,13 +66,10 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
         decay = jnp.where(ages >= 0, jnp.power(DECAY, ages.astype(params.dtype)), 0)
         return TokenCache(tokens, jnp.einsum("ts,qsv->qtv", decay, params[tokens]))
 
-    def insert(cache, prefilled, source):
-        def fill(old, new):
-            kept = old[:, : new.shape[1]]
-            fresh = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
-            return old.at[:, : new.shape[1]].set(jnp.where(fresh, new[jnp.maximum(source, 0)], kept))
-
-        return jax.tree.map(fill, cache, prefilled)
+    def insert(cache, prefilled, rows, source):
+        return jax.tree.map(
+            lambda old, new: old.at[rows, : new.shape[1]].set(new[source], mode="drop"), cache, prefilled
+        )
 
     whole = NamedSharding(group, PartitionSpec())
     return Target(

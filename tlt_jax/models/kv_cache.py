@@ -126,19 +126,18 @@ def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[
 
 
 @shaped
-def insert(
-    cache: KVCache, prefilled: Scratch, source: Int[Array, " B"]
-) -> KVCache:
-    """The cache where slots [0, P) of sequence b are row source[b] of the prefilled ones; -1 keeps the old ones."""
+def insert(cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: Int[Array, " R"]) -> KVCache:
+    """The cache where slots [0, P) of sequence rows[r] are row source[r] of the prefilled ones; no other is touched.
+
+    The rows are distinct; those from B on are nobody's, and nothing is written for them.
+    """
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
         raise ValueError(f"{P} slots of prefilled prompts do not fit a cache of {S}")
 
-    def fill(name: str, rows: Array, new: Array) -> Array:
-        old = rows[tuple(slice(0, size) for size in (rows.shape[0], *new.shape[1:]))]
-        fresh = (source >= 0).reshape(-1, *[1] * (rows.ndim - 1))
-        chosen = jnp.where(fresh, new[jnp.maximum(source, 0)], old)
-        return jax.lax.dynamic_update_slice(rows, chosen, (0,) * rows.ndim)
+    def fill(name: str, array: Array, new: Array) -> Array:
+        window = tuple(slice(0, size) for size in new.shape[1:])
+        return array.at[rows, *window].set(new[source], mode="drop", unique_indices=True)
 
     return each(fill, cache, prefilled)
 

@@ -64,14 +64,18 @@ class DecodeState:
 
 @struct.dataclass
 class Admission:
-    """New sequences for the rows whose source (a row of a prefill) is not -1; `history` holds their prompts."""
+    """R new sequences, each for another row, from a row of a prefill; `history` holds their prompts.
 
-    source: Int32[Array, " B"]
-    roots: Int32[Array, " B"]
-    lengths: Int32[Array, " B"]
-    limits: Int32[Array, " B"]
-    keys: UInt32[Array, "B 2"]
-    history: Int32[Array, "B P"]
+    Rows from B on are nobody's: what is there is dropped.
+    """
+
+    rows: Int32[Array, " R"]
+    source: Int32[Array, " R"]
+    roots: Int32[Array, " R"]
+    lengths: Int32[Array, " R"]
+    limits: Int32[Array, " R"]
+    keys: UInt32[Array, "R 2"]
+    history: Int32[Array, "R P"]
 
 
 @struct.dataclass
@@ -272,23 +276,21 @@ def admit(
     target: Target, drafter: Drafter, state: DecodeState, prefilled: PyTree, new: Admission
 ) -> DecodeState:
     """Puts new sequences into rows; each takes the keys and values of its prompt from a prefill."""
-    fresh = new.source >= 0
 
-    def take(ours: Array, theirs: Array) -> Array:
-        return jnp.where(fresh if ours.ndim == 1 else fresh[:, None], theirs, ours)
+    def put(ours: Array, theirs: Array | int | bool) -> Array:
+        return ours.at[new.rows].set(theirs, mode="drop", unique_indices=True)
 
+    remembered = state.history[:, : new.history.shape[1]]
     return state.replace(
-        roots=take(state.roots, new.roots),
-        lengths=take(state.lengths, new.lengths),
-        limits=take(state.limits, new.limits),
-        live=state.live | fresh,
-        keys=take(state.keys, new.keys),
-        tail=take(state.tail, jnp.full_like(state.tail, -1)),
-        history=jax.lax.dynamic_update_slice(
-            state.history, take(state.history[:, : new.history.shape[1]], new.history), (0, 0)
-        ),
-        cache=target.insert(state.cache, prefilled, new.source),
-        drafter=drafter.reset(state.drafter, fresh),
+        roots=put(state.roots, new.roots),
+        lengths=put(state.lengths, new.lengths),
+        limits=put(state.limits, new.limits),
+        live=put(state.live, True),
+        keys=put(state.keys, new.keys),
+        tail=put(state.tail, -1),
+        history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
+        cache=target.insert(state.cache, prefilled, new.rows, new.source),
+        drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tlt_jax.spec_decode.chunk import RUNNING, Admission
-from tlt_jax.spec_decode.programs import Key, prefill_key
+from tlt_jax.spec_decode.programs import Key, admission_size, prefill_key
 from tlt_jax.spec_decode.records import (
     Decided,
     Decision,
@@ -228,10 +228,10 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
         flight = Flight(state.dispatched, "prefill", marker)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
         state = queued(state, flight)
-    admission = admit(group, state, source, joining)
-    device = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))(
-        state.device, source.values, admission
-    )
+    program = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))
+    device = state.device
+    for admission in admissions(group, state, source, joining):
+        device = program(device, source.values, admission)
     others = [held for held in state.held if held.rows != source.rows]
     started = {prompt: group.dealer.started(prompt) for held in (*others, source) for prompt in held.rows}
     held = tuple(one for one in (*others, source) if any(started[prompt] < group.job.samples for prompt in one.rows))
@@ -250,21 +250,23 @@ def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
     return replace(source, values=values), marker
 
 
-def admit(group: Group, state: GroupState, source: Prefilled, joining: Joining) -> Admission:
-    """The host arrays that put sequences into their rows."""
+def admissions(group: Group, state: GroupState, source: Prefilled, joining: Joining) -> Iterator[Admission]:
+    """The host arrays that put sequences into their rows, some at a time; what is left over goes to rows past the last."""
     job, remembered = group.job, group.registry.remembered(group.index, source.sizes[1])
-    history = np.zeros((state.batch, remembered), np.int32)
-    small = {name: np.zeros(state.batch, np.int32) for name in ("roots", "lengths", "limits")}
-    rows, keys = np.full(state.batch, -1, np.int32), np.zeros((state.batch, 2), np.uint32)
-    for row, uid in joining.rows:
-        index = uid // job.samples
-        prompt = job.prompts[index]
-        rows[row] = source.rows[index]
-        small["roots"][row], small["lengths"][row] = prompt[-1], len(prompt) - 1
-        small["limits"][row] = len(prompt) + job.max_new_tokens[index]
-        keys[row] = job.keys[uid]
-        history[row, : len(prompt)] = prompt[:remembered]
-    return Admission(source=rows, keys=keys, history=history, **small)
+    size = admission_size(state.batch)
+    for first in range(0, len(joining.rows), size):
+        small = {name: np.zeros(size, np.int32) for name in ("source", "roots", "lengths", "limits")}
+        keys, history = np.zeros((size, 2), np.uint32), np.zeros((size, remembered), np.int32)
+        rows = state.batch + np.arange(size, dtype=np.int32)
+        for at, (row, uid) in enumerate(joining.rows[first : first + size]):
+            index = uid // job.samples
+            prompt = job.prompts[index]
+            rows[at], small["source"][at] = row, source.rows[index]
+            small["roots"][at], small["lengths"][at] = prompt[-1], len(prompt) - 1
+            small["limits"][at] = len(prompt) + job.max_new_tokens[index]
+            keys[at] = job.keys[uid]
+            history[at, : len(prompt)] = prompt[:remembered]
+        yield Admission(rows=rows, keys=keys, history=history, **small)
 
 
 def most_behind(group: Group, strategy: Strategy) -> float:

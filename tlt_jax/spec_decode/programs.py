@@ -126,11 +126,11 @@ class Registry:
             tokens, lengths = self.array(key, key.batch, key.slots), self.array(key, key.batch)
             return jax.jit(partial(prefill, target)).lower(target.params, tokens, lengths)
         if key.kind == "admit":
-            prefilled = self.prefilled(key)
+            prefilled, size = self.prefilled(key), admission_size(key.batch)
             new = Admission(
-                *(self.array(key, key.batch) for _ in range(4)),
-                keys=self.array(key, key.batch, 2, dtype=jnp.uint32),
-                history=self.array(key, key.batch, self.remembered(key.group, key.sizes[1])),
+                *(self.array(key, size) for _ in range(5)),
+                keys=self.array(key, size, 2, dtype=jnp.uint32),
+                history=self.array(key, size, self.remembered(key.group, key.sizes[1])),
             )
             return self.update(partial(chunk.admit, target, drafter), state).lower(state, prefilled, new)
         if key.kind == "resize":
@@ -224,6 +224,14 @@ def time_draft(registry: Registry, key: Key, weights: Weights) -> float:
         jax.block_until_ready(program(known, weights, guide))
         spent.append((time.perf_counter() - begin) / key.sizes[0])
     return median(spent[1:])
+
+
+def admission_size(batch: int) -> int:
+    """Sequences that one admission brings to so many rows.
+
+    It writes, and holds twice, as many prompts: few beside the cache. Eight of them fill all rows.
+    """
+    return min(batch, max(16, -(-batch // 8)))
 
 
 def prefill_key(group: int, prompts: int, width: int) -> Key:

@@ -70,7 +70,7 @@ class Target(NamedTuple):
     keep(cache, scratch, path[B,M], lengths[B]) -> cache with the path's nodes at slots lengths[b].. (all M are written)
     features(cache) -> [B,S,F], what the drafter asked for, of every committed slot
     prefill(params, tokens[Q,P], lengths[Q]) -> what `insert` takes: slots 0..lengths of each prompt
-    insert(cache, prefilled, source[B]) -> cache whose row b is prompt source[b]; -1 leaves the row
+    insert(cache, prefilled, rows[R], source[R]) -> cache whose row rows[r] is prompt source[r]; rows from B on are dropped
     resize(cache, rows[B], slots) -> cache of the given rows and committed slots; row -1 may hold anything
     empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a cache that also has room for the scratch tail
     room(slots) -> slots of that cache
