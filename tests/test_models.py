@@ -131,7 +131,7 @@ def prefilled(weights, config, group, tokens, lengths, slots, captures=()):
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
     kept = jax.jit(lambda weights: transformer.prefill(weights, config, tokens, lengths, captures, block=4))(weights)
     cache = kv_cache.empty(config, 2, slots, len(captures) * config.hidden_size, weights.embed.dtype, group)
-    return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2))
+    return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2), jnp.arange(2))
 
 
 def grow(weights, config, cache, nodes, lengths, depths, seen, captures=()):
