@@ -10,9 +10,9 @@ every command: the measured answers were those to long problems,
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
 after two untimed ones (--warm-up); a turn in which anything was compiled, or in which a hypervisor gave more than 2 % of the
 processors to others, is taken again, with other noise. A cell is the median over the turns of this arm over plain decoding in
-the same turn, with the lower end of a 95 % interval of their mean. A turn decodes twice as many answers as are live, 8 at
-least: "all live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a row and one
-ended; "whole" goes on to the last token.
+the same turn, with the lower end of a 95 % interval of their mean. A turn decodes twice (--waves) as many answers as are
+live, 8 at least: "all live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a
+row and one ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
@@ -224,7 +224,8 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
         for name, program in programs.items():
             given = jax.block_until_ready(jax.tree.map(jnp.copy, state))
             start = time.perf_counter()
-            jax.block_until_ready(program(given, arm.weights[0], guide, np.array([1, rounds], np.int32)))
+            ours = () if name[0] == "off" else guide
+            jax.block_until_ready(program(given, arm.weights[0], ours, np.array([1, rounds], np.int32)))
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
@@ -408,6 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=2, help="turns that are not timed")
+    parser.add_argument("--waves", type=int, default=2, help="answers of a turn of `speed` for each that is live")
     parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,recorded,pool,tail")
     parser.add_argument("--tuners", default="goodput,threshold,beg_mab")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
@@ -447,7 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "speed" in parts:
         table("live", *COLUMNS)
         for live in map(int, args.live.split(",")):
-            for cells in race(config, arms, prompts, live, turns, max(2 * live, 8)):
+            for cells in race(config, arms, prompts, live, turns, max(args.waves * live, 8)):
                 row(live, *cells)
     if "recorded" in parts:
         recorded(config, args.drafter[0], texts, args.tuners.split(","), prompts)

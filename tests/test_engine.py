@@ -26,6 +26,7 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.ngram import Texts
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.targets import TAIL
@@ -315,9 +316,19 @@ def test_executables_are_kept_on_disk_also_when_something_was_compiled_before(tm
 
 
 def drafting(**speculation) -> Engine:
-    """An engine whose tuner learns; it decodes nothing."""
+    """An engine that may draft from n-grams, with a tuner that learns."""
     settings = Speculation(**{"drafter": "ngram", "strategies": ["2_2_4"]} | speculation)
     return Engine(replace(engine_of().config, speculation=settings), MODEL, meshes.make_mesh(1, 1))
+
+
+def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monkeypatch, x64):
+    gather, gathered = Texts.pool, []
+    monkeypatch.setattr(Texts, "pool", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
+    plain, drafted = (drafting(tuner="fixed", strategies=[text]) for text in ("off", "2_2_4"))
+    expected = answers(play(plain, PLAIN))
+    assert not gathered and plain.texts.size > 0, "what was decoded plainly is remembered too"
+    assert answers(play(drafted, PLAIN)) == expected
+    assert gathered and drafted.texts.size == plain.texts.size
 
 
 @pytest.mark.parametrize(

@@ -222,10 +222,9 @@ def test_scores_are_the_probabilities_that_proposals_hold():
 
 def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
     texts = Texts(room=12, capacity=1000, context=2)
-    for uid, prompt in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [8]), (3, [1, 2, 3])):
-        texts.add(uid, np.array(prompt))
-    texts.write(1, np.array([20, 21]))
+    texts.begin([np.array(prompt) for prompt in ([1, 2, 3], [1, 2, 3], [8], [1, 2, 3])], samples=1)
     texts.write(0, np.array([10]))
+    texts.write(1, np.array([20, 21]))
     texts.write(0, np.array([11, 12]))
     texts.write(2, np.array([30]))
     texts.write(3, np.array([40]))
@@ -239,30 +238,28 @@ def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
 
 
 def test_answers_of_earlier_rollouts_come_first_and_the_oldest_are_cut():
-    texts = Texts(room=8, capacity=1000, context=1)
-    texts.add(0, np.array([5, 6]))
+    texts, prompts = Texts(room=8, capacity=1000, context=1), [np.array([5, 6])]
+    texts.begin(prompts, samples=1)
     texts.write(0, np.arange(10, 16))
-    texts.begin()
-    texts.add(0, np.array([5, 6]))
+    texts.begin(prompts, samples=2)
+    assert texts.pool([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15]
+    texts.write(0, np.array([9]))
     assert texts.pool([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15], "its own of this rollout is left out"
-    texts.add(1, np.array([5, 6]))
     texts.write(1, np.array([20]))
     assert texts.pool([0])[0].tolist() == [11, 12, 13, 14, 15, SEPARATOR, 6, 20]
     texts.write(1, np.arange(30, 50))
-    texts.begin()
+    texts.begin(prompts, samples=1)
     assert texts.size == 8, "what no pool can show any more is forgotten"
 
 
 def test_the_memory_is_bounded_and_forgets_the_prompts_unused_for_longest():
     texts = Texts(room=8, capacity=20, context=0)
     for step in range(3):
-        texts.begin()
-        for uid, prompt in enumerate(([1], [2 + step])):
-            texts.add(uid, np.array(prompt))
+        texts.begin([np.array([1]), np.array([2 + step])], samples=1)
+        for uid in range(2):
             texts.write(uid, np.full(6, 10 * step + uid))
             assert texts.size <= 20
-    texts.begin()
-    texts.add(0, np.array([1])), texts.add(1, np.array([2]))
+    texts.begin([np.array([1]), np.array([2])], samples=1)
     assert (texts.pool([0, 1]) != SEPARATOR).any(axis=1).tolist() == [True, False]
     texts.write(0, np.zeros(100))
     texts.write(0, np.zeros(3))

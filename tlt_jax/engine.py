@@ -31,7 +31,7 @@ from tlt_jax.spec_decode.programs import Compiled, Key, Registry, time_draft, us
 from tlt_jax.spec_decode.records import Event, Group, Job, Tokens
 from tlt_jax.spec_decode.rollout import Completion, Interrupted, RolloutResult, rollout
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN, PyTree, Strategy
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 __all__ = [
     "DRAFTER_STREAM", "EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult",
@@ -165,13 +165,13 @@ class Engine:
         )
         dealer = Dealer(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
         pilot = Pilot(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
-        guide = partial(self.guide, job)
+        if self.texts:
+            self.texts.begin(tokens, samples)
+        guide = self.texts.pool if self.texts else lambda rows: ()
         groups = [
             Group(index, self.registry, weights[index], job, dealer, pilot.decide, guide)
             for index in range(len(self.groups))
         ]
-        if self.texts:
-            self.texts.begin()
         before = len(self.registry.compiles)
         try:
             result = rollout(groups, on_finish, interrupted, pilot.observe, self.listen)
@@ -205,15 +205,6 @@ class Engine:
             key = Key("draft", 0, batch, slots, (TIMED_ROUNDS,), strategy=strategy, rules=rules)
             self.draft_seconds[batch, slots, strategy] = time_draft(self.registry, key, weights[0])
         return self.draft_seconds
-
-    def guide(self, job: Job, rows: Sequence[int | None]) -> PyTree:
-        """What n-grams are drawn from, for the sequences of a chunk's rows."""
-        if not self.texts:
-            return ()
-        for uid in rows:
-            if uid is not None and uid not in self.texts.shelf_of:
-                self.texts.add(uid, job.prompts[uid // job.samples])
-        return self.texts.pool(rows)
 
     def listen(self, event: Event) -> None:
         """Remembers the answers that n-grams are drawn from."""

@@ -290,7 +290,8 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
     uids = tuple(running.uid if running else None for running in state.rows)
     program, bounds = group.registry.get(key), np.array([decision.floor, decision.rounds], np.int32)
-    device, report = program(state.device, group.weights, group.guide(uids), bounds)
+    guide = () if decision.strategy == PLAIN else group.guide(uids)
+    device, report = program(state.device, group.weights, guide, bounds)
     most = min(decision.rounds, group.job.rounds) * decision.strategy.path
     flight = Flight(state.dispatched, "decode", report.counts, uids, report, most, key)
     expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)

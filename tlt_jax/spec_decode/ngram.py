@@ -184,28 +184,27 @@ class Texts:
     def __init__(self, room: int, capacity: int, context: int = Settings.max_match):
         self.room, self.capacity, self.context, self.size = room, capacity, context, 0
         self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
-        self.shelf_of: dict[int, bytes] = {}
+        self.begin((), 1)
 
-    def begin(self) -> None:
-        """A rollout begins, with uids of its own; the answers so far are of an earlier one."""
-        self.shelf_of, self.size = {}, 0
+    def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
+        """A rollout of so many samples of each prompt begins; the answers so far are of an earlier one."""
+        self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
+        self.keys = [blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest() for prompt in prompts]
         for key, shelf in self.shelves.items():
             self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.room)]
             self.size += sum(len(text.tokens) for text in self.shelves[key])
 
-    def add(self, uid: int, prompt: np.ndarray) -> None:
-        """An answer to this prompt begins."""
-        prompt = np.asarray(prompt, np.int32)
-        key = blake2b(prompt.tobytes(), digest_size=16).digest()
-        self.shelf_of[uid] = key
-        start = prompt[max(len(prompt) - self.context, 0) :]
-        self.shelves.setdefault(key, []).append(Text(uid, [start]))
-        self.shelves.move_to_end(key)
-        self.reserve(len(start))
-
     def write(self, uid: int, tokens: np.ndarray) -> None:
         """More tokens of an answer; those of one that was dropped are dropped too."""
-        for text in self.shelves.get(self.shelf_of[uid], ()):
+        key = self.keys[uid // self.samples]
+        if uid not in self.begun:
+            prompt = np.asarray(self.prompts[uid // self.samples], np.int32)
+            start = prompt[max(len(prompt) - self.context, 0) :]
+            self.begun.add(uid)
+            self.shelves.setdefault(key, []).append(Text(uid, [start]))
+            self.shelves.move_to_end(key)
+            self.reserve(len(start))
+        for text in self.shelves.get(key, ()):
             if text.uid == uid:
                 text.parts.append(np.asarray(tokens, np.int32))
                 self.reserve(len(tokens))
@@ -221,7 +220,7 @@ class Texts:
         """int32 [B, room]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
         pools = np.full((len(uids), self.room), SEPARATOR, np.int32)
         for row, uid in enumerate(uids):
-            shelf = () if uid is None else self.shelves.get(self.shelf_of[uid], ())
+            shelf = () if uid is None else self.shelves.get(self.keys[uid // self.samples], ())
             end = self.room
             for part in reversed(newest([text for text in shelf if text.uid != uid], self.room)):
                 pools[row, end - len(part) : end] = part

@@ -150,7 +150,8 @@ class Registry:
                 donate_argnums=0,
                 out_shardings=(shardings(state), self.replicated(key)),
             )
-            return program.lower(state, weights, drafter.guide(key.batch), self.array(key, 2))
+            guide = () if key.strategy == PLAIN else drafter.guide(key.batch)
+            return program.lower(state, weights, guide, self.array(key, 2))
         if key.kind == "draft":
             decoder, known = Decoder(target, drafter, key.rules, key.strategy), self.known(key)
             program = jax.jit(partial(chunk.draft_alone, decoder, key.sizes[0]), out_shardings=shardings(known))

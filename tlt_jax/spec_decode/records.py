@@ -77,7 +77,7 @@ class Decision:
 
 
 Decider = Callable[[View], Decision]
-Guide = Callable[[tuple[int | None, ...]], PyTree]  # the uids of a chunk's rows -> what the drafter is given along with it
+Guide = Callable[[tuple[int | None, ...]], PyTree]  # uids of the rows of a chunk that drafts -> what the drafter is given
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Drafter(NamedTuple):
     reset(state, fresh[B]) -> state whose fresh rows know nothing
     resize(state, rows[B], slots) -> state of the given rows, for a cache of so many slots
     empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a state
-    guide(batch) -> ShapeDtypeStructs of what the host gives along with every chunk
+    guide(batch) -> ShapeDtypeStructs of what the host gives along with a chunk that drafts
     params: ShapeDtypeStructs, with shardings, of its own weights
     remembers: whether it reads `Context.history`
     """
