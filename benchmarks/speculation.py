@@ -9,10 +9,10 @@ every command: the measured answers were those to long problems,
 
 All answers are to the configuration's evaluation prompts, as long as the policy makes them. Arms take turns in one process,
 after two untimed ones (--warm-up); a turn in which anything was compiled, or in which a hypervisor gave more than 2 % of the
-processors to others, is taken again, with other noise. A cell is the median over the turns of this arm over plain decoding in
-the same turn, with the lower end of a 95 % interval of their mean. A turn decodes twice (--waves) as many answers as are
-live, 8 at least: "all live" is its first part, prefills, admissions and the host's gaps included, until no answer waits for a
-row and one ended; "whole" goes on to the last token.
+processors to others, is given up and taken again, with other noise. A cell is the median over the turns of this arm over
+plain decoding in the same turn, with the lower end of a 95 % interval of their mean. A turn decodes twice (--waves) as many
+answers as are live, 8 at least: "all live" is its first part, prefills, admissions and the host's gaps included, until no
+answer waits for a row and one ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
@@ -57,7 +57,7 @@ import numpy as np
 from tlt_jax import config as configuration, data, drafters, mesh as meshes
 from tlt_jax.config import Config, Speculation
 from tlt_jax.data import Prompt
-from tlt_jax.engine import GENERATE_STREAM, Engine, RolloutResult
+from tlt_jax.engine import GENERATE_STREAM, Engine, Interrupted, RolloutResult
 from tlt_jax.models import hf, transformer
 from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.chunk import Rules
@@ -97,12 +97,14 @@ class Arm:
         self.engine = Engine(self.config, model, mesh, data.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
         self.remember, self.engine.listen, self.news = self.engine.listen, self.listen, []
+        self.is_hopeless, self.most = False, math.inf
 
     def listen(self, event: Event) -> None:
         """Notes when tokens came, and whether they ended their answer."""
         self.remember(event)
         if isinstance(event, Retired):
             self.news.append([time.perf_counter(), event.tokens, 0])
+            self.is_hopeless |= stolen() > self.most
         if isinstance(event, Tokens):
             self.news[-1][2] += event.finish != RUNNING
 
@@ -115,12 +117,13 @@ class Arm:
                 return tokens / (now - begin)
         return math.nan
 
-    def decode(self, prompts: Sequence[Prompt], temperature: float = 1.0, step: int = 0) -> RolloutResult:
-        """One answer to each prompt."""
-        limit, self.news = self.config.rollout.max_new_tokens, []
-        return self.engine.rollout(
-            self.weights, prompts, 1, Sampling(temperature), limit, stream=GENERATE_STREAM, step=step
-        )
+    def decode(
+        self, prompts: Sequence[Prompt], temperature: float = 1.0, step: int = 0, most: float = math.inf
+    ) -> RolloutResult:
+        """One answer to each prompt; raises Interrupted when more than `most` processor seconds are `stolen`."""
+        limit, self.news, self.is_hopeless, self.most = self.config.rollout.max_new_tokens, [], False, most
+        where = {"stream": GENERATE_STREAM, "step": step, "interrupted": lambda: self.is_hopeless}
+        return self.engine.rollout(self.weights, prompts, 1, Sampling(temperature), limit, **where)
 
 
 class Peer:
@@ -132,7 +135,7 @@ class Peer:
         command = [python, "-W", "ignore", script, config.model.path, str(self.limit)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def decode(self, prompts: Sequence[Prompt], temperature: float, step: int) -> SimpleNamespace:
+    def decode(self, prompts: Sequence[Prompt], temperature: float, step: int, most: float) -> SimpleNamespace:
         """One answer to each prompt, what of a RolloutResult the race reads."""
         stats = {"seconds": 0.0, "tokens": 0, "compiles": 0, "speculated_tokens": 0}
         for first in range(0, len(prompts), self.live):
@@ -348,15 +351,21 @@ def race(
     full: dict[str, list[float]] = {name: [] for name in arms}
     whole: dict[str, list[float]] = {name: [] for name in arms}
     results: dict[str, list[RolloutResult]] = {name: [] for name in arms}
-    turn, order = -turns[0], list(engines.items())
+    turn, order, usual, cores = -turns[0], list(engines.items()), math.inf, os.cpu_count() or 1
     for step in itertools.count():
         chosen = [prompts[(max(turn, 0) * each + i) % len(prompts)] for i in range(each)]
-        done, clock, theirs = {}, time.perf_counter(), stolen()
-        for name, arm in order if step % 2 else order[::-1]:
-            begin = time.perf_counter()
-            result = arm.decode(chosen, 1.0, step)
-            done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
-        theirs = (stolen() - theirs) / (time.perf_counter() - clock) / (os.cpu_count() or 1)
+        done, clock, before = {}, time.perf_counter(), stolen()
+        most = before + STOLEN * cores * usual if turn >= 0 else math.inf
+        try:
+            for name, arm in order if step % 2 else order[::-1]:
+                begin = time.perf_counter()
+                result = arm.decode(chosen, 1.0, step, most)
+                done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
+        except Interrupted:
+            print(f"turn {turn} was given up", file=sys.stderr, flush=True)
+            continue
+        seconds = time.perf_counter() - clock
+        usual, theirs = min(usual, seconds), (stolen() - before) / seconds / cores
         compiled = sum(result.stats["compiles"] for result, _ in done.values())
         is_sound = not compiled and theirs <= STOLEN
         taken = ", ".join(f"{name} {result.stats['seconds']:.2f} s ({speed:.1f})" for name, (result, speed) in done.items())
