@@ -21,7 +21,7 @@ from tlt_jax import mesh as meshes
 from tlt_jax.config import Config, Data, Model as ModelSection, Rollout, Speculation
 from tlt_jax.data import Prompt
 from tlt_jax.engine import EVAL_STREAM, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
-from tlt_jax.models import transformer
+from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.settings import ConfigError
 from tlt_jax.spec_decode import noise
@@ -29,6 +29,7 @@ from tlt_jax.spec_decode.chunk import Rules
 from tlt_jax.spec_decode.ngram import Texts
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.tree import Strategy
 from tlt_jax.targets import TAIL
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
@@ -295,6 +296,17 @@ def test_the_cache_is_updated_in_place():
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.registry.state(key).cache))
     assert compiled.aliased >= cache
     assert compiled.temporary < cache / 4, f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
+
+
+def test_the_drafting_that_is_timed_copies_no_features():
+    model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
+    config = Config(rollout=Rollout(compile_cache=CACHE.name), speculation=Speculation("a drafter given here"))
+    engine = Engine(config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3"))
+    key = Key("draft", 0, 16, 512, (8,), strategy=Strategy(3, 1, 4), rules=Rules(PLAIN))
+    engine.registry.get(key)
+    compiled, known = engine.registry.compiles[-1], engine.registry.known(key)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter)))
+    assert compiled.aliased >= size
 
 
 def test_steps_compile_once_and_streams_differ():

@@ -154,7 +154,8 @@ class Registry:
             return program.lower(state, weights, guide, self.array(key, 2))
         if key.kind == "draft":
             decoder, known = Decoder(target, drafter, key.rules, key.strategy), self.known(key)
-            program = jax.jit(partial(chunk.draft_alone, decoder, key.sizes[0]), out_shardings=shardings(known))
+            program = partial(chunk.draft_alone, decoder, key.sizes[0])
+            program = jax.jit(program, donate_argnums=0, out_shardings=shardings(known))
             return program.lower(known, weights, drafter.guide(key.batch))
         raise ValueError(f"no program of kind {key.kind!r}")
 
@@ -219,10 +220,12 @@ def time_draft(registry: Registry, key: Key, weights: Weights) -> float:
     """Seconds of a round of the "draft" program of this key, on sequences that are half full of zeros."""
     spec = registry.known(key), registry.drafters[key.group].guide(key.batch)
     known, guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
-    known, program, spent = known.replace(lengths=known.lengths + key.slots // 2), registry.get(key), []
+    program, spent = registry.get(key), []
     for _ in range(4):
+        half = jnp.full(key.batch, key.slots // 2, jnp.int32, device=known.lengths.sharding)
+        known = jax.block_until_ready(known.replace(lengths=half))
         begin = time.perf_counter()
-        jax.block_until_ready(program(known, weights, guide))
+        known = jax.block_until_ready(program(known, weights, guide))
         spent.append((time.perf_counter() - begin) / key.sizes[0])
     return median(spent[1:])
 
