@@ -16,7 +16,8 @@ answer waits for a row and one ended; "whole" goes on to the last token.
 
 policy    how long the answers are, and the entropy of the policy's distribution at temperature 1, in nats a token.
 costs     seconds of a round over those of a plain round, all rows live (also the accept length that breaks even); of the
-          target's forward and commit alone, over as many nodes; what is left, as a share of the round and by level.
+          target's forward and commit alone, over as many nodes; what is left, as a share of the round; of drafting alone, the
+          drafter's extension too, by level.
 coupling  accept length and accepted nodes by depth for every strength of the coupling with the policy's noise, over four
           rollouts (the interval is that of the mean ratio to no coupling in the same rollout); what the scores promise
           over what was accepted, and the expected calibration error (mean of |promised - accepted| over nodes).
@@ -60,7 +61,7 @@ from tlt_jax.data import Prompt
 from tlt_jax.engine import GENERATE_STREAM, Engine, Interrupted, RolloutResult
 from tlt_jax.models import hf, transformer
 from tlt_jax.spec_decode import strategies
-from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.chunk import Known, Rules
 from tlt_jax.spec_decode.endings import RUNNING
 from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.records import Event, Retired, Tokens
@@ -221,20 +222,25 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
         key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=Rules(Sampling(1.0)))
         programs[text, "round"] = arm.engine.registry.get(key)
         programs[text, "forward"] = forwards(target, strategy, rounds)
+        if text != "off":
+            programs[text, "draft"] = arm.engine.registry.get(replace(key, kind="draft"))
     spent: dict[tuple[str, str], list[float]] = {name: [] for name in programs}
     begin = time.perf_counter()
     while len(spent["off", "round"]) < 5 or time.perf_counter() - begin < seconds:
         for name, program in programs.items():
-            given = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            given = jax.tree.map(jnp.copy, state)
+            last = [np.array([1, rounds], np.int32)]
+            if name[1] == "draft":
+                given, last = Known(given.keys, given.lengths, given.history, target.features(given.cache), given.drafter), []
+            jax.block_until_ready(given)
             start = time.perf_counter()
-            ours = () if name[0] == "off" else guide
-            jax.block_until_ready(program(given, arm.weights[0], ours, np.array([1, rounds], np.int32)))
+            jax.block_until_ready(program(given, arm.weights[0], () if name[0] == "off" else guide, *last))
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
     for text in texts:
         whole, forward = ratio[text, "round"], ratio[text, "forward"]
-        level = (whole - forward) / strategies.parse(text).depth
+        level = ratio[text, "draft"] / strategies.parse(text).depth
         row(live, label(drafter), text, whole, forward, f"{(whole - forward) / whole:.0%}", level)
 
 
@@ -433,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "costs" in parts:
         for live in map(int, args.live.split(",")):
             for drafter in args.drafter:
-                costs(config, drafter, texts, live, 8.0)
+                costs(config, drafter, texts, live, 60.0)
     if "coupling" in parts:
         for drafter in args.drafter:
             if drafter != drafters.NGRAM:
