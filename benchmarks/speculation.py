@@ -457,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if drafter == args.drafter[0]:
             alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
             arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in alone}
-            for text in alone[-1:]:
+            for text in alone[-1:] if drafter != drafters.NGRAM else ():
                 arms[f"{name} {text}, uncoupled"] = Speculation(drafter, "fixed", [text], coupling=0.0)
     if args.peer:
         arms["tunix"] = args.peer
