@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--drafter", action="append", required=True, help="directory or ngram; may be given again")
     parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
-    parser.add_argument("--alone", help="strategies that race without a tuner too; all of them unless given")
+    parser.add_argument("--alone", help="strategies that race without a tuner too; all of them unless given, '' for none")
     parser.add_argument("--trees", default="6_4_16,8_2_16,11_2_16,15_1_16", help="of the part `coupling`")
     parser.add_argument("--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75")
     parser.add_argument("--live", default="1,2,4,8,16,32")
@@ -426,13 +426,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=2, help="turns that are not timed")
     parser.add_argument("--waves", type=int, default=2, help="answers of a turn of `speed` for each that is live")
     parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,recorded,pool,tail")
-    parser.add_argument("--tuners", default="goodput,threshold,beg_mab")
+    parser.add_argument("--tuners", default="goodput,threshold,beg_mab", help="'' for none")
     parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
     args, overrides = parser.parse_known_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts), *overrides])
     prompts = data.load(config, data.tokenizer(config)).eval_prompts()
     texts, parts, turns = args.strategies.split(","), args.parts.split(","), (args.warm_up, args.turns)
+    tuners = [one for one in args.tuners.split(",") if one]
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     if "policy" in parts:
         describe_policy(config, prompts)
@@ -452,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row(*cells)
     for drafter in args.drafter:
         name = label(drafter)
-        for one in args.tuners.split(",")[: None if drafter == args.drafter[0] else 1]:
+        for one in tuners[: None if drafter == args.drafter[0] else 1]:
             arms[f"{name} {one}"] = Speculation(drafter, one, texts)
         if drafter == args.drafter[0]:
             alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
@@ -467,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for cells in race(config, arms, prompts, live, turns, max(args.waves * live, 8)):
                 row(live, *cells)
     if "recorded" in parts:
-        recorded(config, args.drafter[0], texts, args.tuners.split(","), prompts)
+        recorded(config, args.drafter[0], texts, tuners, prompts)
     if "pool" in parts:
         pool(config, args.drafter[0])
     if "tail" in parts:
