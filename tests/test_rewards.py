@@ -218,8 +218,7 @@ def test_the_final_number_of_a_text(text, number):
 def test_gold_answers_score_one_and_perturbed_ones_zero():
     folder = os.environ.get("GSM8K_DIR")
     if not folder:
-        print("not run: GSM8K_DIR is not set")
-        return
+        pytest.skip("GSM8K_DIR is not set")
     lines = [line for name in ("train", "test") for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")]
     assert len(lines) == 8792
     for i, line in enumerate(lines):
