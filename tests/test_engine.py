@@ -113,7 +113,7 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
     return found, logprobs
 
 
-PLAIN, COLD, NUCLEUS, GREEDY = Sampling(1.0), Sampling(0.6, 8, 1.0), Sampling(1.2, 0, 0.8), Sampling(0.0)
+PLAIN, COLD, NUCLEUS, GREEDY = Sampling(1.0), Sampling(0.6, 8, 1.0), Sampling(1.0, 0, 0.8), Sampling(0.0)
 FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")
 CASES = [  # every pair of values of these factors occurs; cache buckets and look-ahead come along
     (1, 1, 0, "one", 16, PLAIN, [], 2), (1, 2, 1, "one", 3, COLD, [32], 2), (1, 1, 5, "two", 1, NUCLEUS, [20, 32], 1),

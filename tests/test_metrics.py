@@ -23,7 +23,7 @@ SPANS = [
     SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
     SimpleNamespace(group=0, kind="decode", start=11.0, end=14.0),
     SimpleNamespace(group=1, kind="decode", start=10.0, end=12.0),
-    SimpleNamespace(group=1, kind="decode", start=11.0, end=12.0),
+    SimpleNamespace(group=1, kind="speculate", start=11.0, end=12.0),
     SimpleNamespace(group=1, kind="wait", start=12.0, end=14.0),
 ]
 
@@ -172,7 +172,8 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
 
     assert middle and pixels.dtype == np.uint8
     assert color(0.1, 0) == timeline.COLORS["prefill"] and color(0.6, 0) == timeline.COLORS["decode"]
-    assert color(0.1, 1) == timeline.COLORS["decode"] and color(0.8, 1) == timeline.COLORS["wait"]
+    assert color(0.1, 1) == timeline.COLORS["decode"] and color(0.4, 1) == timeline.COLORS["speculate"]
+    assert len(set(timeline.COLORS.values())) == len(timeline.COLORS) and color(0.8, 1) == timeline.COLORS["wait"]
     assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
     assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
 

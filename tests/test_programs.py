@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -99,3 +100,14 @@ def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
         pass
     with pytest.raises(IndexError):
         registry.get(key)
+
+
+def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(monkeypatch):
+    expected = answers(toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
+    registry = toys.registry(1, V, toys.table_drafter())
+    for first in (PLAIN, Strategy(1, 2, 3)):
+        assert answers(play(registry, first)) == expected
+        assert len(registry.executables) <= 2 and registry.ran <= registry.executables.keys()
+    times = Counter(one.key for one in registry.compiles)
+    assert len(times) > 2 and max(times.values()) > 1

@@ -78,7 +78,7 @@ def reference(
 @pytest.mark.parametrize("setting, drafter", [
     (Sampling(1.0), "none"), (Sampling(1.0), "exact"), (Sampling(1.0), "wrong"), (Sampling(0.0), "none"),
     (Sampling(0.0), "exact"), (Sampling(0.6, 5, 1.0), "noisy"), (Sampling(1.3, 0, 0.8), "wrong"),
-    (Sampling(1.0, 4, 0.9), "some ids"), (Sampling(1.0), "broken"), (Sampling(0.0), "noisy"),
+    (Sampling(1.0, 4, 0.9), "some ids"), (Sampling(1.0), "broken"), (Sampling(0.0), "noisy"), (Sampling(0.6), "some ids"),
 ])  # fmt: skip
 def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     rules = Rules(setting, RULES.eos_ids, RULES.stop_ids)
@@ -94,6 +94,7 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     alone = 0 if drafter == "none" else SAMPLES  # the first round of a prompt of one token has nothing to draft from
     assert result.stats["declined"] == (row_rounds if drafter == "broken" else alone)
     assert accepted(result) == result.stats["tokens"] - row_rounds
+    assert ("speculate" in {span.kind for span in result.spans}) == (drafter != "none")
 
 
 def accepted(result) -> int:

@@ -95,6 +95,7 @@ def speculating(
 
 
 FACTORS = ("drafter", "strategies", "data", "model", "slots", "chunk", "setting")
+MILD = Sampling(0.6)
 ONE, WIDE, MANY = ["2_1_3"], ["3_3_9"], ["1_2_2", "3_2_7"]
 CASES = [  # every pair of values of these factors occurs
     ("eagle", MANY, 2, 1, 0, 1, tiny.COLD), ("eagle", ONE, 1, 1, 0, 3, tiny.PLAIN), ("eagle", ONE, 1, 1, 0, 16, tiny.GREEDY),
@@ -105,6 +106,8 @@ CASES = [  # every pair of values of these factors occurs
     ("some ids", ONE, 1, 2, 5, 16, tiny.COLD), ("some ids", WIDE, 2, 1, 5, 3, tiny.NUCLEUS),
     ("ngram", MANY, 1, 1, 0, 16, tiny.NUCLEUS), ("ngram", ONE, 1, 2, 5, 3, tiny.COLD),
     ("ngram", ONE, 2, 1, 0, 3, tiny.PLAIN), ("ngram", WIDE, 1, 2, 0, 1, tiny.GREEDY),
+    ("eagle", WIDE, 2, 1, 0, 3, MILD), ("eagle3", MANY, 1, 1, 5, 1, MILD), ("some ids", ONE, 1, 2, 0, 16, MILD),
+    ("ngram", MANY, 1, 1, 5, 3, MILD),
 ]  # fmt: skip
 
 

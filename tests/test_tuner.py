@@ -311,6 +311,23 @@ def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster,
         assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == expected
 
 
+def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
+    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.init()
+    for _ in range(20):
+        state = made.observe(state, measured(arm, accepted=0.9, per_round=0.03))
+    renewed = made.renew(state)
+    assert renewed["cells"] == state["cells"] and renewed["incumbents"] == state["incumbents"]
+
+    def known(state):
+        accepted, error = acceptance.estimate(state["evidence"], state["clock"], 4, (PLAIN, arm))
+        return accepted[1], error[1]
+
+    assert known(renewed)[1] > known(state)[1]
+    after, without = (known(made.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0] for one in (renewed, state))
+    assert 0.3 < after < without < known(state)[0]
+
+
 def test_trials_are_few_and_never_two_at_a_time():
     world = worlds.World(worlds.cpu, 0.5)
     state, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5, renew=False)
