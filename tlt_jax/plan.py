@@ -253,6 +253,8 @@ def main() -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here"
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
+    if topology:  # the persistent cache cannot load programs for devices that are not here
+        config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
     with command.prepared(config):
         model = sizes(config)
         checks.validate_model(config, model)
