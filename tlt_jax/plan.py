@@ -251,7 +251,7 @@ def main() -> int:
     if "--topology" in arguments:
         topology = command.take(arguments, "--topology")
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here"
+    about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here; uses no cache"
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
     if topology:  # the persistent cache cannot load programs for devices that are not here
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
