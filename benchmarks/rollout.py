@@ -43,15 +43,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax import config as configuration, mesh as meshes
-from tlt_jax.config import Config
-from tlt_jax.data import Prompt
-from tlt_jax.engine import GENERATE_STREAM, Engine
+from tlt_jax.config import load as configuration
+from tlt_jax.config.load import Config
+from tlt_jax.data.dataset import Prompt
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode.chunk import Rules, Weights
-from tlt_jax.spec_decode.group import block_size, bucket_width
-from tlt_jax.spec_decode.programs import Key, prefill_key
+from tlt_jax.rollout.engine import GENERATE_STREAM, Engine
+from tlt_jax.rollout.executables import Key, prefill_key
+from tlt_jax.rollout.group import block_size, bucket_width
+from tlt_jax.spec_decode.decode import Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -85,7 +86,7 @@ def qwen2(width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> dict[
 
 def shapes() -> list[Shape]:
     """The three models: the quickstart's, a middle one, and Qwen2.5-0.5B's sizes with few tokens."""
-    from tlt_jax.data import tokenizer
+    from tlt_jax.data.dataset import tokenizer
 
     quickstart = configuration.read(QUICKSTART)
     return [

@@ -55,19 +55,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax import config as configuration, data, drafters, mesh as meshes
-from tlt_jax.config import Config, Speculation
-from tlt_jax.data import Prompt
-from tlt_jax.engine import GENERATE_STREAM, Engine, Interrupted, RolloutResult
+from tlt_jax.config import load as configuration
+from tlt_jax.config.load import Config, Speculation
+from tlt_jax.data import dataset as datasets
+from tlt_jax.data.dataset import Prompt
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, transformer
-from tlt_jax.spec_decode import strategies
-from tlt_jax.spec_decode.chunk import Known, Rules
-from tlt_jax.spec_decode.endings import RUNNING
-from tlt_jax.spec_decode.programs import Key
-from tlt_jax.spec_decode.records import Event, Retired, Tokens
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import GENERATE_STREAM, Engine, Interrupted, RolloutResult
+from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.state import Event, Retired, Tokens
+from tlt_jax.spec_decode.decode import Known, Rules
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.spec_decode.tuner import Measurement
+from tlt_jax.tuner import arms as strategies
+from tlt_jax.tuner.goodput import Measurement
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
 SWEEP = [
@@ -93,9 +96,9 @@ class Arm:
         rollout = replace(config.rollout, slots=live, batch_buckets=list(buckets or [live]))
         self.config = replace(config, speculation=settings, rollout=rollout)
         model, mesh = hf.read_config(config.model.path), meshes.make_mesh(1, 1)
-        drafter, params = drafters.load(self.config, model, mesh)
-        tokenizer = data.tokenizer(config)
-        self.engine = Engine(self.config, model, mesh, data.stop_ids(config, tokenizer), drafter)
+        drafter, params = bindings.load(self.config, model, mesh)
+        tokenizer = datasets.tokenizer(config)
+        self.engine = Engine(self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
         self.remember, self.engine.listen, self.news = self.engine.listen, self.listen, []
         self.is_hopeless, self.most = False, math.inf
@@ -165,7 +168,7 @@ def row(*cells: object) -> None:
 
 def label(drafter: str) -> str:
     """A short name: the run of a drafter's directory, or ngram."""
-    return Path(drafter).parent.parent.name if drafter != drafters.NGRAM else drafter
+    return Path(drafter).parent.parent.name if drafter != bindings.NGRAM else drafter
 
 
 def by_depth(results: Sequence[RolloutResult]) -> str:
@@ -307,7 +310,7 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
     table("tuner", "over plain", "of the best strategy for every batch")
     for name in (*tuners, *texts):
         settings = Speculation(drafter, name, list(texts)) if name in tuners else Speculation(drafter, "fixed", [name])
-        tuner = drafters.make_tuner(settings, arms if name in tuners else strategies.pool([name]), jax.devices()[0].platform)
+        tuner = bindings.make_tuner(settings, arms if name in tuners else strategies.pool([name]), jax.devices()[0].platform)
         state, random, plain, spent, least = tuner.init(), np.random.default_rng(0), 0.0, 0.0, 0.0
         for number, place in (pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)):
             state = tuner.renew(state) if number == 0 else state
@@ -431,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts), *overrides])
-    prompts = data.load(config, data.tokenizer(config)).eval_prompts()
+    prompts = datasets.load(config, datasets.tokenizer(config)).eval_prompts()
     texts, parts, turns = args.strategies.split(","), args.parts.split(","), (args.warm_up, args.turns)
     tuners = [one for one in args.tuners.split(",") if one]
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
@@ -443,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 costs(config, drafter, texts, live, 60.0)
     if "coupling" in parts:
         for drafter in args.drafter:
-            if drafter != drafters.NGRAM:
+            if drafter != bindings.NGRAM:
                 coupling(config, drafter, args.trees.split(","), prompts, [float(one) for one in args.sharpness.split(",")])
     arms = {"plain": Speculation()}
     if "sweep" in parts:
@@ -458,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if drafter == args.drafter[0]:
             alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
             arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in alone}
-            for text in alone[-1:] if drafter != drafters.NGRAM else ():
+            for text in alone[-1:] if drafter != bindings.NGRAM else ():
                 arms[f"{name} {text}, uncoupled"] = Speculation(drafter, "fixed", [text], coupling=0.0)
     if args.peer:
         arms["tunix"] = args.peer

@@ -18,8 +18,8 @@ import numpy as np
 
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.rollout import Completion
 from tlt_jax.spec_decode.sampling import Sampling
 
 ROWS = 32  # sequences of one reference forward

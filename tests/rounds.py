@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax import drafters, mesh as meshes, targets
-from tlt_jax.config import Speculation
+from tlt_jax.config.load import Speculation
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode import chunk
-from tlt_jax.spec_decode.chunk import Admission, Decoder, DecodeState, Report, Rules, Weights
+from tlt_jax.rollout import bindings, targets
+from tlt_jax.spec_decode import decode as chunk
+from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Rules, Weights
 from tlt_jax.spec_decode.tree import Strategy
 
 
@@ -76,7 +77,7 @@ def tiny(model: ModelConfig, kind: str, dtype: str, rules: Rules, strategy: Stra
     mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
     target = targets.make(model, group, dtype, own.captures, strategy.path)
-    drafter = drafters.make(Speculation(drafter="a directory"), own, target, group, dtype)
+    drafter = bindings.make(Speculation(drafter="a directory"), own, target, group, dtype)
     params = transformer.init(model, mesh, jax.random.key(0), dtype), eagle.init(own, mesh, jax.random.key(7), dtype)
     reshard = (transformer.to_rollout, model), (eagle.to_rollout, own)
     parts = [

@@ -12,8 +12,8 @@ import rounds
 
 from tlt_jax.models import eagle
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode import drafting, noise
-from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode import noise, tree_drafter
+from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import Strategy
 
@@ -25,9 +25,9 @@ TREE = Strategy(depth=3, topk=3, nodes=9)
 SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of both
 
 
-@pytest.mark.parametrize("kind, blocks", [("eagle", drafting.BLOCKS), ("eagle3", drafting.BLOCKS), ("eagle3", SMALL)])
+@pytest.mark.parametrize("kind, blocks", [("eagle", tree_drafter.BLOCKS), ("eagle3", tree_drafter.BLOCKS), ("eagle3", SMALL)])
 def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):
-    monkeypatch.setattr(drafting, "BLOCKS", blocks)
+    monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, kind, "float64", Rules(Sampling(1.0)), TREE)
     target, drafter, batch = decoder.target, decoder.drafter, len(PROMPTS) * SAMPLES
     keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(batch)))
@@ -68,9 +68,9 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
     assert state.cache.features.shape[-1] > 0
 
 
-@pytest.mark.parametrize("blocks", [drafting.BLOCKS, SMALL])
+@pytest.mark.parametrize("blocks", [tree_drafter.BLOCKS, SMALL])
 def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, blocks):
-    monkeypatch.setattr(drafting, "BLOCKS", blocks)
+    monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, "eagle", "float64", Rules(Sampling(1.0)), TREE)
     keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     state, report = rounds.program(decoder, PROMPTS, LIMIT, 1)(weights, keys)

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.checkpoint import CheckpointError, Preemption, Store
-from tlt_jax.mesh import make_mesh
+from tlt_jax.distributed.mesh import make_mesh
 
 
 @struct.dataclass

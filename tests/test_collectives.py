@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.collectives import axes_crossed, collectives, groups
-from tlt_jax.mesh import make_mesh
+from tlt_jax.distributed.collectives import axes_crossed, collectives, groups
+from tlt_jax.distributed.mesh import make_mesh
 
 
 def test_groups_in_every_spelling():

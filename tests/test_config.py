@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_jax import checks, config, environment, settings
-from tlt_jax.config import Config, differences, load, parse, read, to_yaml
-from tlt_jax.settings import ConfigError
+from tlt_jax.config import load as configuration, parse as parsing, validate
+from tlt_jax.config.load import Config, differences, load, parse, read, to_yaml
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.distributed import process
 
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
 
@@ -155,8 +156,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
     code = (
         "import sys, json\n"
-        "from tlt_jax import config, environment\n"
-        "try: config.load(['--help'])\n"
+        "from tlt_jax.config import load\n"
+        "from tlt_jax.distributed import process\n"
+        "try: load.load(['--help'])\n"
         "except SystemExit as stop: assert stop.code == 0\n"
         "print(json.dumps([name for name in sys.modules if name.split('.')[0] in ('jax', 'flax', 'orbax', 'torch')]))"
     )
@@ -164,7 +166,7 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
     *lines, modules = run.stdout.strip().splitlines()
     assert json.loads(modules) == []
     text = "\n".join(lines)
-    for name, item in settings.knobs(Config).items():
+    for name, item in parsing.knobs(Config).items():
         assert f"--{name} " in text and item.help.split()[0] in text
 
 
@@ -177,7 +179,7 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
     ours = parse(write())
     theirs = parse([*write(), "--rollout.samples", "4", "--mesh.data", "2", "--log.every", "7", "--train.seed", "1"])
     assert differences(ours, theirs) == ["rollout.samples", "train.seed"]
-    assert all(any(name.startswith(free) for name in settings.knobs(Config)) for free in config.FREE)
+    assert all(any(name.startswith(free) for name in parsing.knobs(Config)) for free in configuration.FREE)
 
 
 @pytest.mark.parametrize(
@@ -191,16 +193,17 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
 )
 def test_sizes_of_the_model_that_do_not_fit_are_refused_with_those_that_do(words, message, write):
     sizes = SimpleNamespace(hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048)
-    checks.validate_model(parse(write()), sizes)
+    validate.validate_model(parse(write()), sizes)
     with pytest.raises(ConfigError, match=message):
-        checks.validate_model(parse([*write(), *words.split()]), sizes)
+        validate.validate_model(parse([*write(), *words.split()]), sizes)
 
 
 def test_fake_devices_and_flags_are_set_before_jax_starts(write):
     code = (
         "import sys\n"
-        "from tlt_jax import config, environment\n"
-        "environment.set_environment(config.parse(sys.argv[1:]))\n"
+        "from tlt_jax.config import load\n"
+        "from tlt_jax.distributed import process\n"
+        "process.set_environment(load.parse(sys.argv[1:]))\n"
         "assert 'jax' not in sys.modules\n"
         "import jax\n"
         "print(jax.device_count(), jax.default_backend(), jax.config.jax_enable_x64,"
@@ -214,14 +217,14 @@ def test_fake_devices_and_flags_are_set_before_jax_starts(write):
 
 def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    environment.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))
+    process.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))
     with pytest.raises(ConfigError, match="mesh.fake_devices 9, but JAX has made 8 devices"):
-        environment.set_environment(parse([*write(), "--mesh.fake_devices", "9"]))
+        process.set_environment(parse([*write(), "--mesh.fake_devices", "9"]))
 
 
 def test_every_knob_has_a_meaning_and_is_frozen():
-    for name, item in settings.knobs(Config).items():
+    for name, item in parsing.knobs(Config).items():
         assert item.help, name
-        settings.checked(name, item, item.default)
+        parsing.checked(name, item, item.default)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run = "x"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tlt_jax import data, tasks
-from tlt_jax.config import Config
-from tlt_jax.data import DataError
+from tlt_jax.config.load import Config
+from tlt_jax.data import dataset as datasets, tasks
+from tlt_jax.data.dataset import DataError
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -51,12 +51,12 @@ def ids(prompts) -> list[str]:
 
 def failure(config: Config, tokenizer=None) -> str:
     with pytest.raises(DataError) as error:
-        data.load(config, tokenizer or make_tokenizer())
+        datasets.load(config, tokenizer or make_tokenizer())
     return str(error.value)
 
 
 def test_the_generated_task_gives_the_same_step_to_every_process():
-    first, second = (data.load(make_config(prompts=5), make_tokenizer()) for _ in range(2))
+    first, second = (datasets.load(make_config(prompts=5), make_tokenizer()) for _ in range(2))
     for step in (7, 0, 7):
         for a, b in zip(first.prompts(step), second.prompts(step), strict=True):
             assert (a.index, a.text, a.row) == (b.index, b.text, b.row)
@@ -67,7 +67,7 @@ def test_the_generated_task_gives_the_same_step_to_every_process():
 
 
 def test_solutions_of_the_task_end_in_eos_and_are_not_the_prompts_of_training():
-    dataset = data.load(make_config(), tokenizer := make_tokenizer())
+    dataset = datasets.load(make_config(), tokenizer := make_tokenizer())
     pairs = dataset.solutions(0, 50)
     for prompt, solution in pairs:
         assert solution[-1] == tokenizer.eos_token_id
@@ -82,28 +82,28 @@ def worked_answer(tokenizer, prompt: np.ndarray) -> str:
 
 def test_each_epoch_has_every_row_once_in_a_new_order_across_step_borders(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(13))
-    dataset = data.load(make_config(source, prompts=4), make_tokenizer())
+    dataset = datasets.load(make_config(source, prompts=4), make_tokenizer())
     stream = [i for step in range(5) for i in ids(dataset.prompts(step))]
     assert dataset.rows == 10
     first, second = stream[:10], stream[10:]
     assert len(set(first)) == len(set(second)) == 10
     assert first != second
-    again = data.load(make_config(source, prompts=4), make_tokenizer())
+    again = datasets.load(make_config(source, prompts=4), make_tokenizer())
     assert ids(again.prompts(2)) == stream[8:12]
     assert [p.index for p in again.prompts(2)] == [0, 1, 2, 3]
-    other = data.load(make_config(source, prompts=4, seed=1), make_tokenizer())
+    other = datasets.load(make_config(source, prompts=4, seed=1), make_tokenizer())
     assert ids(other.prompts(0)) != stream[:4]
 
 
 def test_rows_keep_their_order_without_shuffling(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(5))
-    dataset = data.load(make_config(source, prompts=3, eval=str(source), shuffle=False), make_tokenizer())
+    dataset = datasets.load(make_config(source, prompts=3, eval=str(source), shuffle=False), make_tokenizer())
     assert ids(dataset.prompts(1)) == ["a.jsonl:4", "a.jsonl:5", "a.jsonl:1"]
 
 
 def test_the_split_is_a_function_of_the_seed_and_the_parts_are_disjoint(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(40))
-    first, second, other = (data.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1))
+    first, second, other = (datasets.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1))
     assert ids(first.eval_prompts()) == ids(second.eval_prompts()) != ids(other.eval_prompts())
     assert len(first.eval_prompts()) == 3
     assert not set(ids(first.eval_prompts())) & set(ids(first.train))
@@ -114,14 +114,14 @@ def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
     rows = [{"q": f"p{i}", "a": 0.5 + i, "key": i, "level": "hard"} for i in range(9)]
     source = write(tmp_path / "a.jsonl", rows)
     knobs = {"prompt_column": "q", "answer_column": "a", "id_column": "key", "shuffle": False, "eval": str(source)}
-    row = data.load(make_config(source, **knobs), make_tokenizer()).prompts(0)[2].row
+    row = datasets.load(make_config(source, **knobs), make_tokenizer()).prompts(0)[2].row
     assert row == {"q": "p2", "a": 2.5, "key": 2, "level": "hard", "id": "2", "prompt": "p2", "answer": "2.5"}
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
     source = write(tmp_path / "a.jsonl", rows)
-    dataset = data.load(make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer())
+    dataset = datasets.load(make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer())
     assert dataset.counts == {"train_rows": 7, "train_too_long": 3, "eval_rows": 7, "eval_too_long": 3}
     assert all(len(p.tokens) <= 7 for p in dataset.train)
     assert "longer than data.max_prompt_tokens 0" in failure(make_config(source, max_prompt_tokens=0))
@@ -134,7 +134,7 @@ def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
     knobs = {"chat_template": True, "chat_template_kwargs": {"mark": "!"}, "system": "sys", "prompt_suffix": "?"}
     tokenizer = make_tokenizer(TEMPLATE)
     config = make_config(source, prompts=2, shuffle=False, eval=str(source), **knobs)
-    texts = [p.text for p in data.load(config, tokenizer).prompts(0)]
+    texts = [p.text for p in datasets.load(config, tokenizer).prompts(0)]
     assert texts == ["[system]sys[user]hi?[a]!", "[system]sys[user]a[x]b[user]c?[a]!"]
     assert "no chat template" in failure(config)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
@@ -163,7 +163,7 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
     hub = "hf://datasets/someone/set/main/train-*"
     for source in (folder, "$MY_SET", "${MY_SET}/main/*", f"{folder}/main/train-*", "someone/set", hub):
         config = make_config(source, prompts=6, shuffle=False, eval=str(folder))
-        assert [p.text for p in data.load(config, make_tokenizer()).prompts(0)] == [row["prompt"] for row in rows]
+        assert [p.text for p in datasets.load(config, make_tokenizer()).prompts(0)] == [row["prompt"] for row in rows]
     assert asked == [
         ("someone/set", "dataset", ["*.jsonl", "*.parquet"]),
         ("someone/set", "dataset", ["main/train-*"]),
@@ -251,12 +251,12 @@ def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(5))
     tokenizer = make_tokenizer()
     config = make_config(source, sft_steps=1, eval=str(source))
-    pairs = data.load(config, tokenizer).solutions(0, 10)
+    pairs = datasets.load(config, tokenizer).solutions(0, 10)
     texts = [(tokenizer.decode(prompt), tokenizer.decode(solution)) for prompt, solution in pairs]
     expected = {(f"p{i}", f"s{i}{tokenizer.eos_token}") for i in range(5)}
     assert set(texts[:5]) == set(texts[5:]) == expected
     with pytest.raises(DataError, match="sft.steps is 0"):
-        data.load(replace(config, sft=replace(config.sft, steps=0)), tokenizer).solutions(0, 1)
+        datasets.load(replace(config, sft=replace(config.sft, steps=0)), tokenizer).solutions(0, 1)
     no_solution = write(tmp_path / "b.jsonl", [{"prompt": "p", "answer": "1"}] * 5)
     assert "set sft.solution_column to one of" in failure(make_config(no_solution, sft_steps=1))
     short = replace(config, rollout=replace(config.rollout, max_new_tokens=2))
@@ -271,15 +271,15 @@ def test_a_task_that_does_not_fit_names_both_numbers():
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     config = make_config()
-    assert data.tokenizer(config).eos_token == tasks.EOS
+    assert datasets.tokenizer(config).eos_token == tasks.EOS
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
-    loaded = data.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
+    loaded = datasets.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
     assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE
     with pytest.raises(DataError, match="set model.path or model.tokenizer"):
-        data.tokenizer(make_config("a.jsonl"))
+        datasets.tokenizer(make_config("a.jsonl"))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="model.tokenizer .* has no tokenizer that loads"):
-        data.tokenizer(replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none"))))
+        datasets.tokenizer(replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none"))))
     for missing in (str(tmp_path / "missing"), "./missing", "missing"):
         with pytest.raises(DataError, match="model.path .* is neither a directory nor a hub id"):
-            data.tokenizer(replace(config, model=replace(config.model, path=missing)))
+            datasets.tokenizer(replace(config, model=replace(config.model, path=missing)))

@@ -18,14 +18,14 @@ import references
 import rounds
 import toys
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.chunk import Decoder, Rules, Weights
-from tlt_jax.spec_decode.drafting import Coupling
+from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Strategy
+from tlt_jax.spec_decode.tree_drafter import Coupling
 
 ALPHA = 1e-3
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.config import Config, Optim, Warmup
-from tlt_jax.mesh import make_mesh
+from tlt_jax.config.load import Config, Optim, Warmup
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.drafter import update as drafter_update
+from tlt_jax.drafter.update import Batch, DrafterState, Objective, Recipe
 from tlt_jax.models import eagle, transformer
-from tlt_jax.train import drafter_step, packing
-from tlt_jax.train.drafter_step import Batch, DrafterState, Objective, Recipe
-from tlt_jax.train.optimizer import Adam
-from tlt_jax.train.packing import Example
+from tlt_jax.optimizer import Adam
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -54,7 +55,7 @@ def params_of(recipe: Recipe, seed: int = 1) -> eagle.DrafterParams:
 
 
 def state_of(recipe: Recipe) -> DrafterState:
-    return drafter_step.create(params_of(recipe), recipe)
+    return drafter_update.create(params_of(recipe), recipe)
 
 
 def batch_of(recipe: Recipe) -> Batch:
@@ -67,16 +68,16 @@ def batch_of(recipe: Recipe) -> Batch:
     packed = packing.pack(examples, 16, 4)
     assert packed.count == 1
     rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
-    return drafter_step.make_batch(rows | {"answers": packed.spread(np.ones(7))[0] > 0}, recipe.mesh)
+    return drafter_update.make_batch(rows | {"answers": packed.spread(np.ones(7))[0] > 0}, recipe.mesh)
 
 
 def observed(recipe: Recipe, policy: transformer.Params, batch: Batch) -> Batch:
-    return jax.jit(lambda policy, batch: drafter_step.observe(policy, batch, recipe))(policy, batch)
+    return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(policy, batch)
 
 
 def loss_of(recipe: Recipe):
     """Jitted (params, shared, batch) -> loss and metrics."""
-    return jax.jit(lambda *given: drafter_step.loss(*given, recipe))
+    return jax.jit(lambda *given: drafter_update.loss(*given, recipe))
 
 
 def assert_same(one, other, **tolerance):
@@ -98,14 +99,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_scores_worked_by_hand(x64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     entropy = -(0.5 * np.log(0.2) + 0.3 * np.log(0.7) + 0.2 * np.log(0.1))
-    whole = drafter_step.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, "cross_entropy")
+    whole = drafter_update.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, "cross_entropy")
     assert_same((whole.token_loss, whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12)
     assert (bool(whole.agrees), bool(whole.learns)) == (False, True)
 
     # Tokens 1 and 4 of five stand in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
     ids, q = jnp.array([1, 4], jnp.int32), np.array([0.9, 0.1])
     for top, agrees, learns in ((1, True, True), (4, False, True), (3, False, False), (0, False, False)):
-        part = drafter_step.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, "cross_entropy")
+        part = drafter_update.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, "cross_entropy")
         entropy = -(0.6 * np.log(0.9) + 0.4 * np.log(0.1))  # to the policy renormalized over the two
         assert_same((part.token_loss, part.acceptance), (entropy, 0.3 + 0.1), rtol=1e-12)
         assert (bool(part.agrees), bool(part.learns)) == (agrees, learns)
@@ -115,7 +116,7 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
     p = np.array([0.5, 0.3, 0.2])
 
     def loss(logits, kind):
-        return drafter_step.score(jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, kind).token_loss
+        return drafter_update.score(jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, kind).token_loss
 
     near = np.log(p) + np.array([0.01, 0.0, 0.0])
     kept = np.minimum(p, softmax(near)).sum()
@@ -173,7 +174,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     expected = plain_loss(recipe, policy, batch, hidden, eagle.logits(params, recipe.drafter, shared, hidden))
     trained = params.replace(ids=None)
     slope = jax.jit(jax.value_and_grad(
-        lambda trained: drafter_step.loss(trained.replace(ids=params.ids), shared, batch, recipe), has_aux=True
+        lambda trained: drafter_update.loss(trained.replace(ids=params.ids), shared, batch, recipe), has_aux=True
     ))  # fmt: skip
     (total, metrics), gradient = slope(trained)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
@@ -189,11 +190,11 @@ def test_losses_are_those_of_torch(x64):
     random = np.random.default_rng(0)
     p, q = random.normal(size=(2, 5, 11))
     target = jax.nn.log_softmax(jnp.asarray(p))
-    ours = drafter_step.score(target, jnp.asarray(q), jnp.argmax(target, -1), None, "cross_entropy").token_loss
+    ours = drafter_update.score(target, jnp.asarray(q), jnp.argmax(target, -1), None, "cross_entropy").token_loss
     theirs = torch.nn.functional.cross_entropy(torch.tensor(q), torch.tensor(p).softmax(-1), reduction="none")
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
     theirs = torch.nn.functional.smooth_l1_loss(torch.tensor(q), torch.tensor(p), reduction="none").mean(-1)
-    np.testing.assert_allclose(drafter_step.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12)
+    np.testing.assert_allclose(drafter_update.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12)
 
 
 # Sharding and chunks
@@ -203,7 +204,7 @@ def test_losses_are_those_of_torch(x64):
 def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x64):
     results = []
     for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1)):
-        update, state, policy = drafter_step.program(recipe), state_of(recipe), policy_of(recipe)
+        update, state, policy = drafter_update.program(recipe), state_of(recipe), policy_of(recipe)
         placed, compiled = jax.tree.map(lambda leaf: leaf.sharding, state), update._cache_size()
         for _ in range(2):
             state, metrics = update(state, policy, batch_of(recipe))
@@ -215,7 +216,7 @@ def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x6
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
     recipe = recipe_of(REDUCED, None, 2, 2, param_dtype="bfloat16", compute_dtype="bfloat16")
-    state, expected = state_of(recipe), drafter_step.abstract_state(recipe)
+    state, expected = state_of(recipe), drafter_update.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (announced.shape, announced.dtype, announced.sharding)
@@ -230,12 +231,12 @@ def test_update_never_holds_the_logits_of_all_tokens():
     )
 
     def rows(dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((4, 2048), dtype, sharding=drafter_step.batch_sharding(recipe.mesh))
+        return jax.ShapeDtypeStruct((4, 2048), dtype, sharding=drafter_update.batch_sharding(recipe.mesh))
 
     batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
     policy = transformer.abstract(model, recipe.mesh, "train", "float32")
-    state = drafter_step.abstract_state(recipe)
-    memory = drafter_step.program(recipe).lower(state, policy, batch).compile().memory_analysis()
+    state = drafter_update.abstract_state(recipe)
+    memory = drafter_update.program(recipe).lower(state, policy, batch).compile().memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -247,7 +248,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
 
 def test_stored_features_teach_what_the_policy_itself_does(x64):
     recipe = recipe_of(REDUCED)
-    policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_step.program(recipe)
+    policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_update.program(recipe)
     expected = update(state_of(recipe), policy, batch)
     stored = observed(recipe, policy, batch)
     rollout = jax.jit(lambda policy: transformer.to_rollout(policy, MODEL, recipe.mesh, "float64"))(policy)
@@ -259,7 +260,7 @@ def test_only_trained_leaves_move_and_losses_fall(x64):
     policy, state, before = policy_of(recipe), state_of(recipe), params_of(recipe)
     kept, losses = jax.device_get(policy), []
     for _ in range(6):
-        state, metrics = drafter_step.program(recipe)(state, policy, batch_of(recipe))
+        state, metrics = drafter_update.program(recipe)(state, policy, batch_of(recipe))
         losses.append(float(metrics["loss"]))
     assert losses == sorted(losses, reverse=True)
     assert_same(policy, kept)
@@ -271,7 +272,7 @@ def test_only_trained_leaves_move_and_losses_fall(x64):
 
 def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     recipe = recipe_of(REDUCED)
-    update, policy, batch, before = drafter_step.program(recipe), policy_of(recipe), batch_of(recipe), state_of(recipe)
+    update, policy, batch, before = drafter_update.program(recipe), policy_of(recipe), batch_of(recipe), state_of(recipe)
     broken, state = policy.replace(head=policy.head.at[0, 0].set(jnp.nan)), state_of(recipe)
     for skips in (1, 2):
         state, metrics = update(state, broken, batch)
@@ -287,19 +288,19 @@ def test_rows_without_answers_teach_nothing(x64):
     recipe = recipe_of(REDUCED)
     batch = batch_of(recipe)
     batch = batch.replace(answers=jnp.zeros_like(batch.answers))
-    _, metrics = drafter_step.program(recipe)(state_of(recipe), policy_of(recipe), batch)
+    _, metrics = drafter_update.program(recipe)(state_of(recipe), policy_of(recipe), batch)
     assert (float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])) == (0, 0, 0)
 
 
 def test_noise_is_new_in_every_step_and_the_same_after_a_resume(x64):
     recipe = recipe_of(EAGLE, Objective(UNROLL, 0.5, noise=0.1), seed=3)
     features = jnp.zeros((4, 16, 16))
-    first, again, second = (drafter_step.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1))
+    first, again, second = (drafter_update.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert (np.asarray(first) != np.asarray(second)).all()
     assert 0.09 < float(jnp.abs(first).max()) < 0.1 and abs(float(first.mean())) < 0.01
     batch, policy = batch_of(recipe), policy_of(recipe)
-    losses = [drafter_step.program(one)(state_of(one), policy, batch)[1]["loss"] for one in (recipe, recipe_of(EAGLE))]
+    losses = [drafter_update.program(one)(state_of(one), policy, batch)[1]["loss"] for one in (recipe, recipe_of(EAGLE))]
     assert losses[0] != losses[1]
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax import mesh as meshes
-from tlt_jax.spec_decode import drafting, noise
-from tlt_jax.spec_decode.chunk import Weights
-from tlt_jax.spec_decode.drafting import Candidates, Coupling
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.spec_decode import noise, tree_drafter
+from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.tree import ABSENT, Context, Strategy, score_order
+from tlt_jax.spec_decode.tree_drafter import Candidates, Coupling
 
 V, SLOTS = 9, 32
 TABLE = toys.table(V, seed=3)
@@ -37,7 +37,7 @@ def setting(temperature: float) -> Context:
 def drawn(coupling: Coupling, strategy: Strategy, temperature: float, ids=None, guess=TABLE, width: int = 3):
     """The trees of the toy network, after catching up by windows of `width`."""
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    drafter = drafting.learned(toys.table_network(group, V, ids), coupling)
+    drafter = tree_drafter.learned(toys.table_network(group, V, ids), coupling)
     context, weights = setting(temperature), Weights(jnp.asarray(TABLE), jnp.asarray(guess))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), drafter.empty(len(PREFIXES), SLOTS - toys.TAIL))
     for _ in range(4):
@@ -83,7 +83,7 @@ def grown(prefix, ahead, coupling, strategy, temperature, ids):
 ])  # fmt: skip
 def test_trees_are_those_of_plain_loops(strategy, coupling, temperature, ids):
     tree, context = drawn(coupling, strategy, temperature, ids)
-    assert not drafting.orphans(tree).any()
+    assert not tree_drafter.orphans(tree).any()
     for row, prefix in enumerate(PREFIXES):
         ahead = None if context.noise is None else np.asarray(context.noise[row])
         expected = grown(prefix, ahead, coupling, strategy, temperature, np.arange(V) if ids is None else ids)
@@ -116,8 +116,8 @@ def test_random_candidates_never_leave_an_orphan():
     arrays = [jnp.asarray(np.array(one), jnp.int32) for one in (tokens, parents, depths)]
     candidates = Candidates(*arrays, jnp.asarray(np.array(scores)), jnp.zeros((count, len(ids)), jnp.int32))
     for nodes in (2, 8, 16, 31):
-        tree = drafting.rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
-        assert not drafting.orphans(tree).any()
+        tree = tree_drafter.rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
+        assert not tree_drafter.orphans(tree).any()
         best = np.sort(np.array(scores), axis=1)[:, ::-1][:, : nodes - 1]
         np.testing.assert_allclose(np.sort(tree.scores[:, 1:], axis=1)[:, ::-1], best)
 
@@ -129,7 +129,7 @@ def test_what_is_not_finite_becomes_no_node():
     tree, _ = drawn(Coupling(), strategy, 1.0, guess=table)
     assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
     logits = jnp.array([[[1.0, jnp.nan, 3.0]], [[0.0, jnp.inf, 1.0]]])
-    tokens, scores = drafting.children(logits, None, None, coupling=Coupling(), temperature=1.0, k=2)
+    tokens, scores = tree_drafter.children(logits, None, None, coupling=Coupling(), temperature=1.0, k=2)
     assert (scores == -jnp.inf).all() and tokens.shape == (2, 1, 2)
 
 

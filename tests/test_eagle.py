@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, eagle, kv_cache, transformer
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, hf_drafter
 
 pytestmark = pytest.mark.parity

@@ -17,20 +17,20 @@ import pytest
 import references
 from jax.experimental.compilation_cache import compilation_cache
 
-from tlt_jax import mesh as meshes
-from tlt_jax.config import Config, Data, Model as ModelSection, Rollout, Speculation
-from tlt_jax.data import Prompt
-from tlt_jax.engine import EVAL_STREAM, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
+from tlt_jax.config.load import Config, Data, Model as ModelSection, Rollout, Speculation
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data.dataset import Prompt
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.settings import ConfigError
+from tlt_jax.rollout.engine import EVAL_STREAM, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
+from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.targets import TAIL
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.chunk import Rules
+from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.ngram import Texts
-from tlt_jax.spec_decode.programs import Key
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import Strategy
-from tlt_jax.targets import TAIL
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
 STOPS = ((7, 7), (11,))

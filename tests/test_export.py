@@ -10,11 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from tlt_jax import config as configuration, data, export, mesh as meshes, policy
+from tlt_jax import export
 from tlt_jax.checkpoint import Store
-from tlt_jax.models import hf
-from tlt_jax.settings import ConfigError
-from tlt_jax.train import policy_step
+from tlt_jax.config import load as configuration
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import dataset as datasets
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import from_config, hf
+from tlt_jax.train import policy_update
 
 MODEL = """
 model:
@@ -31,11 +34,11 @@ def run(tmp_path_factory):
     source.write_text(f"run: {folder}{MODEL}")
     config = configuration.read(source)
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
-    model = policy.describe(config, data.tokenizer(config))
-    recipe = policy_step.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
+    model = from_config.describe(config, datasets.tokenizer(config))
+    recipe = policy_update.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
     with Store(folder, keep=2) as store:
         for step in (1, 2):
-            store.save(step, {"policy": jax.tree.map(partial(fill, step), policy_step.abstract_state(recipe))})
+            store.save(step, {"policy": jax.tree.map(partial(fill, step), policy_update.abstract_state(recipe))})
     return folder
 
 
@@ -45,7 +48,7 @@ def fill(value, leaf):
 
 def call(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["export", *map(str, arguments)])
-    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     return export.main()
 
 

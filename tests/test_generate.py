@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tlt_jax import generate, mesh as meshes, tasks
+from tlt_jax import generate
+from tlt_jax.data import tasks
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 

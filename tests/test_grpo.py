@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.train import grpo
+from tlt_jax.train import losses
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 0.3]])
 
@@ -21,32 +21,32 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 
     ],
 )
 def test_advantages_are_those_worked_by_hand(kind, first, second):
-    found = grpo.advantages(REWARDS, kind)
+    found = losses.advantages(REWARDS, kind)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found[:2], [first, second], rtol=1e-6)
     np.testing.assert_array_equal(found[2], 0.0)
 
 
-@pytest.mark.parametrize("kind", list(grpo.ADVANTAGES))
+@pytest.mark.parametrize("kind", list(losses.ADVANTAGES))
 def test_advantages_sum_to_zero_in_each_group_and_ignore_a_shift(kind):
     rewards = np.random.default_rng(0).normal(size=(5, 7))
-    found = grpo.advantages(rewards, kind)
+    found = losses.advantages(rewards, kind)
     np.testing.assert_allclose(found.sum(axis=1), 0.0, atol=1e-12)
-    np.testing.assert_allclose(grpo.advantages(rewards + 3.0, kind), found, atol=1e-12)
+    np.testing.assert_allclose(losses.advantages(rewards + 3.0, kind), found, atol=1e-12)
 
 
 def test_groups_of_equal_rewards_are_counted_and_teach_nothing():
     rewards = np.full((2, 3), 0.1)
     rewards[1, 0] = 0.2
-    assert grpo.zero_variance(rewards).tolist() == [True, False]
-    assert not grpo.advantages(rewards, "rloo")[0].any()
+    assert losses.zero_variance(rewards).tolist() == [True, False]
+    assert not losses.advantages(rewards, "rloo")[0].any()
 
 
 def test_rewards_without_a_group_or_not_finite_are_refused():
     with pytest.raises(ValueError, match="at least 2 samples"):
-        grpo.advantages(np.ones((4, 1)), "grpo")
+        losses.advantages(np.ones((4, 1)), "grpo")
     with pytest.raises(ValueError, match="1 of 4 rewards are not finite"):
-        grpo.advantages(np.array([[1.0, np.nan], [0.0, 1.0]]), "grpo")
+        losses.advantages(np.array([[1.0, np.nan], [0.0, 1.0]]), "grpo")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_rewards_without_a_group_or_not_finite_are_refused():
 )
 def test_token_weights_are_those_worked_by_hand(kind, weights):
     lengths = np.array([2, 3, 5])
-    np.testing.assert_allclose(grpo.answer_weights(lengths, kind, max_new_tokens=16), weights)
+    np.testing.assert_allclose(losses.answer_weights(lengths, kind, max_new_tokens=16), weights)
     if kind != "dr_grpo":
         assert np.sum(lengths * weights) == pytest.approx(1.0)
 
@@ -66,7 +66,7 @@ def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient
     old = jnp.full(5, -1.0)
 
     def loss(logprobs):
-        return grpo.policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.3)
+        return losses.policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.3)
 
     logprobs = old + jnp.log(ratios)
     found = loss(logprobs)
@@ -82,21 +82,21 @@ def test_extreme_ratios_leave_loss_and_gradient_finite():
     old, advantages = jnp.zeros(4), jnp.array([1.0, -1.0, 1.0, -1.0])
     logprobs = jnp.array([500.0, 500.0, -500.0, -500.0])
     total, gradient = jax.value_and_grad(
-        lambda logprobs: jnp.sum(grpo.policy_loss(logprobs, old, advantages, 0.2, 0.2).loss + grpo.kl_k3(logprobs, old))
+        lambda logprobs: jnp.sum(losses.policy_loss(logprobs, old, advantages, 0.2, 0.2).loss + losses.kl_k3(logprobs, old))
     )(logprobs)
     assert jnp.isfinite(total) and jnp.isfinite(gradient).all()
 
 
 def test_k3_is_that_worked_by_hand_and_its_mean_is_the_divergence():
-    found = grpo.kl_k3(jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.25])))
+    found = losses.kl_k3(jnp.log(jnp.array([0.5, 0.25])), jnp.log(jnp.array([0.25, 0.25])))
     np.testing.assert_allclose(found, [np.log(2) - 0.5, 0.0], atol=1e-6)
     policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    k3 = grpo.kl_k3(jnp.log(jnp.asarray(policy)), jnp.log(jnp.asarray(reference)))
+    k3 = losses.kl_k3(jnp.log(jnp.asarray(policy)), jnp.log(jnp.asarray(reference)))
     np.testing.assert_allclose(np.sum(policy * k3), np.sum(policy * np.log(policy / reference)), rtol=1e-5)
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
     old, recorded = jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.1, 0.4]))
-    np.testing.assert_allclose(grpo.importance_weight(old, recorded, 2.0), [2.0, 0.5], rtol=1e-6)
-    gradient = jax.grad(lambda old: grpo.importance_weight(old, recorded, 2.0).sum())(old)
+    np.testing.assert_allclose(losses.importance_weight(old, recorded, 2.0), [2.0, 0.5], rtol=1e-6)
+    gradient = jax.grad(lambda old: losses.importance_weight(old, recorded, 2.0).sum())(old)
     np.testing.assert_array_equal(gradient, 0.0)

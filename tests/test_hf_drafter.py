@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, hf_drafter
 from tlt_jax.models.hf import ModelError
 

@@ -10,8 +10,8 @@ import pytest
 import references
 import toys
 
+from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.rollout import Completion
 from tlt_jax.spec_decode.sampling import Sampling
 
 VOCAB, ERROR = 11, 1e-5

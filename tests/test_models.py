@@ -11,7 +11,7 @@ import model_cases
 import numpy as np
 import pytest
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, hf, kv_cache, layers as ops, transformer
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, kv_cache, transformer
 from tlt_jax.models.kv_cache import Scratch
 

@@ -8,7 +8,7 @@ import model_cases
 import numpy as np
 import pytest
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, transformer
 
 pytestmark = pytest.mark.parity

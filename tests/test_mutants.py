@@ -12,9 +12,9 @@ import references
 import rounds
 import toys
 
-from tlt_jax import mesh as meshes
-from tlt_jax.spec_decode import chunk, drafting, noise, verify
-from tlt_jax.spec_decode.chunk import Decoder, Rules, Weights
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter, verify
+from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import ABSENT, Strategy, Target
 
@@ -141,10 +141,10 @@ VERIFICATION = [
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
 ]  # fmt: skip
 DRAFTING = [
-    (drafting, "window", later_features), (drafting, "noise_of", noise_of_another_level),
-    (drafting, "grown", children_of_another_parent),
+    (tree_drafter, "window", later_features), (tree_drafter, "noise_of", noise_of_another_level),
+    (tree_drafter, "grown", children_of_another_parent),
 ]  # fmt: skip
-REPEATED = (drafting, "children", repeated_siblings)
+REPEATED = (tree_drafter, "children", repeated_siblings)
 
 
 def named(mutant) -> str:

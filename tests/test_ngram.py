@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import tasks
+from tlt_jax.data import tasks
 from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.drafting import orphans
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings, Texts
 from tlt_jax.spec_decode.tree import ABSENT, Strategy
+from tlt_jax.spec_decode.tree_drafter import orphans
 from tlt_jax.spec_decode.verify import match
 
 SETTINGS = Settings(min_match=1, max_match=4, matches=6)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.spec_decode import noise
 
 PINNED = [0.547256, -0.795906, -0.058246, 2.451566]  # changing the noise would change every run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tlt_jax.train import packing
-from tlt_jax.train.packing import Example
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
 
 
 def random_examples(seed: int, count: int, longest: int) -> list[Example]:

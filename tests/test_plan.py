@@ -15,18 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import config, drafters, plan
-from tlt_jax.collectives import collectives
-from tlt_jax.engine import Engine
-from tlt_jax.mesh import make_mesh, sharding
+from tlt_jax import plan
+from tlt_jax.config import load as configuration
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.distributed.collectives import collectives
+from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.models import hf_drafter
-from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import strategies
-from tlt_jax.spec_decode.chunk import Rules
-from tlt_jax.spec_decode.programs import Key, admission_size
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables import Key, admission_size
+from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.spec_decode.tuner import Measurement
-from tlt_jax.train.policy_step import Recipe
+from tlt_jax.train.policy_update import Recipe
+from tlt_jax.tuner import arms as strategies
+from tlt_jax.tuner.goodput import Measurement
 
 TINY = [
     "--config", "configs/quickstart.yaml", "--mesh.fake_devices", "0", "--rollout.compile_cache", "off",
@@ -42,9 +44,9 @@ DRAFTERS = {
 
 def plan_of(*overrides):
     """A tiny configuration on a (2, 2) mesh, its recipe and its engine."""
-    settings = config.parse([*TINY, "--mesh.model", "2", *overrides])
+    settings = configuration.parse([*TINY, "--mesh.model", "2", *overrides])
     model, mesh = plan.sizes(settings), make_mesh(2, 2)
-    engine = Engine(settings, model, mesh, drafter=drafters.describe(settings, model))
+    engine = Engine(settings, model, mesh, drafter=bindings.describe(settings, model))
     return settings, Recipe.of(settings, model, mesh, 1), engine
 
 
@@ -128,10 +130,10 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
         "beg_mab": [256, 16, 4, 1],
     }
     for name, largest in expected.items():
-        settings = config.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
-        reach = drafters.reach(settings, arms, batches)
+        settings = configuration.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
+        reach = bindings.reach(settings, arms, batches)
         assert [reach.get(arm) for arm in arms] == largest, name
-        tuner = drafters.make_tuner(settings, arms, "tpu")
+        tuner = bindings.make_tuner(settings, arms, "tpu")
         used: dict = {}
         for best in arms:
             state = tuner.init()
@@ -218,7 +220,7 @@ def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_fi
     values[0, 0] = -np.inf
     placed = jax.device_put(values, sharding(group, (None, None, "vocab"), "rollout"))
     for k in (1, 3, 6, 7):
-        found = jax.jit(lambda values, k=k: drafters.top_k(values, k, group))(placed)
+        found = jax.jit(lambda values, k=k: bindings.top_k(values, k, group))(placed)
         jax.tree.map(np.testing.assert_array_equal, tuple(found), tuple(jax.lax.top_k(values, k)))
 
 

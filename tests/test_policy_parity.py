@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from tlt_jax.mesh import make_mesh
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import hf, transformer
-from tlt_jax.train import grpo, packing, policy_step
-from tlt_jax.train.optimizer import Adam
-from tlt_jax.train.packing import Example
-from tlt_jax.train.policy_step import Objective, Recipe
+from tlt_jax.optimizer import Adam
+from tlt_jax.train import losses, policy_update
+from tlt_jax.train.policy_update import Objective, Recipe
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -64,15 +65,15 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
         for uid in range(14)
     ]
     lengths = np.array([len(example.answer) for example in examples])
-    weights, advantages = grpo.answer_weights(lengths, aggregation, 16), random.normal(size=len(examples))
+    weights, advantages = losses.answer_weights(lengths, aggregation, 16), random.normal(size=len(examples))
     given = [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)] if is_given else None
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
-    batch = policy_step.make_batch(packed, mesh, weights, advantages, given[2] if given else None)
+    batch = policy_update.make_batch(packed, mesh, weights, advantages, given[2] if given else None)
     if given:
         batch = batch.replace(old=packed.place(given[0]), reference=packed.place(given[1]))
     params = transformer.init(MODEL, mesh, jax.random.key(0), "float64")
-    loss = partial(policy_step.loss, batch=batch.at(0), recipe=recipe)
+    loss = partial(policy_update.loss, batch=batch.at(0), recipe=recipe)
     (total, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
     hf.save(params, MODEL, tmp_path / "weights", mesh, None, "float64")

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.config import Config, Optim
-from tlt_jax.mesh import make_mesh
-from tlt_jax.models import transformer
-from tlt_jax.train import grpo, logprobs as scoring, packing, policy_step
-from tlt_jax.train.optimizer import Adam
-from tlt_jax.train.packing import Example
-from tlt_jax.train.policy_step import Batch, Objective, PolicyState, Recipe
+from tlt_jax.config.load import Config, Optim
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.models import token_logprobs as scoring, transformer
+from tlt_jax.optimizer import Adam
+from tlt_jax.train import losses, policy_update
+from tlt_jax.train.policy_update import Batch, Objective, PolicyState, Recipe
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -45,10 +46,10 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     given = examples_of(examples)
     random = np.random.default_rng(1)
     packed = packing.pack(given, ROW, rows, recipe.mesh.shape["data"])
-    weights = grpo.answer_weights(packed.answer_lengths, "sequence_mean", 8)
+    weights = losses.answer_weights(packed.answer_lengths, "sequence_mean", 8)
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
-    return policy_step.make_batch(packed, recipe.mesh, weights, advantages, sampled if recorded else None)
+    return policy_update.make_batch(packed, recipe.mesh, weights, advantages, sampled if recorded else None)
 
 
 def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
@@ -60,7 +61,7 @@ def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
 
 
 def state_of(recipe: Recipe) -> PolicyState:
-    return policy_step.create(params_of(recipe), recipe)
+    return policy_update.create(params_of(recipe), recipe)
 
 
 def full_batch(recipe: Recipe, logprobs: np.ndarray) -> Batch:
@@ -135,12 +136,12 @@ def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
     recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)
     given = ("old", "reference", "recorded")
-    batch = policy_step.abstract_batch(recipe, steps=2, rows=4, row_tokens=2048, given=given)
-    compiled = policy_step.programs(recipe).update.lower(policy_step.abstract_state(recipe), batch).compile()
+    batch = policy_update.abstract_batch(recipe, steps=2, rows=4, row_tokens=2048, given=given)
+    compiled = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch).compile()
     memory = compiled.memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(policy_step.abstract_state(recipe)))
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(policy_update.abstract_state(recipe)))
     assert memory.alias_size_in_bytes > 0.99 * state_bytes / 2  # the state is donated
 
 
@@ -170,7 +171,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     batch = full_batch(recipe, logp)
     expected = plain_loss(FULL, batch, logp, entropy)
 
-    loss = jax.jit(jax.value_and_grad(lambda params: policy_step.loss(params, batch.at(jnp.int32(0)), recipe)[0]))
+    loss = jax.jit(jax.value_and_grad(lambda params: policy_update.loss(params, batch.at(jnp.int32(0)), recipe)[0]))
     total, gradient = loss(params)
     assert float(total) == pytest.approx(expected, rel=1e-10)
     direction = params_of(recipe, seed=5)
@@ -179,7 +180,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     assert sum(products) == pytest.approx(float(shifted[0] - shifted[1]) / 2e-6, rel=1e-6)
 
     before = jax.device_get(params)
-    state, metrics = policy_step.programs(recipe).update(state_of(recipe), batch)
+    state, metrics = policy_update.programs(recipe).update(state_of(recipe), batch)
     mask = np.asarray(batch.weights) > 0
     ratio, advantage = np.exp(logp - np.asarray(batch.old))[mask], np.asarray(batch.advantages)[mask]
     low, high = (advantage < 0) & (ratio < 0.9), (advantage > 0) & (ratio > 1.3)
@@ -209,7 +210,7 @@ def test_sharded_updates_are_the_unsharded_one_and_compile_once(x64):
     results = []
     for shape in ((1, 1), (2, 2), (4, 2)):
         recipe = recipe_of(PLAIN, *shape)
-        update, state = policy_step.programs(recipe).update, state_of(recipe)
+        update, state = policy_update.programs(recipe).update, state_of(recipe)
         placed, compiled = jax.tree.map(lambda leaf: leaf.sharding, state), update._cache_size()
         for _ in range(2):
             state, metrics = update(state, batch_of(recipe))
@@ -229,7 +230,7 @@ def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
     results = []
     for shape in ((1, 1), (2, 2)):
         recipe = recipe_of(PLAIN, *shape, param_dtype="float32", compute_dtype="float32")
-        update, state = policy_step.programs(recipe).update, state_of(recipe)
+        update, state = policy_update.programs(recipe).update, state_of(recipe)
         for _ in range(2):
             state, metrics = update(state, batch_of(recipe))
         assert {leaf.dtype for leaf in jax.tree.leaves((state, metrics))} == {jnp.dtype("float32"), jnp.dtype("int32")}
@@ -244,7 +245,7 @@ def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
     recipe = recipe_of(PLAIN, 2, 2, param_dtype="bfloat16", compute_dtype="bfloat16")
-    state, expected = state_of(recipe), policy_step.abstract_state(recipe)
+    state, expected = state_of(recipe), policy_update.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (announced.shape, announced.dtype, announced.sharding)
@@ -256,13 +257,13 @@ def test_accumulated_gradients_are_those_of_one_big_batch_whatever_the_packing(x
     recipe = recipe_of(PLAIN)
     big, small = batch_of(recipe, rows=16), batch_of(recipe)
     assert int(big.count) == 1 and 1 < int(small.count) < len(small.tokens)  # the last step is padding
-    update = policy_step.programs(recipe).update
+    update = policy_update.programs(recipe).update
     assert_same(update(state_of(recipe), big), update(state_of(recipe), small), rtol=1e-9, atol=1e-12)
 
 
 def test_logprobs_of_a_packed_example_are_those_of_the_example_alone(x64):
     recipe, examples = recipe_of(PLAIN), examples_of()
-    logprobs, params = policy_step.programs(recipe).token_logprobs, params_of(recipe)
+    logprobs, params = policy_update.programs(recipe).token_logprobs, params_of(recipe)
     together, alone = logprobs(params, batch_of(recipe)), logprobs(params, batch_of(recipe, rows=1, examples=1))
     step, row, first = packing.pack(examples, ROW, 4).spans[0]
     found = together[step, row, first : first + len(examples[0].answer)]
@@ -280,7 +281,7 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_aske
     batch = batch_of(recipe)
     if objective is FULL:
         batch = full_batch(recipe, np.full((1, 16, ROW), -2.0))
-    update = policy_step.programs(recipe).update
+    update = policy_update.programs(recipe).update
     one, first = update(state_of(recipe), batch)
     two, second = update(state_of(recipe), batch.replace(recorded=batch.recorded - 0.5))
     assert float(first["rollout_logprob_diff_mean"]) != float(second["rollout_logprob_diff_mean"])
@@ -290,7 +291,7 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_aske
 
 def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
     recipe = recipe_of(PLAIN)
-    programs, batch = policy_step.programs(recipe), batch_of(recipe)
+    programs, batch = policy_update.programs(recipe), batch_of(recipe)
     single, _ = programs.update(state_of(recipe), batch)
     state = state_of(recipe)
     several = batch.replace(old=programs.token_logprobs(state.params, batch))
@@ -305,7 +306,7 @@ def test_objectives_without_what_they_read_are_refused(x64):
     for objective, message in ((Objective(kl_coef=0.1), "reference"), (Objective(importance_cap=2.0), "recorded")):
         recipe = recipe_of(objective)
         with pytest.raises(ValueError, match=message):
-            policy_step.programs(recipe).update(policy_step.abstract_state(recipe), batch_of(recipe, recorded=False))
+            policy_update.programs(recipe).update(policy_update.abstract_state(recipe), batch_of(recipe, recorded=False))
 
 
 # The step
@@ -313,7 +314,7 @@ def test_objectives_without_what_they_read_are_refused(x64):
 
 def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     recipe = recipe_of(PLAIN)
-    update, batch, before = policy_step.programs(recipe).update, batch_of(recipe), state_of(recipe)
+    update, batch, before = policy_update.programs(recipe).update, batch_of(recipe), state_of(recipe)
     broken = batch.replace(advantages=batch.advantages.at[0, 0].set(jnp.nan))
     state = state_of(recipe)
     for skips in (1, 2):
@@ -330,11 +331,11 @@ def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(
     recipe = recipe_of(Objective(is_supervised=True))
     state, batch = state_of(recipe), batch_of(recipe)
     expected = -float(
-        jnp.sum(batch.weights * policy_step.programs(recipe_of(PLAIN)).token_logprobs(state.params, batch))
+        jnp.sum(batch.weights * policy_update.programs(recipe_of(PLAIN)).token_logprobs(state.params, batch))
     )
     losses = []
     for _ in range(5):
-        state, metrics = policy_step.programs(recipe).update(state, batch)
+        state, metrics = policy_update.programs(recipe).update(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[0] == pytest.approx(expected, rel=1e-10)
     assert losses == sorted(losses, reverse=True)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.spec_decode import programs
-from tlt_jax.spec_decode.chunk import Rules
-from tlt_jax.spec_decode.programs import Key
+from tlt_jax.rollout import executables
+from tlt_jax.rollout.executables import Key
+from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
@@ -28,7 +28,7 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.registry, self.allowed, self.asked = toys.registry(1, V, toys.table_drafter()), threading.Event(), []
-        self.registry.waits, compile_now = False, programs.compile_now
+        self.registry.waits, compile_now = False, executables.compile_now
 
         def gated(key: Key, lowered, begin):
             if threading.current_thread() is not threading.main_thread() and (key.batch, key.strategy) != (6, PLAIN):
@@ -36,7 +36,7 @@ class Slow:
                 assert self.allowed.wait(20)
             return compile_now(key, lowered, begin)
 
-        monkeypatch.setattr(programs, "compile_now", gated)
+        monkeypatch.setattr(executables, "compile_now", gated)
 
 
 def play(registry, first: Strategy, after=lambda: None, **rest):
@@ -94,7 +94,7 @@ def test_without_anything_else_the_program_is_waited_for(monkeypatch):
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
     registry = toys.registry(1, V)
     registry.waits = False
-    monkeypatch.setattr(programs, "compile_now", lambda key, lowered, begin: np.zeros(0)[1])
+    monkeypatch.setattr(executables, "compile_now", lambda key, lowered, begin: np.zeros(0)[1])
     key = Key("start", 0, 2, 64)
     while not registry.is_ready(key):
         pass
@@ -104,7 +104,7 @@ def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
 
 def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(monkeypatch):
     expected = answers(toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
-    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(executables, "MAX_PROGRAMS", 2)
     registry = toys.registry(1, V, toys.table_drafter())
     for first in (PLAIN, Strategy(1, 2, 3)):
         assert answers(play(registry, first)) == expected

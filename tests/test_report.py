@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tlt_jax.metrics import names
-from tlt_jax.spec_decode import strategies
 from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.spec_decode.tuner import Measurement
-from tlt_jax.train import speculation
+from tlt_jax.train import speculation_metrics
+from tlt_jax.tuner import arms as strategies
+from tlt_jax.tuner.goodput import Measurement
 
 TREE = strategies.parse("2_2_4")
 STATS = {"accept_length": 2.5, "speculated_tokens": 60, "tokens": 100, "declined": 4, "pool_programs": 3, "pool_bytes": 2**21}
@@ -29,7 +29,7 @@ def chunk(strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicte
 
 def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
     rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
-    return speculation.metrics(SimpleNamespace(drafter_kind="eagle3"), rollout, drafting or {})
+    return speculation_metrics.metrics(SimpleNamespace(drafter_kind="eagle3"), rollout, drafting or {})
 
 
 def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
@@ -59,7 +59,7 @@ def test_drafting_and_the_rest_of_a_round_are_told_of_the_most_used_shape_that_w
 @pytest.mark.parametrize("kind", ["none", "ngram"])
 def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
     rollout = SimpleNamespace(measurements=[chunk(number=7, predicted=90.0), chunk(PLAIN)])
-    lines = speculation.chunks(SimpleNamespace(drafter_kind=kind), rollout)
+    lines = speculation_metrics.chunks(SimpleNamespace(drafter_kind=kind), rollout)
     if kind == "none":
         assert lines == []
         return

@@ -9,7 +9,7 @@ import pytest
 import references
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax import mesh as meshes
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.spec_decode import noise, sampling
 from tlt_jax.spec_decode.sampling import Sampling
 

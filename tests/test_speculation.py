@@ -16,19 +16,20 @@ import numpy as np
 import pytest
 import test_engine as tiny
 
-from tlt_jax.config import Speculation
-from tlt_jax.engine import TRAIN_STREAM, Engine
-from tlt_jax.mesh import make_mesh
+from tlt_jax.config.load import Speculation
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.drafter import update as drafter_update
+from tlt_jax.drafter.update import Objective, Recipe
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode import noise, tuner as tuners
+from tlt_jax.optimizer import Adam
+from tlt_jax.rollout.engine import TRAIN_STREAM, Engine
+from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.strategies import pool
 from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.spec_decode.tuner import Choice, Tuner
-from tlt_jax.train import drafter_step
-from tlt_jax.train.drafter_step import Objective, Recipe
-from tlt_jax.train.optimizer import Adam
+from tlt_jax.tuner import goodput as tuners
+from tlt_jax.tuner.arms import pool
+from tlt_jax.tuner.goodput import Choice, Tuner
 
 compile_cache = tiny.compile_cache
 IDS = np.array([0, 1, 2, 3, 5, 7, 8, 11, 13, 14, 20, 21, 30, 36])
@@ -51,12 +52,12 @@ def trained() -> eagle.DrafterParams:
         logits_chunk=128, attention_block=32,
     )  # fmt: skip
     policy = transformer.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
-    state, random = drafter_step.create(drafter_of("eagle3", mesh), recipe), np.random.default_rng(0)
+    state, random = drafter_update.create(drafter_of("eagle3", mesh), recipe), np.random.default_rng(0)
     ones = np.ones((8, 32), np.int32)
     for _ in range(UPDATES):
         texts = random.integers(0, tiny.MODEL.vocab_size, ones.shape, np.int32)
         rows = {"tokens": texts, "positions": np.arange(32, dtype=np.int32) * ones, "segments": ones, "answers": ones > 0}
-        state, _ = drafter_step.program(recipe)(state, policy, drafter_step.make_batch(rows, mesh))
+        state, _ = drafter_update.program(recipe)(state, policy, drafter_update.make_batch(rows, mesh))
     return jax.device_get(state.params)
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tlt_jax import tasks
+from tlt_jax.data import tasks
 
 
 def worked(name: str, digits: list[int], modulus: int) -> str:

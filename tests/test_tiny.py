@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tlt_jax import tiny
+from tlt_jax import make_tiny_model
 
 ROWS = [
     {"question": f"How many are {i} and {i + 1} ducks?", "answer": f"{i} + {i + 1} = {2 * i + 1}"} for i in range(60)
@@ -24,7 +24,7 @@ def source(tmp_path) -> Path:
 
 def run(source: Path, out: Path, *more: str) -> int:
     sizes = ["--vocab-size", "300", "--hidden-size", "16", "--layers", "1", "--mlp-size", "32"]
-    return tiny.main(["--data", str(source), "--out", str(out), *sizes, *more])
+    return make_tiny_model.main(["--data", str(source), "--out", str(out), *sizes, *more])
 
 
 def test_the_directory_loads_as_it_was_made(source, tmp_path):
@@ -34,11 +34,11 @@ def test_the_directory_loads_as_it_was_made(source, tmp_path):
     assert run(source, tmp_path / "a") == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert 259 < len(tokenizer) <= 300
-    assert (tokenizer.eos_token, tokenizer.pad_token) == (tiny.END, tiny.PAD)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (make_tiny_model.END, make_tiny_model.PAD)
     text = "How many ducks, 123? It's 5-3 über 漢字\n\n  x"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    trained = tiny.train_tokenizer(tiny.read_texts(str(source), ["question", "answer"]), 300)
+    trained = make_tiny_model.train_tokenizer(make_tiny_model.read_texts(str(source), ["question", "answer"]), 300)
     assert trained(text)["input_ids"] == ids
     assert len(tokenizer("123")["input_ids"]) == 3
     chat = tokenizer.apply_chat_template(
@@ -48,7 +48,7 @@ def test_the_directory_loads_as_it_was_made(source, tmp_path):
     config = AutoConfig.from_pretrained(tmp_path / "a")
     assert (config.model_type, config.vocab_size, config.num_hidden_layers) == ("qwen2", len(tokenizer), 1)
     eos = json.loads((tmp_path / "a" / "generation_config.json").read_text())["eos_token_id"]
-    assert set(eos) == set(tokenizer.convert_tokens_to_ids([tiny.END, tiny.PAD]))
+    assert set(eos) == set(tokenizer.convert_tokens_to_ids([make_tiny_model.END, make_tiny_model.PAD]))
     weights = load_file(tmp_path / "a" / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (len(tokenizer), 16)
     assert all(np.isfinite(weight).all() for weight in weights.values())

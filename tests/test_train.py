@@ -20,16 +20,19 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_jax import config as configuration, data, eval, mesh as meshes, policy, tasks
+from tlt_jax import eval, run_folder
 from tlt_jax.checkpoint import Store
-from tlt_jax.config import Config
-from tlt_jax.engine import Engine
-from tlt_jax.models import hf
-from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import bandit
-from tlt_jax.tables import DataError
-from tlt_jax.train import folder, loop, policy_step, report, sft
-from tlt_jax.train.policy_step import PolicyState
+from tlt_jax.config import load as configuration
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import dataset as datasets, tasks
+from tlt_jax.data.files import DataError
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import from_config, hf
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.train import loop, policy_update, sft, step_metrics
+from tlt_jax.train.policy_update import PolicyState
+from tlt_jax.tuner import beg_mab
 
 STEPS = 4
 TASK = {"min_length": 3, "max_length": 4, "modulus": 5}
@@ -111,9 +114,9 @@ def stopped_after(step: int, config: Config, run: Path) -> Config:
 
 def state_of(config: Config, step: int = STEPS) -> PolicyState:
     """The state that the run saved after a step, on the mesh of the configuration."""
-    model = policy.describe(config, data.tokenizer(config))
+    model = from_config.describe(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    target = policy_step.abstract_state(policy_step.Recipe.of(config, model, mesh, 1))
+    target = policy_update.abstract_state(policy_update.Recipe.of(config, model, mesh, 1))
     with Store(config.run, create=False) as store:
         return store.restore(step, {"policy": target}).items["policy"]
 
@@ -350,7 +353,7 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
 def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
-    assert first_state(monkeypatch, config) == bandit.begin_beg_mab()
+    assert first_state(monkeypatch, config) == beg_mab.begin_beg_mab()
     said = [line for line in capsys.readouterr().out.splitlines() if "tuner" in line]
     assert said == ["the tuner starts anew: what it had learned is of another speculation.strategies"]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
@@ -403,13 +406,13 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monk
 
 def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp_path, monkeypatch, capsys):
     exported = Path(whole.run) / "hf"
-    model = policy.describe(whole, data.tokenizer(whole))
+    model = from_config.describe(whole, datasets.tokenizer(whole))
     params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
     last = state_of(whole).params
     assert_equal(params.replace(embed=params.embed[: model.vocab_size]), last.replace(embed=last.embed[: model.vocab_size]))
     assert not list(Path(whole.run).glob("*.partial"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
-    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     monkeypatch.setattr(sys, "argv", ["eval", "--config", str(tmp_path / "config.yaml"), "--model.path", str(exported)])
     printed = []
     for _ in range(2):
@@ -431,9 +434,9 @@ def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):
 def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactly(configure, tmp_path, monkeypatch):
     knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "algorithm.importance_cap": 2.0, "eval.every": 0}
     config, updates, written = configure(tmp_path / "run", knobs), [], []
-    summarize, write = report.of_update, folder.write_model
-    monkeypatch.setattr(report, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
-    monkeypatch.setattr(folder, "write_model", lambda *args: written.append(args[1].name) or write(*args))
+    summarize, write = step_metrics.of_update, run_folder.write_model
+    monkeypatch.setattr(step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
+    monkeypatch.setattr(run_folder, "write_model", lambda *args: written.append(args[1].name) or write(*args))
     assert loop.train(config) == loop.DONE
     assert [len(one) for one in updates] == [2] * STEPS
     assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
@@ -469,7 +472,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
     assert loop.train(resumed) == loop.DONE
     for name in ("sft/loss", "sft/lr", "reward/mean"):
         assert events(resumed)[name] == events(config)[name], name
-    model = policy.describe(config, data.tokenizer(config))
+    model = from_config.describe(config, datasets.tokenizer(config))
     others = {"sft.learning_rate": 0.02, "sft.steps": 9, "train.seed": 1, "data.task": "scan", "mesh.data": 1}
     kept = {sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model) for name, v in others.items()}
     assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1
@@ -478,12 +481,12 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
 
 def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_named(configure, tmp_path):
     config = configure(tmp_path / "run")
-    folder.enter(configure(tmp_path / "run", {"train.seed": 1}))
-    folder.enter(config)
+    run_folder.enter(configure(tmp_path / "run", {"train.seed": 1}))
+    run_folder.enter(config)
     assert configuration.read(tmp_path / "run" / "config.yaml") == config
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set another run folder"):
-        folder.enter(configure(tmp_path / "file" / "run"))
+        run_folder.enter(configure(tmp_path / "file" / "run"))
 
 
 def test_an_empty_evaluation_split_is_refused_at_once(configure, tmp_path):

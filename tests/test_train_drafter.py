@@ -15,17 +15,20 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from test_train import assert_equal, events, preempt, raise_at, saved_steps
 
-from tlt_jax import config as configuration, data, mesh as meshes, policy, tasks
 from tlt_jax.checkpoint import Store
-from tlt_jax.config import Config
-from tlt_jax.data import Encoder
-from tlt_jax.engine import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
-from tlt_jax.models import hf, hf_drafter, transformer
+from tlt_jax.config import load as configuration
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import dataset as datasets, packing, tasks
+from tlt_jax.data.dataset import Encoder
+from tlt_jax.data.files import DataError
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter import corpus, update as drafter_update
+from tlt_jax.models import from_config, hf, hf_drafter, transformer
 from tlt_jax.models.hf_config import ModelError
-from tlt_jax.settings import ConfigError
-from tlt_jax.tables import DataError
-from tlt_jax.train import drafter, drafter_step, loop, packing, texts
-from tlt_jax.train.packing import Example
+from tlt_jax.rollout.engine import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
+from tlt_jax.train import drafter, loop
 
 STEPS = 4
 TASK = {"min_length": 3, "max_length": 4, "modulus": 9}
@@ -94,13 +97,13 @@ def inside(config: Config) -> Config:
     return replace(config, run=str(Path(config.run) / "drafter"))
 
 
-def state_of(config: Config, step: int = STEPS) -> drafter_step.DrafterState:
+def state_of(config: Config, step: int = STEPS) -> drafter_update.DrafterState:
     """The state that was saved after a step."""
-    model = policy.describe(config, data.tokenizer(config))
+    model = from_config.describe(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    recipe = drafter_step.Recipe.of(config, model, drafter.eagle.for_policy(model, config.warmup.kind), mesh)
+    recipe = drafter_update.Recipe.of(config, model, drafter.eagle.for_policy(model, config.warmup.kind), mesh)
     with Store(inside(config).run, create=False) as store:
-        return store.restore(step, {"drafter": drafter_step.abstract_state(recipe)}).items["drafter"]
+        return store.restore(step, {"drafter": drafter_update.abstract_state(recipe)}).items["drafter"]
 
 
 def texts_of(config: Config) -> dict[str, str]:
@@ -125,7 +128,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least,
         assert written[f"drafter/{name}"][0] == 150
         assert written[f"drafter/{name}"][1] > least, name
     assert ("drafter/feature_loss" in written) == (kind == "eagle")
-    model = policy.describe(config, data.tokenizer(config))
+    model = from_config.describe(config, datasets.tokenizer(config))
     directory = tmp_path / "drafter" / "hf"
     described, params = hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
     assert described.kind == kind
@@ -143,7 +146,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(who
     for saved in saved_steps(inside(config)):
         if saved > step:
             shutil.rmtree(tmp_path / "run" / "drafter" / "checkpoints" / str(saved))
-    monkeypatch.setattr(texts, "Engine", None)
+    monkeypatch.setattr(corpus, "Engine", None)
     assert drafter.train(config) == loop.DONE
     assert_equal(state_of(config), state_of(whole))
     assert saved_steps(inside(config)) == [1, 2, 3, 4]
@@ -154,7 +157,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(who
 @pytest.mark.parametrize("where", ["answers", "training"])
 def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
     config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
-    target, name = {"answers": (texts, "write"), "training": (drafter_step, "make_batch")}[where]
+    target, name = {"answers": (corpus, "write"), "training": (drafter_update, "make_batch")}[where]
     with monkeypatch.context() as patch:
         raise_at(patch, target, name, 2, preempt)
         assert drafter.train(config) == loop.PREEMPTED
@@ -171,7 +174,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     rows = [json.loads(line) for text in files.values() for line in text.splitlines()]
     assert len(rows) == 2 * 16 * 2
     prompts = [
-        prompt.tokens.tolist() for step in (0, 1) for prompt in data.load(whole, data.tokenizer(whole)).prompts(step)
+        prompt.tokens.tolist() for step in (0, 1) for prompt in datasets.load(whole, datasets.tokenizer(whole)).prompts(step)
     ]
     assert [row["prompt"] for row in rows[::2]] == prompts
     assert DRAFTER_STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
@@ -185,16 +188,16 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
             asked.append((stream, step, len(prompts)))
             return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0})
 
-    monkeypatch.setattr(texts, "Engine", Recorder)
-    tokenizer = data.tokenizer(whole)
-    dataset = data.load(whole, tokenizer)
-    texts.answer(replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False)
+    monkeypatch.setattr(corpus, "Engine", Recorder)
+    tokenizer = datasets.tokenizer(whole)
+    dataset = datasets.load(whole, tokenizer)
+    corpus.answer(replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False)
     assert asked == [(DRAFTER_STREAM, step, 16) for step in (0, 1)]
 
 
 def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, configure, tmp_path, monkeypatch):
     first = Path(whole.run) / "drafter" / "hf"
-    monkeypatch.setattr(texts, "Engine", None)
+    monkeypatch.setattr(corpus, "Engine", None)
     knobs = {
         "warmup.texts": Path(whole.run) / "drafter" / "answers",
         "warmup.start": first,
@@ -226,13 +229,13 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
         tmp_path, {"warmup.texts": answers, "warmup.kind": "eagle3", "warmup.vocab": 5, "warmup.unroll": 1}
     )
     assert drafter.train(config) == loop.DONE
-    model = policy.describe(config, data.tokenizer(config))
+    model = from_config.describe(config, datasets.tokenizer(config))
     _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
     rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
     counts = np.bincount(np.concatenate([row["response"] for row in rows]), minlength=model.vocab_size)
     assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
     examples = [Example(0, np.array([7]), np.array([3, 3, 1, 2])), Example(1, np.array([7]), np.array([2, 5]))]
-    np.testing.assert_array_equal(texts.frequent(examples, 3, 9), [1, 2, 3])  # of 1 and 5 the lower
+    np.testing.assert_array_equal(corpus.frequent(examples, 3, 9), [1, 2, 3])  # of 1 and 5 the lower
 
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
@@ -251,7 +254,7 @@ def test_the_command_trains_and_prints_where_the_drafter_is(whole, tmp_path, mon
     config = replace(whole, run=str(tmp_path / "run"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
     shutil.copytree(Path(whole.run) / "drafter" / "answers", tmp_path / "run" / "drafter" / "answers")
-    monkeypatch.setattr("tlt_jax.command.set_environment", lambda config: None)
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     monkeypatch.setattr(sys, "argv", ["drafter", "--config", str(tmp_path / "config.yaml")])
     assert drafter.main() == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'run/drafter/hf'}: the drafter after {STEPS} steps"
@@ -262,7 +265,7 @@ def test_the_command_trains_and_prints_where_the_drafter_is(whole, tmp_path, mon
 
 def encoder_of(configure, tmp_path: Path) -> Encoder:
     config = configure(tmp_path)
-    return Encoder(config, data.tokenizer(config))
+    return Encoder(config, datasets.tokenizer(config))
 
 
 def test_texts_and_token_ids_are_read_in_their_order(configure, tmp_path):
@@ -270,7 +273,7 @@ def test_texts_and_token_ids_are_read_in_their_order(configure, tmp_path):
     rows = [
         {"prompt": "12=", "response": "3"}, {"prompt": [5, 6], "response": [7, 1]}, {"prompt": "21=", "response": [4]},
     ]  # fmt: skip
-    found = texts.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder, 15)
+    found = corpus.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder, 15)
     tokenizer = encoder.tokenizer
     expected = [
         (tokenizer.encode("12="), [*tokenizer.encode("3"), tokenizer.eos_token_id]),
@@ -286,7 +289,7 @@ def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_pat
         {"prompt": [1], "response": {"text": "3"}}, {"prompt": [1, -2], "response": "3"},
     ]  # fmt: skip
     with pytest.raises(DataError) as refused:
-        texts.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder_of(configure, tmp_path), 15)
+        corpus.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder_of(configure, tmp_path), 15)
     text = str(refused.value)
     for part in (
         "the data has 5 problems", ":1: column 'response' is missing", ":2: column 'prompt' is empty",
@@ -299,10 +302,10 @@ def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_pat
 def test_long_texts_are_cut_to_rows_and_prompts_that_fill_one_are_dropped():
     lengths = [(3, 4), (3, 9), (8, 2), (7, 5)]
     examples = [Example(uid, np.arange(p), np.arange(a)) for uid, (p, a) in enumerate(lengths)]
-    kept = texts.fit(examples, 8)
+    kept = corpus.fit(examples, 8)
     assert [(one.uid, len(one.prompt), len(one.answer)) for one in kept] == [(0, 3, 4), (1, 3, 5), (3, 7, 1)]
     with pytest.raises(DataError, match="none of the 1 texts fits rows of 8"):
-        texts.fit(examples[2:3], 8)
+        corpus.fit(examples[2:3], 8)
 
 
 def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
@@ -311,13 +314,13 @@ def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
         Example(uid, random.integers(0, 9, 3), np.full(random.integers(20, 40), uid, np.int32)) for uid in range(23)
     ]
     config = configure(tmp_path, {"train.rows": 2})
-    rows = texts.Rows(examples, config)
+    rows = corpus.Rows(examples, config)
     count = len(rows.arrays["tokens"])
     dealt = np.concatenate([rows.batch(step)["tokens"] for step in range(count)])  # two passes
     for part in (dealt[:count], dealt[count:]):
         assert sorted(map(tuple, part)) == sorted(map(tuple, rows.arrays["tokens"]))
     assert (dealt[:count] != dealt[count:]).any()
-    again = texts.Rows(examples, config)
+    again = corpus.Rows(examples, config)
     np.testing.assert_array_equal(again.batch(3)["segments"], rows.batch(3)["segments"])
     assert rows.arrays["answers"].sum() == sum(len(one.answer) for one in examples)
     batch = rows.batch(0)

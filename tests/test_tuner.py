@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import tuner_worlds as worlds
 
-from tlt_jax import drafters
-from tlt_jax.config import Speculation
-from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import acceptance, bandit, costs, strategies, tuner
+from tlt_jax.config.load import Speculation
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.spec_decode.tuner import Measurement
+from tlt_jax.tuner import acceptance, arms as strategies, beg_mab, cost_model, goodput
+from tlt_jax.tuner.goodput import Measurement
 
 ARMS = strategies.pool(strategies.POOL)
 MAKERS = {
-    "fixed": lambda: tuner.fixed("6_4_16"),
-    "threshold": lambda: tuner.threshold(strategies.PAPER),
-    "beg_mab": lambda: bandit.beg_mab(strategies.POOL),
-    "goodput": lambda: tuner.goodput(strategies.POOL),
+    "fixed": lambda: goodput.fixed("6_4_16"),
+    "threshold": lambda: goodput.threshold(strategies.PAPER),
+    "beg_mab": lambda: beg_mab.beg_mab(strategies.POOL),
+    "goodput": lambda: goodput.goodput(strategies.POOL),
 }
 
 
@@ -86,19 +86,19 @@ def test_the_widest_trees_belong_to_the_smallest_batches():
 )
 def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
     with pytest.raises(ConfigError, match=says):
-        bandit.beg_mab(strategies.PAPER, thresholds)
+        beg_mab.beg_mab(strategies.PAPER, thresholds)
 
 
-@pytest.mark.parametrize("drafter", [drafters.NONE, drafters.NGRAM])
+@pytest.mark.parametrize("drafter", [bindings.NONE, bindings.NGRAM])
 def test_strategies_are_checked_even_when_nothing_drafts(drafter):
-    assert len(drafters.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == drafters.NGRAM)
+    assert len(bindings.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == bindings.NGRAM)
     with pytest.raises(ConfigError, match="nodes is 0"):
-        drafters.pool(Speculation(drafter=drafter, strategies=["6_4_0"]))
+        bindings.pool(Speculation(drafter=drafter, strategies=["6_4_0"]))
 
 
 def test_an_empty_pool_is_refused():
     with pytest.raises(ConfigError, match="no strategies"):
-        tuner.goodput([])
+        goodput.goodput([])
 
 
 # What one tree tells about smaller ones
@@ -148,55 +148,55 @@ def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(law):
     cells = {}
     for batch in (4, 16, 64):
         for _ in range(3):
-            cells = costs.note(cells, batch, 512, PLAIN, law(batch, 512, PLAIN), False)
+            cells = cost_model.note(cells, batch, 512, PLAIN, law(batch, 512, PLAIN), False)
     for batch, text in ((1, "2_2_4"), (1, "6_4_16"), (4, "4_2_8")):
-        log, error = costs.predict(cells, batch, 512, (strategies.parse(text),))
+        log, error = cost_model.predict(cells, batch, 512, (strategies.parse(text),))
         assert abs(log[0] - math.log(law(batch, 512, strategies.parse(text)))) < 2 * error[0] < 0.8
 
 
 def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
     arm, cells = strategies.parse("4_2_8"), {}
     for number in range(9):
-        cells = costs.note(cells, 4, 512, PLAIN, 1.0, False)
-        cells = costs.note(cells, 4, 512, arm, 40.0 if number in (2, 5) else 4.0, False)
-    log, error = costs.predict(cells, 4, 512, (arm,))
+        cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
+        cells = cost_model.note(cells, 4, 512, arm, 40.0 if number in (2, 5) else 4.0, False)
+    log, error = cost_model.predict(cells, 4, 512, (arm,))
     assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.05
 
 
 def test_one_slow_first_call_does_not_condemn_an_arm():
     arm, cells = strategies.parse("4_2_8"), {}
     for _ in range(9):
-        cells = costs.note(cells, 4, 512, PLAIN, 1.0, False)
-    before, _ = costs.predict(cells, 4, 512, (arm,))
-    after, error = costs.predict(costs.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,))
+        cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
+    before, _ = cost_model.predict(cells, 4, 512, (arm,))
+    after, error = cost_model.predict(cost_model.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,))
     assert after[0] - before[0] < 0.3 and error[0] > 0.15
 
 
 def test_seconds_of_what_is_not_used_are_known_less_and_less_and_then_replaced():
     arm, cells, errors = strategies.parse("4_2_8"), {}, []
     for _ in range(9):
-        cells = costs.note(costs.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False)
-    for _ in range(costs.LIFE + 1):
-        errors.append(costs.predict(cells, 4, 512, (arm,))[1][0])
-        cells = costs.note(costs.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False)
+        cells = cost_model.note(cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False)
+    for _ in range(cost_model.LIFE + 1):
+        errors.append(cost_model.predict(cells, 4, 512, (arm,))[1][0])
+        cells = cost_model.note(cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False)
     assert errors[0] < 0.05 and errors[-1] > 0.08 and errors == sorted(errors)
-    assert cells["16/512/4_2_8"]["age"] == 0 and cells["4/512/4_2_8"]["age"] == costs.LIFE + 1
-    assert costs.note(cells, 4, 512, arm, 9.0, True)["4/512/4_2_8"]["warm"] == [4.0] * 9
-    assert costs.note(cells, 4, 512, arm, 9.0, False)["4/512/4_2_8"]["warm"] == [9.0]
+    assert cells["16/512/4_2_8"]["age"] == 0 and cells["4/512/4_2_8"]["age"] == cost_model.LIFE + 1
+    assert cost_model.note(cells, 4, 512, arm, 9.0, True)["4/512/4_2_8"]["warm"] == [4.0] * 9
+    assert cost_model.note(cells, 4, 512, arm, 9.0, False)["4/512/4_2_8"]["warm"] == [9.0]
 
 
 def test_cells_are_forgotten_oldest_first():
     cells = {}
-    for slots in range(costs.CELLS + 5):
-        cells = costs.note(cells, 1, slots + 1, PLAIN, 1.0, False)
-    assert len(cells) == costs.CELLS and "1/1/off" not in cells
+    for slots in range(cost_model.CELLS + 5):
+        cells = cost_model.note(cells, 1, slots + 1, PLAIN, 1.0, False)
+    assert len(cells) == cost_model.CELLS and "1/1/off" not in cells
 
 
 # The simple tuners
 
 
 def test_fixed_never_changes_its_mind():
-    made = tuner.fixed("4_2_8")
+    made = goodput.fixed("4_2_8")
     state = made.observe(made.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
     assert made.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
 
@@ -206,12 +206,12 @@ def test_fixed_never_changes_its_mind():
     [(33, 64, "off"), (32, 64, "7_4_8"), (17, 64, "7_4_8"), (3, 4, "8_4_32"), (1, 1, "8_4_48")],
 )
 def test_threshold_speculates_when_few_are_live(live, batch, text):
-    choice = tuner.threshold(strategies.PAPER).choose({}, live, batch, 512)[1]
+    choice = goodput.threshold(strategies.PAPER).choose({}, live, batch, 512)[1]
     assert strategies.name(choice.strategy) == text
 
 
 def test_beg_mab_tries_every_arm_once_before_it_judges():
-    made, tried = bandit.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0), []
+    made, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0), []
     state = made.init()
     for _ in range(3):
         state, choice = made.choose(state, 4, 4, 512)  # nothing was read yet: two chunks are in flight
@@ -220,7 +220,7 @@ def test_beg_mab_tries_every_arm_once_before_it_judges():
 
 
 def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
-    made = bandit.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0)
+    made = beg_mab.beg_mab(["4_2_8", "2_4_8"], (1,), epsilon=0.0)
     state, gains = made.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
     for _ in range(3):
         state, choice = made.choose(state, 4, 4, 512)
@@ -231,7 +231,7 @@ def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
 
 
 def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
-    made = bandit.beg_mab(["4_2_8"], (1,), epsilon=0.3, window=5)
+    made = beg_mab.beg_mab(["4_2_8"], (1,), epsilon=0.3, window=5)
     state, taken = made.init(), []
     for number in range(600):
         state, choice = made.choose(state, 4, 4, 512)
@@ -249,7 +249,7 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
 )
 def test_goodput_comes_close_to_knowing_everything(law, quality, share):
     world = worlds.World(law, quality)
-    made = tuner.goodput(strategies.POOL, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
+    made = goodput.goodput(strategies.POOL, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
     state, _ = decode(world, made, rollouts=4)
     _, runs = decode(world, made, rollouts=2, seed=1, state=state)
     _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
@@ -261,8 +261,8 @@ def test_goodput_comes_close_to_knowing_everything(law, quality, share):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
     world = worlds.World(law, 0.3, agreement, seed=seed)
-    _, plain = decode(world, tuner.fixed("off"), rollouts=4, seed=seed)
-    _, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=4, seed=seed)
+    _, plain = decode(world, goodput.fixed("off"), rollouts=4, seed=seed)
+    _, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=4, seed=seed)
     assert seconds(plain) / seconds(runs) > 0.97
 
 
@@ -273,7 +273,7 @@ def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
 
 
 def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
-    world, made = worlds.World(worlds.gpu, 0.3, 0.0), tuner.goodput(strategies.POOL)
+    world, made = worlds.World(worlds.gpu, 0.3, 0.0), goodput.goodput(strategies.POOL)
 
     def speculating(runs):
         taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
@@ -289,7 +289,7 @@ def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_ba
 
 
 def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(6):
         state = made.observe(state, measured(PLAIN, per_round=0.020))
@@ -302,7 +302,7 @@ def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
 @pytest.mark.parametrize(("faster", "text"), [(-0.025, "2_2_4"), (-0.1, "off")])
 def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster, text):
     for held, plain in (("2_2_4", 0.02 * (1 + faster)), ("off", 0.02 / (1 + faster))):
-        made, expected = tuner.goodput(["2_2_4"]), text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text]
+        made, expected = goodput.goodput(["2_2_4"]), text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text]
         state = made.init()
         for _ in range(40):
             state = made.observe(state, measured(PLAIN, per_round=plain))
@@ -312,7 +312,7 @@ def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster,
 
 
 def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(20):
         state = made.observe(state, measured(arm, accepted=0.9, per_round=0.03))
@@ -330,7 +330,7 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
 
 def test_trials_are_few_and_never_two_at_a_time():
     world = worlds.World(worlds.cpu, 0.5)
-    state, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5, renew=False)
+    state, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=5, renew=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
     assert reasons.count("trial") < 0.15 * len(reasons)
     assert all((choice.reason[:5] == "trial") == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
@@ -338,7 +338,7 @@ def test_trials_are_few_and_never_two_at_a_time():
 
 
 def test_most_nodes_bounds_the_trees_of_large_batches():
-    made = tuner.goodput(strategies.POOL, most_nodes=64)
+    made = goodput.goodput(strategies.POOL, most_nodes=64)
     state = made.init()
     for arm in ARMS:
         state = made.observe(state, measured(arm, batch=16, accepted=5.0, per_round=0.001))
@@ -349,9 +349,9 @@ def test_most_nodes_bounds_the_trees_of_large_batches():
 
 @pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.8), (worlds.cpu, 0.3)])
 def test_few_choices_are_thought_over_once_the_arms_are_known(law, quality, monkeypatch):
-    thought, outlook = [], tuner.outlook
-    monkeypatch.setattr(tuner, "outlook", lambda *args: thought.append(1) or outlook(*args))
-    world, made = worlds.World(law, quality), tuner.goodput(strategies.POOL)
+    thought, outlook = [], goodput.outlook
+    monkeypatch.setattr(goodput, "outlook", lambda *args: thought.append(1) or outlook(*args))
+    world, made = worlds.World(law, quality), goodput.goodput(strategies.POOL)
     state, _ = decode(world, made, rollouts=3)
     thought.clear()
     _, runs = decode(world, made, rollouts=4, seed=1, state=state)
@@ -359,7 +359,7 @@ def test_few_choices_are_thought_over_once_the_arms_are_known(law, quality, monk
 
 
 def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remembers_of_plain_rounds():
-    made, arm, taken = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4), []
+    made, arm, taken = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4), []
     state = made.init()
     for _ in range(20):
         state = made.observe(state, measured(PLAIN, per_round=0.028))
@@ -375,7 +375,7 @@ def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remem
 
 @pytest.mark.parametrize(("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")])
 def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(per_round, text):
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(20):
         state = made.observe(state, measured(PLAIN, per_round=0.018))
@@ -391,7 +391,7 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
 
 def test_predictions_agree_with_what_is_measured():
     world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
-    _, runs = decode(world, tuner.goodput(strategies.POOL), rollouts=5)
+    _, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=5)
     ratio = [choice.predicted / (seen.tokens / seen.seconds) for choice, seen in runs[-1].chunks if seen.rounds == 16]
     assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
 
@@ -404,7 +404,7 @@ def test_a_chunk_without_rounds_teaches_nothing():
 
 
 def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_of_costs():
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(PLAIN))
     late = measured(arm, accepted=1.0, per_round=9.0)
     sharp, doubted = (made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9))
@@ -416,7 +416,7 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
 
 
 def test_a_trial_pays_for_the_drafters_catching_up_too():
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(PLAIN))
     trial = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
     seen = measured(arm, accepted=1.0, rounds=4)
@@ -428,7 +428,7 @@ def test_a_trial_pays_for_the_drafters_catching_up_too():
 
 @pytest.mark.parametrize("rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)])
 def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is_warm):
-    made, arm = tuner.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(arm))
     before = len(state["cells"]["4/512/2_2_4"]["warm"])
     state = made.observe(state, measured(arm, rounds=rounds, per_round=per_round))
@@ -436,7 +436,7 @@ def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is
 
 
 def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
-    made, funds = tuner.goodput(["2_2_4"]), {}
+    made, funds = goodput.goodput(["2_2_4"]), {}
     for rounds in (2, 4, 16, 64):
         state = made.observe(made.init(), measured(PLAIN))
         state["trial"] = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
@@ -457,7 +457,7 @@ def test_what_a_host_does_besides_compiling_is_let_pass(seconds, doubt, is_timed
 
 
 def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
-    made, rounds = tuner.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
+    made, rounds = goodput.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
     state = made.init()
     for _ in range(400):
         state, choice = made.choose(state, 4, 4, 512)
@@ -468,7 +468,7 @@ def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
 
 
 def test_beg_mab_pulls_again_what_was_not_timed():
-    made = bandit.beg_mab(["4_2_8"], (1,), epsilon=0.0)
+    made = beg_mab.beg_mab(["4_2_8"], (1,), epsilon=0.0)
     state, first = made.choose(made.init(), 4, 4, 512)
     state = made.observe(state, measured(first.strategy)._replace(doubt=1.0))
     assert state["rewards"] == {} and made.choose(state, 4, 4, 512)[1].strategy == first.strategy
@@ -497,11 +497,11 @@ def test_decisions_replay_from_the_record_also_through_json_and_states_never_cha
 
 def test_a_state_of_another_pool_is_still_usable():
     world = worlds.World(worlds.gpu, 0.6)
-    state, _ = decode(world, tuner.goodput(["4_2_8", "8_4_48"]), rollouts=1)
-    state, runs = decode(world, tuner.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state)))
+    state, _ = decode(world, goodput.goodput(["4_2_8", "8_4_48"]), rollouts=1)
+    state, runs = decode(world, goodput.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state)))
     assert {strategies.name(choice.strategy) for choice, _ in runs[0].chunks} <= {"off", "2_2_4", "4_2_8"}
 
 
 def test_the_state_stays_small():
-    state, _ = decode(worlds.World(worlds.cpu, 0.5), tuner.goodput(strategies.POOL), rollouts=4)
+    state, _ = decode(worlds.World(worlds.cpu, 0.5), goodput.goodput(strategies.POOL), rollouts=4)
     assert len(json.dumps(state)) < 32_000

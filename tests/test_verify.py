@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 import references
 
-from tlt_jax.spec_decode import chunk, tree, verify
-from tlt_jax.spec_decode.chunk import (
-    RUNNING,
-    STOPPED,
-    TRUNCATED,
-    Admission,
-    DecodeState,
-    Emitted,
-    Report,
-    Rules,
-)
+from tlt_jax.spec_decode import decode as chunk, tree, verify
+from tlt_jax.spec_decode.decode import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report, Rules
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.tree import NO_DRAFTER, DraftTree, Target
 

@@ -10,16 +10,17 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax import mesh as meshes
-from tlt_jax.spec_decode import noise, tuner
-from tlt_jax.spec_decode.chunk import Rules, Weights
-from tlt_jax.spec_decode.dealing import Dealer, LocalBoard
-from tlt_jax.spec_decode.drafting import Coupling, Network, learned
-from tlt_jax.spec_decode.pilot import Pilot
-from tlt_jax.spec_decode.programs import Registry
-from tlt_jax.spec_decode.records import Group, Job
-from tlt_jax.spec_decode.rollout import RolloutResult, rollout
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.rollout.executables import Registry
+from tlt_jax.rollout.planner import Pilot
+from tlt_jax.rollout.queue import Dealer, LocalBoard
+from tlt_jax.rollout.recorder import RolloutResult, rollout
+from tlt_jax.rollout.state import Group, Job
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.decode import Rules, Weights
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, Strategy, Target
+from tlt_jax.spec_decode.tree_drafter import Coupling, Network, learned
+from tlt_jax.tuner import goodput
 
 DECAY = 0.7
 TAIL = 6
@@ -174,7 +175,7 @@ def registry(groups: int, vocab: int, drafter=no_drafter) -> Registry:
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
     """The decider that always takes one strategy."""
-    return Pilot(batches, slots, tuner.fixed(strategy)).decide
+    return Pilot(batches, slots, goodput.fixed(strategy)).decide
 
 
 def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:

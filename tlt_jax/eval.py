@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy
-from tlt_jax.config import Config
-from tlt_jax.data import Dataset, Prompt
-from tlt_jax.engine import EVAL_STREAM, Completion, Engine
+from tlt_jax import cli
+from tlt_jax.config import load as configuration, validate
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import dataset as datasets
+from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import from_config
 from tlt_jax.rewards import Scorer
-from tlt_jax.settings import ConfigError
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import EVAL_STREAM, Completion, Engine
 from tlt_jax.spec_decode.sampling import Sampling
 
 
@@ -82,15 +87,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def main() -> int:
     """Evaluates the model of a configuration (--model.path DIR for another one); prints one JSON object."""
     config = configuration.load(command="python -m tlt_jax.eval")
-    with command.prepared(config), Scorer(config) as scorer:
-        tokenizer = data.tokenizer(config)
-        dataset = data.load(config, tokenizer)
-        model = policy.describe(config, tokenizer)
-        checks.validate_model(config, model)
+    with cli.prepared(config), Scorer(config) as scorer:
+        tokenizer = datasets.tokenizer(config)
+        dataset = datasets.load(config, tokenizer)
+        model = from_config.describe(config, tokenizer)
+        validate.validate_model(config, model)
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        drafter, drafter_params = drafters.load(config, model, mesh)
-        engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer), drafter)
-        weights = engine.publish(policy.load(config, model, mesh), drafter_params)
+        drafter, drafter_params = bindings.load(config, model, mesh)
+        engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
+        weights = engine.publish(from_config.load(config, model, mesh), drafter_params)
         print(json.dumps(evaluate(engine, weights, dataset, tokenizer, scorer, config)))
     return 0
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tlt_jax import command, config as configuration
-from tlt_jax.config import Config
-from tlt_jax.sections import DTYPES
-from tlt_jax.settings import ConfigError
+from tlt_jax import cli
+from tlt_jax.config import load as configuration
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.config.schema import DTYPES
 
 ABOUT = f"""--run RUN     folder of the run
 --out DIR     directory to write
@@ -22,11 +23,11 @@ def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or "--help" in arguments or "-h" in arguments:
         configuration.load(["--help"], command="python -m tlt_jax.export", about=ABOUT)
-    run, out = Path(command.take(arguments, "--run")), Path(command.take(arguments, "--out"))
-    step = command.take(arguments, "--step") if "--step" in arguments else "latest"
-    dtype = command.take(arguments, "--dtype") if "--dtype" in arguments else ""
+    run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
+    step = cli.take(arguments, "--step") if "--step" in arguments else "latest"
+    dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
     config = configuration.load(["--config", str(run / "config.yaml"), *arguments])
-    with command.prepared(config):
+    with cli.prepared(config):
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is unknown: use {', '.join(DTYPES)}")
         print(f"{out}: the policy after step {export(config, run, out, step, dtype)}")
@@ -35,20 +36,21 @@ def main() -> int:
 
 def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: str = "") -> int:
     """Writes the policy of a checkpoint of the run, with its tokenizer; the step that it was."""
-    from tlt_jax import data, mesh as meshes, policy
     from tlt_jax.checkpoint import Store
-    from tlt_jax.models import hf
-    from tlt_jax.train import policy_step
+    from tlt_jax.data import dataset as datasets
+    from tlt_jax.distributed import mesh as meshes
+    from tlt_jax.models import from_config, hf
+    from tlt_jax.train import policy_update
 
-    tokenizer = data.tokenizer(config)
-    model = policy.describe(config, tokenizer)
+    tokenizer = datasets.tokenizer(config)
+    model = from_config.describe(config, tokenizer)
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    recipe = policy_step.Recipe.of(config, model, mesh, total_steps=1)
+    recipe = policy_update.Recipe.of(config, model, mesh, total_steps=1)
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
         if chosen is None:
             raise ConfigError(f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}")
-        state = store.restore(chosen, {"policy": policy_step.abstract_state(recipe)}).items["policy"]
+        state = store.restore(chosen, {"policy": policy_update.abstract_state(recipe)}).items["policy"]
     hf.save(state.params, model, out, mesh, tokenizer, dtype or config.model.param_dtype)
     return chosen
 

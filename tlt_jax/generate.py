@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tlt_jax import command, settings, tables
-from tlt_jax.config import Config
-from tlt_jax.settings import ConfigError
-from tlt_jax.tables import DataError
+from tlt_jax import cli
+from tlt_jax.config import parse as parsing
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import files
+from tlt_jax.data.files import DataError
 
 KNOBS = {  # option -> the knob whose default, meaning and limits it has
     "max-new-tokens": "rollout.max_new_tokens",
@@ -41,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        command.stop(ConfigError(message))
+        cli.stop(ConfigError(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = configure(arguments)
     except ConfigError as error:
-        command.stop(error)
-    with command.prepared(config):
+        cli.stop(error)
+    with cli.prepared(config):
         output = generate(config, arguments)
     if arguments.json:
         print(json.dumps(output))
@@ -83,7 +85,7 @@ def parser() -> Parser:
     prompt.add_argument("--prompt", help="text of the prompt, tokenized as it is")
     prompt.add_argument("--prompt-ids", help='token ids of the prompt, "1,2,3": needs no tokenizer')
     prompt.add_argument("--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}')
-    knobs = settings.knobs(Config)
+    knobs = parsing.knobs(Config)
     for option, name in KNOBS.items():
         default = 1 if name == "rollout.samples" else knobs[name].default
         meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"
@@ -95,16 +97,17 @@ def parser() -> Parser:
 def configure(arguments: argparse.Namespace) -> Config:
     """The configuration that the options stand for; each value is checked like the knob."""
     pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
-    config = settings.build(Config, {}, [("model.path", arguments.model), *pairs])
+    config = parsing.build(Config, {}, [("model.path", arguments.model), *pairs])
     return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
 
 
 def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes the prompts; what `--json` prints."""
-    from tlt_jax import drafters, mesh as meshes
-    from tlt_jax.data import Prompt
-    from tlt_jax.engine import GENERATE_STREAM, Engine
+    from tlt_jax.data.dataset import Prompt
+    from tlt_jax.distributed import mesh as meshes
     from tlt_jax.models import hf
+    from tlt_jax.rollout import bindings
+    from tlt_jax.rollout.engine import GENERATE_STREAM, Engine
     from tlt_jax.spec_decode.sampling import Sampling
 
     directory = hf.resolve(arguments.model)
@@ -114,7 +117,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     model = hf.read_config(directory, eos)
     mesh = meshes.make_mesh(1, 1)
     rollout = replace(config.rollout, prompts=len(questions))
-    drafter, drafter_params = drafters.load(config, model, mesh)
+    drafter, drafter_params = bindings.load(config, model, mesh)
     engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
     prompts = [Prompt(i, np.asarray(question.tokens, np.int32), {}) for i, question in enumerate(questions)]
     engine.check([prompt.tokens for prompt in prompts], rollout.max_new_tokens)
@@ -167,10 +170,10 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question
         return [encode(arguments.prompt, tokenizer, "--prompt")]
     if arguments.prompt_ids is not None:
         return [Question(read_ids(arguments.prompt_ids.split(","), "--prompt-ids"), None)]
-    path, problems = Path(arguments.prompts), tables.Problems()
+    path, problems = Path(arguments.prompts), files.Problems()
     if not path.is_file():
         raise ConfigError(f"--prompts {arguments.prompts}: no such file")
-    rows = tables.read(path, problems)
+    rows = files.read(path, problems)
     problems.stop_if_any()
     questions = []
     for line, row in rows:

@@ -17,20 +17,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy
-from tlt_jax.collectives import collectives
-from tlt_jax.config import Config
-from tlt_jax.engine import Engine
-from tlt_jax.models import eagle, hf, transformer
+from tlt_jax import cli
+from tlt_jax.config import load as configuration, validate
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.collectives import collectives
+from tlt_jax.drafter import update as drafter_update
+from tlt_jax.models import eagle, from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.settings import ConfigError
-from tlt_jax.spec_decode import strategies
-from tlt_jax.spec_decode.chunk import Rules
-from tlt_jax.spec_decode.group import block_size, bucket_width
-from tlt_jax.spec_decode.programs import Key, prefill_key
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables import Key, prefill_key
+from tlt_jax.rollout.group import block_size, bucket_width
+from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import drafter_step, packing, policy_step
-from tlt_jax.train.policy_step import Recipe
+from tlt_jax.train import policy_update
+from tlt_jax.train.policy_update import Recipe
+from tlt_jax.tuner import arms as strategies
 
 GIB = 2**30
 TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
@@ -79,7 +84,7 @@ def device_bytes(tree: Any) -> int:
 def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
     """Bytes on one device of each kind of large array; programs' temporaries are not among them."""
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
-    state = policy_step.abstract_state(recipe)
+    state = policy_update.abstract_state(recipe)
     vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
     kinds = {
         "weights": device_bytes(state.params),
@@ -90,7 +95,7 @@ def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
     if engine.drafter:
-        state = drafter_step.abstract_state(drafter_step.Recipe.of(config, model, engine.drafter, mesh))
+        state = drafter_update.abstract_state(drafter_update.Recipe.of(config, model, engine.drafter, mesh))
         kinds["drafter"], kinds["drafter optimizer"] = device_bytes(state.params), device_bytes(state.opt_state)
         kinds["drafter copy"] = device_bytes(eagle.abstract(engine.drafter, mesh, "rollout", dtype))
     return kinds
@@ -102,7 +107,7 @@ def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
     if engine.drafter:
         kinds["features"] = device_bytes(state.cache.features)
-    if config.speculation.drafter != drafters.NONE:
+    if config.speculation.drafter != bindings.NONE:
         guide = engine.registry.drafters[0].guide(batch)
         kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
     return kinds
@@ -164,16 +169,16 @@ def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int])
     copy = resident | pick(kinds, "rollout copy")
     yield Program("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
     given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
-    batch = policy_step.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
-    update = policy_step.programs(recipe).update.lower(policy_step.abstract_state(recipe), batch)
+    batch = policy_update.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
+    update = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch)
     yield Program("policy update", update, recipe.mesh, resident)
     if engine.drafter:
-        recipe = drafter_step.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
-        state = drafter_step.abstract_state(recipe)
+        recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
+        state = drafter_update.abstract_state(recipe)
         reshard = engine.reshard_drafter.lower(state.params)
         yield Program("drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy"))
-        batch = drafter_step.abstract_batch(recipe, packing.rows(config), packing.row_tokens(config))
-        update = drafter_step.program(recipe).lower(state, params, batch)
+        batch = drafter_update.abstract_batch(recipe, packing.rows(config), packing.row_tokens(config))
+        update = drafter_update.program(recipe).lower(state, params, batch)
         yield Program("drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer"))
 
 
@@ -189,7 +194,7 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
     yield Program("admission", engine.registry.lower(admission), group, holds)
     key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
     yield Program("rollout chunk", engine.registry.lower(key), group, holds)
-    reach = drafters.reach(config.speculation, drafters.pool(config.speculation), engine.batches)
+    reach = bindings.reach(config.speculation, bindings.pool(config.speculation), engine.batches)
     if reach and engine.registry.drafters[0].catch_up:
         batch = max(reach.values())
         lowered = engine.registry.lower(Key("catch_up", 0, batch, slots, tail=rules.tail))
@@ -242,26 +247,26 @@ def sizes(config: Config) -> ModelConfig:
     """The model of model.init when it names a vocabulary, which needs no files; else that of the model directory."""
     if "vocab_size" in config.model.init:
         return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
-    return policy.describe(config, data.tokenizer(config))
+    return from_config.describe(config, datasets.tokenizer(config))
 
 
 def main() -> int:
     """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a mistake."""
     arguments, topology = sys.argv[1:], ""
     if "--topology" in arguments:
-        topology = command.take(arguments, "--topology")
+        topology = cli.take(arguments, "--topology")
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here; uses no cache"
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
     if topology:  # the persistent cache cannot load programs for devices that are not here
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
-    with command.prepared(config):
+    with cli.prepared(config):
         model = sizes(config)
-        checks.validate_model(config, model)
+        validate.validate_model(config, model)
         devices = topology_devices(topology) if topology else jax.devices()
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
-        drafter = drafters.describe(config, model)
-        if drafter and not drafters.directory(config).exists():
+        drafter = bindings.describe(config, model)
+        if drafter and not bindings.directory(config).exists():
             print(f"{config.speculation.drafter} is not there: planning for the {drafter.kind} drafter of `warmup`")
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.mesh import sharding
+from tlt_jax.distributed.mesh import sharding
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run fit every usual `model` axis unchanged.
 VOCAB_MULTIPLE = 64

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tlt_jax.mesh import sharding
+from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
 from tlt_jax.models.eagle_config import (

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from tlt_jax.mesh import sharding
+from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models.architecture import (
     Layer,
     ModelConfig,

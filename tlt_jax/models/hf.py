@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from tlt_jax.data.files import HUB_ID
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
 from tlt_jax.models.hf_config import (
     ModelError,
@@ -29,7 +30,6 @@ from tlt_jax.models.hf_config import (
     read_json,
     to_hf_config,
 )
-from tlt_jax.tables import HUB_ID
 
 __all__ = ["ModelError", "from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tlt_jax import tasks
-from tlt_jax.config import Config
+from tlt_jax.config.load import Config
+from tlt_jax.data import tasks
 from tlt_jax.rewards import answers
 
 Reward = Callable[[str, str, dict[str, Any]], Any]

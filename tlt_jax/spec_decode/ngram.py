@@ -18,8 +18,8 @@ from flax import struct
 from jaxtyping import Array, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.drafting import Candidates, rerank
 from tlt_jax.spec_decode.tree import DraftTree, Strategy
+from tlt_jax.spec_decode.tree_drafter import Candidates, rerank
 
 SEPARATOR = -1
 POWER, ESCAPE = 1.4, 5.0  # fitted, see `grow`

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tlt_jax import command, config
+from tlt_jax import cli
+from tlt_jax.config import load as configuration
 
 
 def main() -> int:
     """Exit code: 0 done, 2 a mistake in the configuration or its files, 75 preempted (run it again to go on)."""
-    settings = config.load(command="python -m tlt_jax.train")
-    with command.prepared(settings):
+    settings = configuration.load(command="python -m tlt_jax.train")
+    with cli.prepared(settings):
         from tlt_jax.train import loop  # imports JAX: not before the process is prepared
 
         return loop.train(settings)

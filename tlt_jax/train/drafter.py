@@ -11,41 +11,46 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from tlt_jax import checks, command, config as configuration, data, drafters, mesh as meshes, policy, tables
+from tlt_jax import cli, run_folder
 from tlt_jax.checkpoint import Preemption, Store
-from tlt_jax.config import Config
-from tlt_jax.data import Dataset, Encoder
-from tlt_jax.engine import Interrupted
+from tlt_jax.config import load as configuration, validate
+from tlt_jax.config.load import Config
+from tlt_jax.data import dataset as datasets, files, packing
+from tlt_jax.data.dataset import Dataset, Encoder
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter import corpus, update as drafter_update
+from tlt_jax.drafter.update import DrafterState, Recipe
 from tlt_jax.metrics import Writer
-from tlt_jax.models import eagle, hf_drafter
+from tlt_jax.models import eagle, from_config, hf_drafter
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.train import drafter_step, folder, packing, sft, texts
-from tlt_jax.train.drafter_step import DrafterState, Recipe
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import Interrupted
+from tlt_jax.train import sft
 from tlt_jax.train.loop import DIVERGED, DONE, PREEMPTED, saves
-from tlt_jax.train.packing import Example
 
 FOLDER = "drafter"
 SAY_EVERY = 25  # also the most steps that wait on the devices
 
-ABOUT = f"""Everything goes to the folder {FOLDER} of the run; the drafter itself to {FOLDER}/{folder.EXPORT}, as SGLang and
+ABOUT = f"""Everything goes to the folder {FOLDER} of the run; the drafter itself to {FOLDER}/{run_folder.EXPORT}, as SGLang and
 vLLM load it."""
 
 
 def train(config: Config) -> int:
     """Trains to warmup.steps, going on from the newest checkpoint; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / FOLDER))
-    drafters.check_warmup(config)
-    tokenizer = data.tokenizer(config)
-    model = policy.describe(config, tokenizer)
-    checks.validate_model(config, model)
+    bindings.check_warmup(config)
+    tokenizer = datasets.tokenizer(config)
+    model = from_config.describe(config, tokenizer)
+    validate.validate_model(config, model)
     mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.warmup.steps
-    dataset = data.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
-    folder.enter(config)
+    dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
+    run_folder.enter(config)
     with Store(config.run, config.checkpoint.keep) as store, Preemption() as preempted:
         resumed = store.latest()
-        if resumed == steps and folder.export(config).is_dir():
-            print(f"{folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run.")
+        if resumed == steps and run_folder.export(config).is_dir():
+            print(f"{run_folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run.")
             return DONE
         with Writer(config, steps, resumed) as writer:
             try:
@@ -54,7 +59,7 @@ def train(config: Config) -> int:
             except Interrupted:
                 return PREEMPTED
             recipe, state = begin(config, model, mesh, examples, store, resumed)
-            rows = texts.Rows(examples, config)
+            rows = corpus.Rows(examples, config)
             state, code = learn(config, recipe, state, params, rows, store, writer, preempted)
         if code == DONE:
             write(config, recipe, state.params)
@@ -73,11 +78,11 @@ def gather(
     """The texts to learn from, cut to rows and to the policy's positions."""
     sources = [config.warmup.texts]
     if not config.warmup.texts:
-        sources = texts.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
+        sources = corpus.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
     encoder = Encoder(config, tokenizer)
-    examples = [example for source in sources for example in texts.read(str(source), encoder, model.vocab_size)]
+    examples = [example for source in sources for example in corpus.read(str(source), encoder, model.vocab_size)]
     examples = [example._replace(uid=uid) for uid, example in enumerate(examples)]
-    return texts.fit(examples, min(packing.row_tokens(config), model.max_positions))
+    return corpus.fit(examples, min(packing.row_tokens(config), model.max_positions))
 
 
 def begin(
@@ -87,9 +92,9 @@ def begin(
     drafter, params = describe(config, model, mesh, examples)
     recipe = Recipe.of(config, model, drafter, mesh)
     if resumed is not None:
-        target = drafter_step.abstract_state(recipe)
+        target = drafter_update.abstract_state(recipe)
         return recipe, store.restore(resumed, {"drafter": target}).items["drafter"]
-    return recipe, drafter_step.create(params, recipe)
+    return recipe, drafter_update.create(params, recipe)
 
 
 def describe(
@@ -99,9 +104,9 @@ def describe(
     warmup, dtype = config.warmup, config.model.param_dtype
     if warmup.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        return hf_drafter.load(Path(tables.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
-    drafter = drafters.fresh(config, model)
-    ids = None if drafter.whole else texts.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
+        return hf_drafter.load(Path(files.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
+    drafter = bindings.fresh(config, model)
+    ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     init_key = jax.random.fold_in(jax.random.key(config.train.seed), 1)  # 0 is the policy's
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
@@ -111,13 +116,13 @@ def learn(
     recipe: Recipe,
     state: DrafterState,
     params: Params,
-    rows: texts.Rows,
+    rows: corpus.Rows,
     store: Store,
     writer: Writer,
     interrupted: Callable[[], bool],
 ) -> tuple[DrafterState, int]:
     """The state after the last step, or where it stopped, and the exit code."""
-    update, steps = drafter_step.program(recipe), config.warmup.steps
+    update, steps = drafter_update.program(recipe), config.warmup.steps
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
         if interrupted():
@@ -125,7 +130,7 @@ def learn(
             return state, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch["answers"].sum())
-        state, metrics = update(state, params, drafter_step.make_batch(batch, recipe.mesh))
+        state, metrics = update(state, params, drafter_update.make_batch(batch, recipe.mesh))
         step += 1
         if step % SAY_EVERY == 0 or step == steps:
             report(writer, step, jax.device_get(metrics), tokens, step - reported, time.perf_counter() - begin)
@@ -148,15 +153,15 @@ def report(writer: Writer, step: int, metrics: dict, tokens: int, steps: int, se
 
 def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
     """Writes the drafter's directory."""
-    directory = folder.export(config)
-    folder.write_whole(directory, lambda torn: hf_drafter.save(params, recipe.drafter, torn, config.model.param_dtype))
+    directory = run_folder.export(config)
+    run_folder.write_whole(directory, lambda torn: hf_drafter.save(params, recipe.drafter, torn, config.model.param_dtype))
     print(f"{directory}: the drafter after {config.warmup.steps} steps")
 
 
 def main() -> int:
     """Exit code: 0 done, 1 diverged, 2 a mistake in the configuration or its files, 75 preempted (run it again)."""
     config = configuration.load(command="python -m tlt_jax.train.drafter", about=ABOUT)
-    with command.prepared(config):
+    with cli.prepared(config):
         return train(config)
 
 

@@ -9,18 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from tlt_jax import checks, data, drafters, eval, mesh as meshes, plan, policy
+from tlt_jax import eval, plan, run_folder
 from tlt_jax.checkpoint import Preemption, Store
-from tlt_jax.config import Config
-from tlt_jax.data import Dataset, Prompt
-from tlt_jax.engine import TRAIN_STREAM, Engine, Interrupted, RolloutResult
+from tlt_jax.config import validate
+from tlt_jax.config.load import Config
+from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.metrics import Writer
+from tlt_jax.models import from_config
 from tlt_jax.models.transformer import Params
 from tlt_jax.rewards import Score, Scorer
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import TRAIN_STREAM, Engine, Interrupted, RolloutResult
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import folder, grpo, packing, policy_step, report, sft, speculation
-from tlt_jax.train.packing import Example
-from tlt_jax.train.policy_step import Batch, PolicyState, Programs, Recipe
+from tlt_jax.train import losses, policy_update, sft, speculation_metrics, step_metrics
+from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
 
 DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command goes on
 TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
@@ -30,17 +35,17 @@ log = logging.getLogger(__name__)
 
 def train(config: Config) -> int:
     """Trains to the last step, going on from the newest checkpoint of the run folder; returns the exit code."""
-    tokenizer = data.tokenizer(config)
-    dataset = data.load(config, tokenizer)
-    model = policy.describe(config, tokenizer)
-    checks.validate_model(config, model)
+    tokenizer = datasets.tokenizer(config)
+    dataset = datasets.load(config, tokenizer)
+    model = from_config.describe(config, tokenizer)
+    validate.validate_model(config, model)
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
-    drafter, drafter_params = drafters.load(config, model, mesh)
-    engine = Engine(config, model, mesh, data.stop_ids(config, tokenizer), drafter)
+    drafter, drafter_params = bindings.load(config, model, mesh)
+    engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
     plan.preflight(config, recipe, engine)
-    folder.enter(config)
+    run_folder.enter(config)
     with (
         Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,
         Preemption() as preempted,
@@ -49,21 +54,21 @@ def train(config: Config) -> int:
         resumed = store.latest()
         # A checkpoint without metrics, of a step that is evaluated: the run was stopped in its evaluation.
         is_due = resumed is not None and evaluates(config, resumed, steps) and not store.describe(resumed)["metrics"]
-        if resumed is not None and resumed >= steps and not is_due and folder.is_exported(config):
+        if resumed is not None and resumed >= steps and not is_due and run_folder.is_exported(config):
             print(f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder.")
             return DONE
-        with Writer(config, steps, resumed) as writer, report.Profiler(config) as profiler:
+        with Writer(config, steps, resumed) as writer, step_metrics.Profiler(config) as profiler:
             try:
                 state = begin(config, recipe, dataset, store, writer, resumed, preempted)
             except Interrupted:
                 return PREEMPTED
             if resumed is not None:
                 engine.resume(store.describe(resumed)["meta"].get(TUNER))
-            reference = folder.reference(config, state.params, model, mesh, is_new=resumed is None)
-            programs = policy_step.programs(recipe)
+            reference = run_folder.reference(config, state.params, model, mesh, is_new=resumed is None)
+            programs = policy_update.programs(recipe)
             step = resumed or 0
             while True:
-                watch = report.Stopwatch()
+                watch = step_metrics.Stopwatch()
                 with watch.phase("update_weights"):
                     weights = engine.publish(state.params, drafter_params)
                 measured: dict[str, float] = {}
@@ -72,7 +77,7 @@ def train(config: Config) -> int:
                     if is_new and evaluates(config, step, steps):
                         with watch.phase("eval"):
                             measured = eval.evaluate(engine, weights, dataset, tokenizer, scorer, config, preempted)
-                        report.say_evaluation(writer, step, steps, measured, watch)
+                        step_metrics.say_evaluation(writer, step, steps, measured, watch)
                     if is_new and (step == resumed or saves(config, step, steps) or store.improves(measured)):
                         with watch.phase("save_checkpoint"):
                             store.save(step, {"policy": state}, {TUNER: engine.learned()}, measured)
@@ -92,11 +97,11 @@ def train(config: Config) -> int:
                 state, learned = learn(config, recipe, programs, state, reference, prompts, rollout, scores, watch)
                 step += 1
                 profiler.leave(step)
-                scalars = report.of_rollout(config, prompts, rollout, scores) | learned
-                scalars |= speculation.metrics(engine, rollout, drafting)
-                scalars |= report.of_step(dataset, config, step, scalars, watch)
-                answers = report.records(prompts, rollout, scores, texts)
-                writer.step(step, scalars, answers, rollout.spans, speculation.chunks(engine, rollout))
+                scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
+                scalars |= speculation_metrics.metrics(engine, rollout, drafting)
+                scalars |= step_metrics.of_step(dataset, config, step, scalars, watch)
+                answers = step_metrics.records(prompts, rollout, scores, texts)
+                writer.step(step, scalars, answers, rollout.spans, speculation_metrics.chunks(engine, rollout))
                 if int(state.skips) >= config.train.max_nonfinite:
                     print(
                         f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
@@ -105,7 +110,7 @@ def train(config: Config) -> int:
                     )
                     return DIVERGED
         if config.checkpoint.export:
-            folder.write_model(config, folder.export(config), state.params, model, mesh, tokenizer)
+            run_folder.write_model(config, run_folder.export(config), state.params, model, mesh, tokenizer)
     return DONE
 
 
@@ -114,7 +119,7 @@ def total_steps(config: Config, dataset: Dataset) -> int:
     if config.train.steps:
         return config.train.steps
     if dataset.rows is None:
-        raise data.DataError("train.epochs counts passes over rows, and a generated task has no last row: set train.steps")
+        raise datasets.DataError("train.epochs counts passes over rows, and a generated task has no last row: set train.steps")
     return max(1, config.train.epochs * dataset.rows // config.rollout.prompts)
 
 
@@ -140,9 +145,9 @@ def begin(
     """The state to go on from: that of the checkpoint, or the warm-started policy with a new optimizer."""
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
-        return store.restore(resumed, {"policy": policy_step.abstract_state(recipe)}).items["policy"]
+        return store.restore(resumed, {"policy": policy_update.abstract_state(recipe)}).items["policy"]
     params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
-    return policy_step.create(params, recipe)
+    return policy_update.create(params, recipe)
 
 
 def roll_out(
@@ -184,11 +189,11 @@ def learn(
     prompts: Sequence[Prompt],
     rollout: RolloutResult,
     scores: Mapping[int, Score],
-    watch: report.Stopwatch,
+    watch: step_metrics.Stopwatch,
 ) -> tuple[PolicyState, dict[str, float]]:
     """The policy after the optimizer steps of one rollout, and their metrics."""
     rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(len(prompts), -1)
-    advantages = grpo.advantages(rewards, config.algorithm.advantage).reshape(-1)
+    advantages = losses.advantages(rewards, config.algorithm.advantage).reshape(-1)
     parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
     batches, fills = zip(*(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts), strict=True)
     with watch.phase("old_log_prob"):
@@ -201,7 +206,7 @@ def learn(
         for batch in batches:
             state, metrics = programs.update(state, batch)
             updates.append(jax.device_get(metrics))
-    return state, report.of_update(updates, rewards, advantages) | {"actor/packed_ratio": float(np.mean(fills))}
+    return state, step_metrics.of_update(updates, rewards, advantages) | {"actor/packed_ratio": float(np.mean(fills))}
 
 
 def make_batch(
@@ -216,6 +221,6 @@ def make_batch(
     answers = [rollout.completions[i] for i in part]
     examples = [Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers]
     packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
-    weights = grpo.answer_weights(packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens)
+    weights = losses.answer_weights(packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens)
     recorded = [answer.logprobs for answer in answers]
-    return policy_step.make_batch(packed, recipe.mesh, weights, advantages[part], recorded), packed.fill
+    return policy_update.make_batch(packed, recipe.mesh, weights, advantages[part], recorded), packed.fill

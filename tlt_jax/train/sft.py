@@ -15,17 +15,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import checks, command, config as configuration, data, mesh as meshes, policy
-from tlt_jax.config import Config
-from tlt_jax.data import Dataset
-from tlt_jax.engine import Interrupted
+from tlt_jax import cli, run_folder
+from tlt_jax.config import load as configuration, validate
+from tlt_jax.config.load import Config
+from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data.dataset import Dataset
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.metrics import Writer
-from tlt_jax.models import hf
+from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.train import folder, grpo, packing, policy_step
-from tlt_jax.train.optimizer import Adam
-from tlt_jax.train.packing import Example
-from tlt_jax.train.policy_step import Batch, Objective, Recipe
+from tlt_jax.optimizer import Adam
+from tlt_jax.rollout.engine import Interrupted
+from tlt_jax.train import losses, policy_update
+from tlt_jax.train.policy_update import Batch, Objective, Recipe
 
 FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25
@@ -41,14 +44,14 @@ def warm_start(
     A warm start that was made before from the same settings is read from the cache. Raises Interrupted on demand.
     """
     if not config.sft.steps:
-        return policy.load(config, model, mesh)
+        return from_config.load(config, model, mesh)
     cache = cache_folder(config, model)
     if cache and (cache / "config.json").is_file():
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
-    state = policy_step.create(policy.load(config, model, mesh), recipe)
-    update = policy_step.programs(recipe).update
+    state = policy_update.create(from_config.load(config, model, mesh), recipe)
+    update = policy_update.programs(recipe).update
     begin, tokens = time.perf_counter(), 0
     for step in range(config.sft.steps):
         if interrupted():
@@ -65,7 +68,7 @@ def warm_start(
                 step + 1, config.sft.steps, metrics["loss"], metrics["tokens_per_second"],
             )  # fmt: skip
     if cache:
-        folder.write_model(config, cache, state.params, model, mesh)
+        run_folder.write_model(config, cache, state.params, model, mesh)
     return state.params
 
 
@@ -79,8 +82,8 @@ def make_batch(config: Config, mesh: Mesh, solutions: list[tuple[np.ndarray, np.
     """Worked solutions in packed rows; every solution token has the same weight."""
     examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
     packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
-    weights = grpo.answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
-    return policy_step.make_batch(packed, mesh, weights, np.ones(len(examples)))
+    weights = losses.answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
+    return policy_update.make_batch(packed, mesh, weights, np.ones(len(examples)))
 
 
 def cache_folder(config: Config, model: ModelConfig) -> Path | None:
@@ -93,7 +96,7 @@ def cache_folder(config: Config, model: ModelConfig) -> Path | None:
         "jax": jax.__version__,
         "model": asdict(config.model),
         "sizes": asdict(model),
-        "source": policy.fingerprint(config),
+        "source": from_config.fingerprint(config),
         "data": asdict(config.data),
         "sft": asdict(replace(config.sft, cache="")),
         "mesh": (config.mesh.data, config.mesh.model),
@@ -108,14 +111,14 @@ def cache_folder(config: Config, model: ModelConfig) -> Path | None:
 def main() -> int:
     """Makes the warm start of a configuration and writes it, with its tokenizer, to --out."""
     arguments = sys.argv[1:]
-    out = "" if "--help" in arguments else command.take(arguments, "--out")
+    out = "" if "--help" in arguments else cli.take(arguments, "--out")
     config = configuration.load(arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write")
     config = replace(config, run=out)
-    with command.prepared(config):
-        tokenizer = data.tokenizer(config)
-        dataset = data.load(config, tokenizer)
-        model = policy.describe(config, tokenizer)
-        checks.validate_model(config, model)
+    with cli.prepared(config):
+        tokenizer = datasets.tokenizer(config)
+        dataset = datasets.load(config, tokenizer)
+        model = from_config.describe(config, tokenizer)
+        validate.validate_model(config, model)
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         with Writer(config, config.sft.steps, None) as writer:
             params = warm_start(config, model, mesh, dataset, writer, lambda: False)

@@ -1,0 +1,46 @@
+"""What every command does around its work: the process environment first, and our own errors as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tlt_jax.config.load import Config
+from tlt_jax.config.parse import ConfigError
+from tlt_jax.distributed.process import set_environment
+
+MISTAKE = 2  # exit code of a command line, file or checkpoint that cannot be used
+
+
+@contextmanager
+def prepared(config: Config) -> Iterator[None]:
+    """Sets the process up for JAX; a mistake of the user's inside ends the process with one line and exit code 2."""
+    try:
+        set_environment(config)
+        from tlt_jax.checkpoint import CheckpointError
+        from tlt_jax.data.files import DataError
+        from tlt_jax.models.hf import ModelError
+        from tlt_jax.rewards import RewardError
+    except ConfigError as error:
+        stop(error)
+    try:
+        yield
+    except (ConfigError, DataError, ModelError, RewardError, CheckpointError) as error:
+        stop(error)
+
+
+def stop(error: Exception) -> None:
+    """Prints the error and ends the process."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(MISTAKE)
+
+
+def take(arguments: list[str], name: str) -> str:
+    """Removes `--name VALUE` from the arguments; the value, or ends the process when it is missing."""
+    if name not in arguments[:-1]:
+        stop(ConfigError(f"{name} is missing: give {name} VALUE"))
+    index = arguments.index(name)
+    value = arguments[index + 1]
+    del arguments[index : index + 2]
+    return value

@@ -1,0 +1,119 @@
+"""The configuration of a run: its sections, and the way from files and command lines; knows nothing of JAX and imports none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import draccus
+
+from tlt_jax.config import parse as parsing
+from tlt_jax.config.parse import ConfigError, knob, section
+from tlt_jax.config.schema import (
+    Algorithm,
+    Checkpoint,
+    Data,
+    Eval,
+    Log,
+    Mesh,
+    Model,
+    Optim,
+    Profile,
+    Reward,
+    Rollout,
+    Sft,
+    Speculation,
+    Train,
+    Warmup,
+)
+from tlt_jax.config.validate import validate
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    run: str = knob("runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config")
+    model: Model = section(Model)
+    mesh: Mesh = section(Mesh)
+    data: Data = section(Data)
+    rollout: Rollout = section(Rollout)
+    speculation: Speculation = section(Speculation)
+    reward: Reward = section(Reward)
+    algorithm: Algorithm = section(Algorithm)
+    optim: Optim = section(Optim)
+    train: Train = section(Train)
+    sft: Sft = section(Sft)
+    warmup: Warmup = section(Warmup)
+    eval: Eval = section(Eval)
+    checkpoint: Checkpoint = section(Checkpoint)
+    log: Log = section(Log)
+    profile: Profile = section(Profile)
+
+
+# Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
+FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
+        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "reward.workers", "sft.cache",
+        "checkpoint.every", "checkpoint.keep", "checkpoint.export")  # fmt: skip
+
+
+def load(
+    argv: Sequence[str] | None = None,
+    *,
+    command: str = "python -m tlt_jax.train",
+    about: str = "",
+    require_config: bool = True,
+) -> Config:
+    """The checked configuration of a command line; prints one line and exits with 2 when it is wrong.
+
+    A command with arguments of its own takes them out first and describes them in `about`, shown by --help.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in arguments or "-h" in arguments:
+        print(f"usage: {command} --config FILE.yaml [--section.knob VALUE ...]\n{about}\n")
+        print("Knobs, for the YAML file or the command line:\n")
+        print(parsing.describe(Config))
+        raise SystemExit(0)
+    try:
+        return parse(arguments, require_config)
+    except ConfigError as error:
+        fail(error)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Prints the error as one line and exits with 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse(arguments: Sequence[str], require_config: bool = True) -> Config:
+    """The checked configuration of a command line; raises ConfigError."""
+    overrides = parsing.read_overrides(Config, arguments)
+    files = [text for name, text in overrides if name == "config"]
+    if len(files) > 1:
+        raise ConfigError(f"--config is given {len(files)} times: give it once")
+    if require_config and not files:
+        raise ConfigError("--config is missing: give a YAML file, for example --config configs/quickstart.yaml")
+    tree = parsing.read_yaml(files[0]) if files else {}
+    config = parsing.build(Config, tree, [pair for pair in overrides if pair[0] != "config"])
+    validate(config)
+    return config
+
+
+def read(path: str | Path) -> Config:
+    """The configuration in a YAML file, such as the resolved one of a run folder."""
+    return parse(["--config", str(path)])
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that `load` reads back."""
+    return draccus.dump(config, sort_keys=False)
+
+
+def differences(ours: Config, theirs: Config) -> list[str]:
+    """Dotted names of the knobs that differ and may not when a run goes on."""
+    mine, other = parsing.flatten(ours), parsing.flatten(theirs)
+    return [name for name in mine if mine[name] != other[name] and not name.startswith(FREE)]

@@ -1,0 +1,169 @@
+"""What cannot work in a configuration, alone or with a model's sizes, said before any device work; imports no JAX."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Protocol
+
+from tlt_jax.config.parse import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from tlt_jax.config.load import Config
+
+REWARDS = ("task", "math", "gsm8k", "exact", "format")
+
+
+def eval_metrics(config: Config) -> list[str]:
+    """Names of the evaluation metrics that this configuration produces."""
+    powers = [1 << i for i in range(config.eval.samples.bit_length())]
+    return [f"eval/mean@{config.eval.samples}", *(f"eval/pass@{k}" for k in powers)]
+
+
+def answer_limit(config: Config) -> int:
+    """The longest answer of training and evaluation."""
+    return max(config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0)
+
+
+def profile_steps(config: Config) -> range:
+    """The steps to profile; empty when there are none."""
+    if not config.profile.steps:
+        return range(0)
+    match = re.fullmatch(r"(\d+)-(\d+)", config.profile.steps)
+    if not match or int(match[1]) > int(match[2]):
+        raise ConfigError(f"profile.steps {config.profile.steps!r} is no range of steps: write first-last, such as 3-5")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError for a combination that cannot work, as far as it shows without devices and model."""
+    validate_model_and_data(config)
+    validate_learning(config)
+    validate_shapes(config)
+    profile_steps(config)
+
+
+def validate_model_and_data(config: Config) -> None:
+    """Raises ConfigError when the model, tokenizer, data or rewards are not described, or clash."""
+    model, data = config.model, config.data
+    if not (model.path or model.init):
+        raise ConfigError("model.path and model.init are both empty: set one (a directory, or the sizes of a new model)")
+    if data.train and not (model.tokenizer or model.path):
+        raise ConfigError(f"data.train {data.train!r} needs a tokenizer: set model.tokenizer or model.path")
+    if data.eval and not data.train:
+        raise ConfigError(f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task")
+    if not config.reward.terms:
+        raise ConfigError("reward.terms is empty: name at least one reward, for example {task: 1.0}")
+    for name in config.reward.terms:
+        if name not in REWARDS and not re.fullmatch(r"[\w.]+:[\w.]+", name):
+            raise ConfigError(
+                f"reward.terms names {name!r}, which is no reward: use {', '.join(REWARDS)} or module:function "
+                f"({nearest(name, REWARDS)})"
+            )
+    if "task" in config.reward.terms and data.train:
+        raise ConfigError(
+            f"reward 'task' scores the generated task, and data.train is {data.train!r}: set reward.terms, "
+            "for example {gsm8k: 1.0}"
+        )
+    if "" in config.rollout.stop:
+        raise ConfigError("rollout.stop holds an empty text, which would end every answer: remove it")
+
+
+def validate_learning(config: Config) -> None:
+    """Raises ConfigError when steps, groups, minibatches or the best metric do not fit each other."""
+    train, rollout, algorithm = config.train, config.rollout, config.algorithm
+    if bool(train.steps) == bool(train.epochs):
+        state = "are both 0: set one" if not train.steps else "are both set: set train.steps 0 to train by epochs"
+        raise ConfigError(f"train.steps {train.steps} and train.epochs {train.epochs} {state}")
+    if rollout.samples < 2:
+        raise ConfigError(
+            f"rollout.samples {rollout.samples}: {algorithm.advantage} advantages compare the answers to one "
+            "prompt, use at least 2"
+        )
+    if rollout.prompts % algorithm.minibatches:
+        fits = [n for n in range(1, rollout.prompts + 1) if rollout.prompts % n == 0]
+        raise ConfigError(
+            f"rollout.prompts {rollout.prompts} does not divide into algorithm.minibatches "
+            f"{algorithm.minibatches}: use one of {fits}"
+        )
+    if config.eval.every and not config.data.eval and not config.data.eval_size:
+        raise ConfigError(
+            f"eval.every {config.eval.every} needs prompts, and data.eval_size is 0 and data.eval empty: set one of them, or "
+            "eval.every 0"
+        )
+    best = config.checkpoint.best_metric
+    if best and not config.eval.every:
+        raise ConfigError(f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every")
+    if best and best not in eval_metrics(config):
+        raise ConfigError(
+            f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
+        )
+
+
+def validate_shapes(config: Config) -> None:
+    """Raises ConfigError when rows, buckets or the mesh do not divide or are too small."""
+    mesh, train, rollout = config.mesh, config.train, config.rollout
+    if mesh.fake_devices and mesh.data * mesh.model > mesh.fake_devices:
+        raise ConfigError(
+            f"mesh {mesh.data} x {mesh.model} needs {mesh.data * mesh.model} devices, mesh.fake_devices is "
+            f"{mesh.fake_devices}: set mesh.fake_devices {mesh.data * mesh.model}"
+        )
+    if train.rows % mesh.data:
+        raise ConfigError(
+            f"train.rows {train.rows} does not divide by mesh.data {mesh.data}: use a multiple of {mesh.data}"
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if 0 < train.row_tokens < longest:
+        raise ConfigError(
+            f"train.row_tokens {train.row_tokens} is shorter than data.max_prompt_tokens "
+            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {rollout.max_new_tokens}: use at "
+            f"least {longest}, or 0"
+        )
+    for name, buckets in (("batch", rollout.batch_buckets), ("cache", rollout.cache_buckets)):
+        if sorted(set(buckets)) != buckets:
+            raise ConfigError(f"rollout.{name}_buckets {buckets} must grow: use {sorted(set(buckets))}")
+    capacity = rollout.slots or -(-rollout.prompts // mesh.data) * rollout.samples
+    if rollout.batch_buckets and rollout.batch_buckets[-1] < capacity:
+        raise ConfigError(
+            f"rollout.batch_buckets end at {rollout.batch_buckets[-1]}, and a data group decodes {capacity} sequences at "
+            f"once: add {capacity}, or set rollout.slots {rollout.batch_buckets[-1]}"
+        )
+    longest = config.data.max_prompt_tokens + answer_limit(config)
+    if rollout.cache_buckets and rollout.cache_buckets[-1] < longest:
+        raise ConfigError(
+            f"rollout.cache_buckets end at {rollout.cache_buckets[-1]}, and data.max_prompt_tokens + the "
+            f"longest answer is {longest}: add a bucket of at least {longest}"
+        )
+
+
+class Sizes(Protocol):
+    """The sizes of a model that a configuration can clash with."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_dim: int
+    max_positions: int
+
+
+def validate_model(config: Config, model: Sizes) -> None:
+    """Raises ConfigError when answers outgrow the model's positions or its sizes do not divide over the mesh."""
+    prompt, answer = config.data.max_prompt_tokens, answer_limit(config)
+    if prompt + answer > model.max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens {prompt} + the longest answer {answer} = {prompt + answer}, and the model has "
+            f"{model.max_positions} positions: lower data.max_prompt_tokens or max_new_tokens of rollout and eval"
+        )
+    heads = {"attention heads": model.num_heads, "MLP width": model.mlp_dim}
+    fits = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in heads.values())]
+    fits = [n for n in fits if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
+    if config.mesh.model not in fits:
+        sizes = ", ".join(f"{size} {name}" for name, size in heads.items())
+        raise ConfigError(
+            f"mesh.model {config.mesh.model} does not divide the model ({sizes}, {model.num_kv_heads} KV heads): "
+            f"use one of {fits}"
+        )
+    if model.hidden_size % config.mesh.data:
+        fits = [n for n in range(1, 2 * config.mesh.data) if model.hidden_size % n == 0]
+        raise ConfigError(
+            f"mesh.data {config.mesh.data} does not divide the model's width {model.hidden_size}: use one of {fits}"
+        )

@@ -1,0 +1,275 @@
+"""Prompts of step k, evaluation prompts, worked solutions: pure functions of (seed, k); knows no model or device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from tlt_jax.config.load import Config
+from tlt_jax.data import files, tasks
+from tlt_jax.data.files import DataError, Problems
+
+ROLLOUT_STREAM, SFT_STREAM = 0, 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the policy reads it; `text` is what was tokenized, chat template and all.
+
+    `row` has the columns of the source and, as "id", "prompt", "answer" and perhaps "solution", the mapped ones.
+    """
+
+    index: int
+    tokens: np.ndarray
+    row: dict[str, Any]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and evaluation prompts. `rows` is None for a generated task: it has no end, so no epoch either."""
+
+    config: Config
+    encoder: Encoder
+    task: tasks.ListTask | None
+    train: Sequence[Prompt]
+    eval: Sequence[Prompt]
+    counts: dict[str, int] = field(default_factory=dict)
+    trainable: Sequence[tuple[np.ndarray, np.ndarray]] = ()
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.task else len(self.train)
+
+    def prompts(self, step: int) -> list[Prompt]:
+        """The rollout.prompts prompts of this step; the order goes on across epochs and each epoch is shuffled anew."""
+        size = self.config.rollout.prompts
+        positions = range(step * size, (step + 1) * size)
+        if self.task:
+            return self.encoder.prompts(_task_rows(self.task, self.config.train.seed, positions, "train"))
+        order = self._order(ROLLOUT_STREAM, len(self.train))
+        chosen = [self.train[int(order[p])] for p in positions]
+        return [Prompt(i, prompt.tokens, prompt.row, prompt.text) for i, prompt in enumerate(chosen)]
+
+    def eval_prompts(self) -> list[Prompt]:
+        """The evaluation prompts, the same at every call: the first eval.prompts of the split, or all."""
+        return list(self.eval[: self.config.eval.prompts or None])
+
+    def solutions(self, step: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(prompt tokens, solution tokens with EOS) of a supervised step: a stream of its own, without end."""
+        positions = range(step * batch, (step + 1) * batch)
+        if self.task:
+            rows = _task_rows(self.task, self.config.train.seed, positions, "sft")
+            tokens = [prompt.tokens for prompt in self.encoder.prompts(rows)]
+            return list(zip(tokens, self.encoder.solutions(rows), strict=True))
+        if not self.trainable:
+            raise DataError(f"sft.steps is {self.config.sft.steps}: the solutions were not read; set it above 0")
+        order = self._order(SFT_STREAM, len(self.trainable))
+        return [self.trainable[int(order[p])] for p in positions]
+
+    def _order(self, stream: int, rows: int) -> grain.MapDataset:
+        order = grain.MapDataset.range(rows).seed((self.config.train.seed * 2 + stream) % 2**32)
+        return (order.shuffle() if self.config.data.shuffle else order).repeat()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Rows to tokens with one tokenizer and the chat template, suffix and system message of the configuration."""
+
+    config: Config
+    tokenizer: Any
+
+    def text(self, prompt: str | list[dict[str, str]]) -> str:
+        """The prompt as the policy reads it."""
+        data = self.config.data
+        if not data.chat_template:
+            return prompt + data.prompt_suffix
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages[-1]["content"] += data.prompt_suffix
+        if data.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": data.system})
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+        )
+
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        texts = []
+        for row in rows:
+            try:
+                texts.append(self.text(row["prompt"]))
+            except TemplateError as error:
+                raise DataError(f"the chat template refuses row {row['id']}: {error}") from error
+        # The template writes the special tokens itself.
+        tokens = self._tokens(texts, special=not self.config.data.chat_template)
+        return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]
+
+    def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+        eos = np.asarray([self.tokenizer.eos_token_id], np.int32)
+        tokens = self._tokens([row["solution"] for row in rows], special=False)
+        return [np.concatenate([t, eos]) for t in tokens]
+
+    def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        if not texts:
+            return []
+        return [np.asarray(ids, np.int32) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]]
+
+
+def tokenizer(config: Config) -> Any:
+    """The tokenizer of model.tokenizer, else of model.path, else the generated task's own. It has an EOS token."""
+    knob = "model.tokenizer" if config.model.tokenizer else "model.path"
+    source = config.model.tokenizer or config.model.path
+    if not source and config.data.train:
+        raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
+    if not source:
+        return tasks.make(config.data.task, config.data.task_args).tokenizer()
+    path = files.expand(source, knob)
+    if not Path(path).exists() and not files.HUB_ID.fullmatch(path):
+        raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"{knob} {source!r} has no tokenizer that loads: {reason}: give a directory with one, or a hub id"
+        ) from error
+    if loaded.eos_token_id is None:
+        raise DataError(f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json")
+    return loaded
+
+
+def stop_ids(config: Config, tokenizer: Any) -> list[list[int]]:
+    """The texts of rollout.stop as token ids."""
+    return [tokenizer.encode(text, add_special_tokens=False) for text in config.rollout.stop]
+
+
+def load(config: Config, tokenizer: Any) -> Dataset:
+    """The data set of a configuration; everything that is wrong with its files is reported as one DataError."""
+    encoder = Encoder(config, tokenizer)
+    if config.data.chat_template and not tokenizer.chat_template:
+        raise DataError("data.chat_template is true, but the tokenizer has no chat template: set it to false")
+    return _load_files(config, encoder) if config.data.train else _load_task(config, encoder)
+
+
+def _load_task(config: Config, encoder: Encoder) -> Dataset:
+    data = config.data
+    task = tasks.make(data.task, data.task_args)
+    if data.eval:
+        raise DataError(f"data.eval {data.eval!r} needs data.train: a generated task makes its own evaluation split")
+    longest = vars(task.longest_row())
+    _check_longest("prompt", encoder.prompts([longest])[0].tokens, "data.max_prompt_tokens", data.max_prompt_tokens)
+    if config.sft.steps:
+        limit = config.rollout.max_new_tokens
+        _check_longest("solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit)
+    rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
+    return Dataset(config, encoder, task, (), encoder.prompts(rows), {"eval_rows": len(rows)})
+
+
+def _check_longest(what: str, tokens: np.ndarray, knob: str, limit: int) -> None:
+    if len(tokens) > limit:
+        raise DataError(
+            f"the task's longest {what} has {len(tokens)} tokens and {knob} is {limit}: "
+            "raise it or lower data.task_args.max_length"
+        )
+
+
+def _task_rows(task: tasks.ListTask, seed: int, indices: Sequence[int], split: str) -> list[dict[str, Any]]:
+    return [vars(row) for row in task.rows(seed, indices, split)]
+
+
+def _load_files(config: Config, encoder: Encoder) -> Dataset:
+    data, problems = config.data, Problems()
+    rows = _rows(config, "data.train", data.train, problems)
+    eval_rows = _rows(config, "data.eval", data.eval, problems) if data.eval else []
+    problems.stop_if_any()
+    if not data.eval:
+        if data.eval_size >= len(rows):
+            raise DataError(
+                f"data.eval_size {data.eval_size} is not below the {len(rows)} rows of data.train: lower it"
+            )
+        order = np.random.default_rng(config.train.seed).permutation(len(rows))
+        eval_rows = [rows[i] for i in sorted(order[: data.eval_size])]
+        rows = [rows[i] for i in sorted(order[data.eval_size :])]
+    train, too_long = _short_enough(encoder.prompts(rows), data.max_prompt_tokens)
+    held_out, eval_too_long = _short_enough(encoder.prompts(eval_rows), data.max_prompt_tokens)
+    counts = {"train_rows": len(train), "train_too_long": too_long}
+    counts |= {"eval_rows": len(held_out), "eval_too_long": eval_too_long}
+    if not train or (eval_rows and not held_out):
+        split = "evaluation" if train else "training"
+        limit = data.max_prompt_tokens
+        raise DataError(f"every {split} prompt is longer than data.max_prompt_tokens {limit}: raise it")
+    trainable: list[tuple[np.ndarray, np.ndarray]] = []
+    if config.sft.steps:
+        solved = encoder.solutions([prompt.row for prompt in train])
+        limit = config.rollout.max_new_tokens
+        trainable = [(p.tokens, s) for p, s in zip(train, solved, strict=True) if len(s) <= limit]
+        counts["solutions_too_long"] = len(train) - len(trainable)
+        if not trainable:
+            raise DataError(f"every solution is longer than rollout.max_new_tokens {limit} with EOS: raise it")
+    return Dataset(config, encoder, None, train, held_out, counts, trainable)
+
+
+def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]:
+    """The prompts of 1 to `limit` tokens, numbered anew, and how many were longer. A prompt of no token is an error."""
+    problems = Problems()
+    for prompt in prompts:
+        if not len(prompt.tokens):
+            problems.add(prompt.row["id"], None, "the prompt has no token", "change the prompt or the tokenizer")
+    problems.stop_if_any()
+    kept = [p for p in prompts if len(p.tokens) <= limit]
+    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], len(prompts) - len(kept)
+
+
+def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
+    """The rows of a source with the mapped columns "id", "prompt", "answer" and, when it is trained on, "solution"."""
+    data = config.data
+    mapping = {"prompt": data.prompt_column, "answer": data.answer_column}
+    if data.id_column:
+        mapping["id"] = data.id_column
+    if config.sft.steps and knob == "data.train":
+        mapping["solution"] = config.sft.solution_column
+    rows, first_seen = [], {}
+    for path in files.locate(files.expand(source, knob), knob, problems):
+        for line, raw in files.read(path, problems):
+            place = (str(path), line)
+            for role, column in mapping.items():
+                _check_column(raw, role, column, data.chat_template, place, problems)
+            mapped = {"id": f"{path.name}:{line}"} | {role: raw.get(column) for role, column in mapping.items()}
+            mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
+            if first_seen.setdefault(mapped["id"], place) != place and raw.get(data.id_column) is not None:
+                detail = "{!r}, first at {}:{}".format(mapped["id"], *first_seen[mapped["id"]])
+                problems.add(*place, "duplicate id", "make data.id_column unique or leave it empty", detail)
+            rows.append(raw | mapped)
+    return rows
+
+
+def _check_column(raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems) -> None:
+    """Records what is wrong with one column of one row."""
+    knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
+    value = raw.get(column)
+    if column not in raw:
+        columns = ", ".join(map(repr, raw)) or "none: the row is empty"
+        problems.add(*place, f"no column {column!r}", f"set {knob} to one of {columns}")
+    elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
+        what = "empty prompt" if role == "prompt" else f"no {role}"
+        problems.add(*place, what, f"fill in column {column!r} or drop the row")
+    elif role == "prompt" and isinstance(value, list):
+        if not all(_is_message(message) for message in value):
+            problems.add(
+                *place, "the prompt is no list of chat messages", "use {'role': text, 'content': text} objects"
+            )
+        elif not chat:
+            problems.add(*place, "the prompt is a list of chat messages", "set data.chat_template true")
+    elif not isinstance(value, str if role == "prompt" else (str, int, float)):
+        problems.add(*place, f"column {column!r} holds a {type(value).__name__}", "use text")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,143 @@
+"""Prompts with answers into packed rows, balanced over data groups: a function of (uid, length); knows no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt_jax.config.load import Config
+
+ROW_MULTIPLE = 128
+
+
+def row_tokens(config: Config) -> int:
+    """Length of a packed row: train.row_tokens, or the longest prompt and answer, rounded up."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.train.row_tokens or -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def rows(config: Config) -> int:
+    """Rows of one accumulation step over the whole mesh: train.rows, or two per data group."""
+    return config.train.rows or 2 * config.mesh.data
+
+
+class Example(NamedTuple):
+    """A prompt with an answer to learn from; `uid` orders examples of equal length."""
+
+    uid: int
+    prompt: np.ndarray
+    answer: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of examples, A accumulation steps of R rows of T tokens, of which the first `count` steps hold examples.
+
+    The token arrays are [A, R, T]; `segments` numbers the examples of a row from 1, 0 is padding. Whatever belongs to
+    an answer token stands where that token is predicted, one position before it: `targets` has its id.
+    `spans` [n, 3] holds (step, row, first target position) of each example, in the order they were given.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    targets: np.ndarray
+    spans: np.ndarray
+    answer_lengths: np.ndarray
+    count: int
+
+    @property
+    def fill(self) -> float:
+        """Share of the computed tokens that is not padding."""
+        return float((self.segments > 0).sum() / (self.count * self.segments[0].size))
+
+    def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
+        """One number per example, at each of its targets; 0 elsewhere."""
+        return self.place([np.full(n, value) for n, value in zip(self.answer_lengths, values, strict=True)])
+
+    def place(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """One number per answer token, at its target position; 0 elsewhere."""
+        placed = np.zeros(self.tokens.shape, np.float64)
+        for (step, row, first), length, array in zip(self.spans, self.answer_lengths, arrays, strict=True):
+            placed[step, row, first : first + length] = array
+        return placed
+
+
+def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1) -> Packed:
+    """The examples in `rows` rows (`groups` data groups, equal shares) of `row_tokens` tokens per accumulation step.
+
+    First-fit decreasing: longest first, equal lengths by uid. A is a power of two, so that few programs are compiled.
+    """
+    check(examples, row_tokens, rows, groups)
+    order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
+    filled = first_fit([examples[i].length for i in order], row_tokens)
+    tokens_per_row = [sum(examples[order[j]].length for j in row) for row in filled]
+    count = -(-len(filled) // rows)
+    steps = 1 << (count - 1).bit_length()
+    shape = (steps, rows, row_tokens)
+    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")}
+    spans = np.zeros((len(examples), 3), np.int64)
+    share = rows // groups
+    for group, members in enumerate(balance(tokens_per_row, groups, count * share)):
+        for index, member in enumerate(members):
+            step, row = index // share, group * share + index % share
+            start = 0
+            for segment, j in enumerate(filled[member], start=1):
+                example = examples[order[j]]
+                end, first = start + example.length, start + len(example.prompt) - 1
+                text = np.concatenate([example.prompt, example.answer])
+                arrays["tokens"][step, row, start:end] = text
+                arrays["positions"][step, row, start:end] = np.arange(example.length)
+                arrays["segments"][step, row, start:end] = segment
+                arrays["targets"][step, row, first : end - 1] = example.answer
+                spans[order[j]] = step, row, first
+                start = end
+    lengths = np.array([len(example.answer) for example in examples])
+    return Packed(**arrays, spans=spans, answer_lengths=lengths, count=count)
+
+
+def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:
+    """Raises ValueError when nothing is there to pack, an example does not fit a row, or rows do not divide."""
+    if not examples:
+        raise ValueError("no examples to pack")
+    if rows < 1 or rows % groups:
+        raise ValueError(f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple")
+    for example in examples:
+        if len(example.prompt) == 0 or len(example.answer) == 0:
+            raise ValueError(f"example {example.uid} has an empty prompt or answer: nothing to predict")
+        if example.length > row_tokens:
+            raise ValueError(
+                f"example {example.uid} has {example.length} tokens, a row {row_tokens}: set train.row_tokens to at "
+                f"least {example.length}"
+            )
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of the lengths, in their order, each in the first row that still has room."""
+    free = np.full(len(lengths), capacity)
+    rows: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        row = int(np.argmax(free >= length))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        free[row] -= length
+    return rows
+
+
+def balance(tokens: Sequence[int], groups: int, limit: int) -> list[list[int]]:
+    """Rows of each group: the fullest row left goes to the group with the fewest tokens, up to `limit` rows each."""
+    members: list[list[int]] = [[] for _ in range(groups)]
+    held = [0] * groups
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        group = min((g for g in range(groups) if len(members[g]) < limit), key=lambda g: (held[g], g))
+        members[group].append(row)
+        held[group] += tokens[row]
+    return members

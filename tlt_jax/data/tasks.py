@@ -1,0 +1,225 @@
+"""Generated reasoning tasks: seeded, unlimited rows, worked solutions, a verifier; knows no file, model or JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tlt_jax.config.parse import ConfigError
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+# Draws of one index differ between splits; "sft" draws from the lists of "train".
+SPLITS = {"train": 0, "eval": 1, "sft": 2}
+EVAL_SHARE = 4  # one list in four belongs to the evaluation split
+SMALLEST_SPACE = 64  # below this many lists of one length a split could be empty
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem: the answer is what the verifier wants, the solution ends with it."""
+
+    id: str
+    prompt: str
+    solution: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class ListTask:
+    """Sums the digits of a list modulo `modulus`. P(length) is proportional to (length - min_length + 1) ** -tail.
+
+    Whether a list belongs to training or evaluation is a hash of its digits, so the splits are disjoint for every seed.
+    A share `hasty` of the "sft" solutions gives the (right) answer at once: a policy that imitates them guesses, and RL
+    has to find out that working pays, as in real corpora.
+    """
+
+    min_length: int = 3
+    max_length: int = 12
+    tail: float = 1.5
+    modulus: int = 10
+    hasty: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.hasty <= 1:
+            raise ConfigError(f"data.task_args.hasty {self.hasty} is not a share between 0 and 1")
+        if not 2 <= self.modulus <= len(DIGITS):
+            raise ConfigError(f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}")
+        if not 2 <= self.min_length <= self.max_length:
+            lengths = f"min_length {self.min_length} <= max_length {self.max_length}"
+            raise ConfigError(f"data.task_args: 2 <= {lengths} does not hold")
+        if self.modulus**self.min_length < SMALLEST_SPACE:
+            raise ConfigError(
+                f"data.task_args: modulus {self.modulus} ** min_length {self.min_length} is below {SMALLEST_SPACE}: "
+                "raise one of them"
+            )
+
+    def rows(self, seed: int, indices: Sequence[int], split: str) -> list[Row]:
+        """The problems of these indices: each one a function of (seed, index, split) alone."""
+        digits, lengths = self._lists(seed, np.asarray(indices, dtype=np.uint64), split)
+        alphabet = np.frombuffer(DIGITS.encode(), dtype=np.uint8)
+        texts = alphabet[digits]
+        sums = alphabet[np.cumsum(digits, axis=1) % self.modulus]
+        hurries = np.zeros(len(lengths), bool)
+        if split == "sft":
+            hurries = unit(_mix(_mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64))) < self.hasty
+        rows = []
+        for index, length, text, total, hurry in zip(indices, lengths.tolist(), texts, sums, hurries, strict=True):
+            text, total = text[:length].tobytes().decode(), total[:length].tobytes().decode()
+            solution = f"={total[-1]}" if hurry else self.solve(text, total)
+            rows.append(Row(f"{split}-{index}", self.ask(text), solution, total[-1]))
+        return rows
+
+    def ask(self, text: str) -> str:
+        """The prompt of a list."""
+        return f"{text}:"
+
+    def solve(self, text: str, sums: str) -> str:
+        """The worked solution of a list, given its running sums."""
+        raise TypeError("ListTask is the base of the tasks in TASKS")
+
+    def verify(self, completion: str, answer: str) -> float:
+        """1 when the text after the last "=" is the answer, else 0."""
+        _, mark, last = completion.rpartition("=")
+        return float(bool(mark) and last.strip() == answer)
+
+    def longest_row(self) -> Row:
+        """A problem with the longest prompt and solution that the task makes."""
+        digits = DIGITS[1] * self.max_length
+        return Row("longest", self.ask(digits), self.solve(digits, digits), digits[-1])
+
+    def tokenizer(self):
+        """One token per character, as a transformers fast tokenizer with EOS and padding.
+
+        Byte-level (a blank is "Ġ"), because AutoTokenizer puts Qwen2's own byte-level steps in place of those of any
+        tokenizer that lies beside a Qwen2 config.json.
+        """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokens = [PAD, EOS, UNKNOWN, *DIGITS[: self.modulus], "Ġ", "=", ":", *self.labels]
+        model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token=UNKNOWN)
+        backend = Tokenizer(model)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token=EOS,
+            pad_token=PAD,
+            unk_token=UNKNOWN,
+            clean_up_tokenization_spaces=False,
+        )
+
+    @property
+    def labels(self) -> str:
+        """Tokens that name the entries of a list."""
+        return ""
+
+    @cached_property
+    def _length_cdf(self) -> np.ndarray:
+        weights = np.arange(1, self.max_length - self.min_length + 2, dtype=np.float64) ** -self.tail
+        return np.cumsum(weights / weights.sum())
+
+    def _lists(self, seed: int, indices: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Digits [R, max_length] (zero past the length) and lengths [R]; a list of the other split is drawn again."""
+        keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(SPLITS[split])) + indices
+        keys = _mix(keys)
+        uniform = unit(_mix(keys))
+        steps = np.searchsorted(self._length_cdf[:-1], uniform, side="right")
+        lengths = self.min_length + steps
+        positions = np.arange(self.max_length, dtype=np.uint64)
+        digits = np.zeros((len(indices), self.max_length), dtype=np.int64)
+        missing, attempt = np.arange(len(indices)), 1
+        while missing.size:
+            counters = np.uint64(attempt * self.max_length) + positions
+            draw = ((_mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)).astype(np.int64)
+            draw *= positions < lengths[missing, None]
+            digits[missing] = draw
+            is_eval = _is_eval(draw, lengths[missing])
+            missing, attempt = missing[is_eval != (split == "eval")], attempt + 1
+        return digits, lengths
+
+
+class Fold(ListTask):
+    """Reduces the list by its first two digits, copying the rest each time: about length**2 / 2 tokens.
+
+    "3725:" -> "025 25=7" modulo 10.
+    """
+
+    def solve(self, text: str, sums: str) -> str:
+        lines = [sums[i] + text[i + 1 :] for i in range(1, len(text))]
+        return " ".join(lines[:-1]) + "=" + lines[-1]
+
+
+class Scan(ListTask):
+    """Writes the running sums: about as many tokens as digits. "3725:" -> "02=7" modulo 10."""
+
+    def solve(self, text: str, sums: str) -> str:
+        return sums[1:-1] + "=" + sums[-1]
+
+
+class Ledger(ListTask):
+    """Keeps a running total over labelled entries: about two tokens an entry. "A3B7C2:" -> "A3B0C2=2" modulo 10.
+
+    The labels say which entry is next, so a small policy learns lists of every length alike.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_length > len(LABELS):
+            raise ConfigError(f"data.task_args.max_length {self.max_length} is above the {len(LABELS)} labels of a ledger")
+        if set(LABELS) & set(DIGITS[: self.modulus]):
+            raise ConfigError(f"data.task_args.modulus {self.modulus} is above 10: a ledger's labels are letters")
+
+    @property
+    def labels(self) -> str:
+        return LABELS
+
+    def ask(self, text: str) -> str:
+        return "".join(map("".join, zip(LABELS, text, strict=False))) + ":"
+
+    def solve(self, text: str, sums: str) -> str:
+        return "".join(map("".join, zip(LABELS, sums, strict=False))) + "=" + sums[-1]
+
+
+TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
+
+
+def make(name: str, args: dict[str, Any]) -> ListTask:
+    """The task of this name with these difficulty arguments (data.task, data.task_args)."""
+    if name not in TASKS:
+        raise ConfigError(f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}")
+    known = {f.name: f.type for f in fields(ListTask)}
+    for key, value in args.items():
+        if key not in known:
+            raise ConfigError(f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}")
+        wanted = (int, float) if known[key] == "float" else int
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
+    return TASKS[name](**args)
+
+
+def unit(bits: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1) from uint64."""
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64: a bijection of uint64 whose outputs look independent."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _is_eval(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Which lists belong to the evaluation split: a fixed hash of length and digits."""
+    state = _mix(lengths.astype(np.uint64))
+    for column in digits.T:
+        state = _mix(state + column.astype(np.uint64))
+    return state % np.uint64(EVAL_SHARE) == 0

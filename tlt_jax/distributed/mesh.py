@@ -1,0 +1,66 @@
+"""The device mesh ("data", "model"): logical axes to PartitionSpecs, data groups and their views; knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tlt_jax.config.parse import ConfigError
+
+AXES = ("data", "model")
+
+# Logical axis -> mesh axis. "rollout" keeps one whole copy per data group, tensor-parallel over `model`; "train" shards
+# the width of every matrix over `data` too (FSDP).
+TENSOR_PARALLEL = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), "model")
+RULES = {
+    "train": {**TENSOR_PARALLEL, "batch": "data", "embed": "data"},
+    "rollout": {**TENSOR_PARALLEL, "batch": "data"},
+}
+
+
+def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A ("data", "model") mesh; row r is data group r. Raises ConfigError when the devices are too few."""
+    devices = jax.devices() if devices is None else devices
+    if data * model > len(devices):
+        raise ConfigError(
+            f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there: lower mesh.data or "
+            f"mesh.model, or set mesh.fake_devices {data * model} to split a CPU"
+        )
+    grid = np.asarray(devices[: data * model]).reshape(data, model)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def partition(axes: Sequence[str | None], layout: str) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes under the "train" or "rollout" layout."""
+    names = [RULES[layout].get(axis) if axis else None for axis in axes]
+    while names and names[-1] is None:  # as jit writes it: equal shardings compare equal
+        names.pop()
+    return PartitionSpec(*names)
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None], layout: str) -> NamedSharding:
+    """The NamedSharding of an array with these logical axes."""
+    return NamedSharding(mesh, partition(axes, layout))
+
+
+def data_group(mesh: Mesh, index: int) -> Mesh:
+    """Sub-mesh (1, model) of one data group; the same PartitionSpecs work on it."""
+    return Mesh(mesh.devices[[index]], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def view(tree, group: Mesh):
+    """Zero-copy view of arrays (not sharded over `data`) on one data group's devices.
+
+    Never donate a view or its parent while the other is in use: both own the same buffers.
+    """
+
+    def of(array: jax.Array) -> jax.Array:
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        target = NamedSharding(group, array.sharding.spec)
+        devices = target.addressable_devices_indices_map(array.shape)
+        return jax.make_array_from_single_device_arrays(array.shape, target, [shards[device] for device in devices])
+
+    return jax.tree.map(of, tree)

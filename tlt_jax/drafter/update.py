@@ -1,0 +1,297 @@
+"""One optimizer step of the drafter on packed rows, for its warm-up and for idle devices; knows no rollout.
+
+Slot t of unrolled draft step j predicts token t + 2 + j (models/eagle.py). Everything below stands at the position s whose
+next token is predicted, s = t + 1 + j: there the policy's distribution is made once and compared with that of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from tlt_jax import optimizer
+from tlt_jax.config.load import Config
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams, Shared
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.optimizer import Adam, Learner
+from tlt_jax.shapes import shaped
+
+TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}  # of the token loss; eagle's feature loss has weight 1
+ETA = 3.0  # of the "acceptance" loss (arXiv 2602.23881): how fast cross-entropy gives way to the acceptance itself
+DrafterState = Learner  # its params are DrafterParams, its moments those of the trained leaves: all but the ids
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the update minimizes: the losses of `unroll` draft steps, each `decay` times the weight of the one before."""
+
+    unroll: int = 1
+    decay: float = 0.8
+    loss: str = "cross_entropy"  # cross_entropy | acceptance
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is fixed in the programs below."""
+
+    model: ModelConfig
+    drafter: DrafterConfig
+    mesh: Mesh
+    adam: Adam
+    objective: Objective
+    seed: int = 0
+    param_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    logits_chunk: int = 1024
+    attention_block: int = 512
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
+        """The recipe of a drafter's warm-up."""
+        warmup, train = config.warmup, config.train
+        unroll = warmup.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
+        return cls(
+            model, drafter, mesh,
+            Adam.short(config, warmup.learning_rate, warmup.steps, warmup.weight_decay),
+            Objective(unroll, warmup.decay, warmup.loss, warmup.noise),
+            train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
+        )  # fmt: skip
+
+
+@struct.dataclass
+class Batch:
+    """Packed rows as packing.Packed describes them; `answers` marks the positions whose next token is to be learned.
+
+    `features` are those of the policy that the drafter reads, `states` its normed last hidden states; None: the update
+    makes them.
+    """
+
+    tokens: Int32[Array, "R T"]
+    positions: Int32[Array, "R T"]
+    segments: Int32[Array, "R T"]
+    answers: Bool[Array, "R T"]
+    features: Float[Array, "R T F"] | None = None
+    states: Float[Array, "R T D"] | None = None
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data`."""
+    return sharding(mesh, ("batch", None), "train")
+
+
+def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
+    """The batch on the mesh, of tokens, positions, segments and answers [R, T]."""
+    return Batch(**jax.device_put(rows, batch_sharding(mesh)))
+
+
+def abstract_batch(recipe: Recipe, rows: int, tokens: int) -> Batch:
+    """Shape, dtype and sharding of every array of a batch without features: to compile ahead of time."""
+    small = partial(jax.ShapeDtypeStruct, (rows, tokens), sharding=batch_sharding(recipe.mesh))
+    return Batch(small(jnp.int32), small(jnp.int32), small(jnp.int32), small(jnp.bool_))
+
+
+def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
+    """The state before the first update. It owns `params`: the first update donates them."""
+    return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
+
+
+def abstract_state(recipe: Recipe) -> DrafterState:
+    """Shape, dtype and sharding of every array of the state: to restore a checkpoint, or to compile ahead of time."""
+    params = eagle.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+    return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
+
+
+def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) -> tuple[DrafterState, dict[str, Array]]:
+    """The state after one optimizer step on the batch, and its metrics. The policy stays as it is.
+
+    The policy may be in the "rollout" layout when the batch has features and states.
+    """
+    if batch.features is None:
+        batch = observe(policy, batch, recipe)
+    batch = batch.replace(features=batch.features + noise(state.step, batch.features, recipe))
+    ids, trained = state.params.ids, state.params.replace(ids=None)
+
+    def trained_loss(trained: DrafterParams) -> tuple[Array, dict[str, Array]]:
+        return loss(trained.replace(ids=ids), eagle.shared(policy), batch, recipe)
+
+    (total, metrics), grads = jax.value_and_grad(trained_loss, has_aux=True)(trained)
+    placed = eagle.shardings(recipe.drafter, recipe.mesh, "train").replace(ids=None)
+    grads = jax.lax.with_sharding_constraint(optimizer.widen(grads), placed)
+    norm = optax.tree.norm(grads)
+    is_finite = jnp.isfinite(total) & jnp.isfinite(norm)
+    state, rate = optimizer.advance(state.replace(params=trained), grads, is_finite, recipe.adam)
+    state = state.replace(params=state.params.replace(ids=ids))
+    return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **metrics}
+
+
+def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
+    """The batch with the policy's features and states, from its "train" layout."""
+    states, features = transformer.hidden(
+        policy, recipe.model, batch.tokens, batch.positions, batch.segments, compute_dtype=recipe.compute_dtype,
+        block=recipe.attention_block, mesh=recipe.mesh, captures=recipe.drafter.captures,
+    )  # fmt: skip
+    return batch.replace(features=features, states=states)
+
+
+def noise(step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe) -> Float[Array, "R T F"] | float:
+    """What is added to the features of this step: uniform numbers, or 0."""
+    size = recipe.objective.noise
+    if not size:
+        return 0.0
+    noise_key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+    return jax.random.uniform(noise_key, features.shape, features.dtype, -size, size)
+
+
+@shaped
+def loss(
+    params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
+    """The loss of a batch with features and states, and its metrics: means over what there is to learn."""
+    objective = recipe.objective
+    hidden = eagle.unroll(
+        params, recipe.drafter, shared, batch.tokens, batch.features, batch.positions, batch.segments,
+        objective.unroll, recipe.attention_block, recipe.mesh,
+    )  # fmt: skip
+    aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
+    scores = token_scores(params, shared, batch.states, aligned, recipe)
+    total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.answers)}
+    for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
+        known = batch.answers & (batch.positions > j)  # slot s - 1 - j is in the segment of s
+        token_loss = mean(score.token_loss, known & score.learns)
+        step_loss = TOKEN_WEIGHT[recipe.drafter.kind] * token_loss
+        if recipe.drafter.kind == "eagle":
+            feature_loss = mean(smooth_l1(predicted, batch.states), known)
+            step_loss += feature_loss
+            metrics |= {"feature_loss": feature_loss} if j == 0 else {}
+        metrics |= {"token_loss": token_loss} if j == 0 else {}
+        metrics[f"agreement@{j + 1}"] = mean(score.agrees, known)
+        metrics[f"acceptance@{j + 1}"] = mean(score.acceptance, known)
+        total += objective.decay**j * step_loss
+    return total, metrics
+
+
+@struct.dataclass
+class Scores:
+    """How one draft step predicts each next token: loss, same likeliest token as the policy's, sum of min(p, q).
+
+    `learns` is False where the draft vocabulary lacks the policy's likeliest token.
+    """
+
+    token_loss: Float[Array, "*A"]
+    agrees: Bool[Array, "*A"]
+    acceptance: Float[Array, "*A"]
+    learns: Bool[Array, "*A"]
+
+
+def token_scores(
+    params: DrafterParams,
+    shared: Shared,
+    states: Float[Array, "R T D"],
+    hidden: list[Float[Array, "R T Z"]],
+    recipe: Recipe,
+) -> list[Scores]:
+    """Scores of every draft step from the policy's states and the drafter's hidden ones; never all logits at once."""
+    model, mesh, ids = recipe.model, recipe.mesh, params.ids
+    draft = draft_logits(params, shared, recipe)
+    head = gathered(shared.head.astype(states.dtype), ("vocab", "embed"), mesh)
+    part = head if ids is None else gathered(head[ids], (draft_axis(recipe), "embed"), mesh)
+
+    def one(states: Array, *hidden: Array) -> list[Scores]:
+        logits = ops.contract("...d,vd->...v", states, head)
+        logits = split(ops.masked(logits, jnp.arange(logits.shape[-1]) < model.vocab_size), "vocab", mesh)
+        top, normalizer = jnp.argmax(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        if ids is not None:
+            logits = split(ops.contract("...d,vd->...v", states, part), draft_axis(recipe), mesh)
+        rule = partial(score, logits - normalizer, top=top, ids=ids, loss=recipe.objective.loss)
+        return [rule(split(draft(state), draft_axis(recipe), mesh)) for state in hidden]
+
+    return scoring.in_chunks(one, (states, *hidden), mesh, max(1, recipe.logits_chunk // (1 + len(hidden))))
+
+
+@shaped
+def score(
+    target: Float[Array, "*A U"],
+    logits: Float[Array, "*A U"],
+    top: Int[Array, "*A"],
+    ids: Int32[Array, " U"] | None,
+    loss: str,
+) -> Scores:
+    """Scores of draft logits against the policy's log-probs of the same tokens, and its likeliest token of all."""
+    drafted = jax.nn.log_softmax(logits, axis=-1)
+    p, q = jnp.exp(target), jnp.exp(drafted)
+    guess = jnp.argmax(logits, axis=-1)
+    acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
+    token_loss = -jnp.sum(jax.nn.softmax(target, axis=-1) * drafted, axis=-1)
+    if loss == "acceptance":
+        share = jax.lax.stop_gradient(jnp.exp(-ETA * acceptance))
+        token_loss = share * token_loss + (1 - share) * (1 - acceptance)
+    if ids is None:
+        return Scores(token_loss, guess == top, acceptance, jnp.ones(top.shape, bool))
+    place = jnp.minimum(jnp.searchsorted(ids, top), ids.shape[0] - 1)
+    return Scores(token_loss, ids[guess] == top, acceptance, ids[place] == top)
+
+
+def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Callable[[Array], Array]:
+    """Hidden states [G, ..., Z] of G data groups -> draft logits, with weights that were gathered once for each group."""
+    axes = eagle.weights(recipe.drafter, recipe.mesh.shape["model"])
+    cast, names = eagle.cast(params, recipe.compute_dtype), ("final_norm", "head")
+    copies = {
+        name: scoring.group_copies(getattr(cast, name), getattr(axes, name).axes, recipe.mesh)
+        for name in names
+        if getattr(cast, name) is not None
+    }
+    shared = shared.replace(head=gathered(shared.head.astype(recipe.compute_dtype), ("vocab", "embed"), recipe.mesh))
+
+    def logits(copies: dict[str, Array], hidden: Array) -> Array:
+        return eagle.logits(cast.replace(**copies), recipe.drafter, shared, hidden)
+
+    return lambda hidden: jax.vmap(logits)(copies, hidden)
+
+
+def draft_axis(recipe: Recipe) -> str | None:
+    """The logical axis of the draft vocabulary: not sharded when it does not divide."""
+    head = eagle.weights(recipe.drafter, recipe.mesh.shape["model"]).head
+    return "vocab" if head is None else head.axes[0]
+
+
+def gathered(weight: Array, axes: tuple[str | None, ...], mesh: Mesh) -> Array:
+    """A frozen weight, whole on every data group."""
+    return jax.lax.with_sharding_constraint(weight, sharding(mesh, axes, "rollout"))
+
+
+def split(logits: Array, axis: str | None, mesh: Mesh) -> Array:
+    """Logits [G, R, T, V] of G data groups, each group's vocabulary over `model`."""
+    return jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, axis), "train"))
+
+
+@shaped
+def smooth_l1(predicted: Float[Array, "*A D"], target: Float[Array, "*A D"]) -> Float[Array, "*A"]:
+    """Huber's loss with delta 1, mean over the width, in at least float32."""
+    wide = jnp.promote_types(predicted.dtype, jnp.float32)
+    return jnp.mean(optax.losses.huber_loss(predicted.astype(wide), target.astype(wide)), axis=-1)
+
+
+@shaped
+def mean(values: Array, mask: Bool[Array, "*A"]) -> Float[Array, ""]:
+    """Mean where the mask is True; 0 when it is nowhere."""
+    return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+@cache
+def program(recipe: Recipe) -> jax.stages.Wrapped:
+    """The jitted update(state, policy, batch), which donates the state; what leaves it is placed as what went in."""
+    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
+    everywhere = NamedSharding(recipe.mesh, PartitionSpec())
+    return jax.jit(partial(update, recipe=recipe), donate_argnames="state", out_shardings=(placed, everywhere))

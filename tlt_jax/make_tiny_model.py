@@ -1,0 +1,136 @@
+"""Makes a tokenizer from a text file and a small random Qwen2, as one Hugging Face directory: the model of a dry run.
+
+python -m tlt_jax.make_tiny_model --data train.jsonl --columns question,answer --vocab-size 2048 --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tlt_jax.data import files
+from tlt_jax.data.files import DataError, Problems
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# AutoTokenizer puts Qwen2's own steps in place of those that lie beside a Qwen2 config.json, so these are Qwen2's own.
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SMALLEST_VOCAB = 256 + 3  # the bytes and the special tokens
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; 0 when the directory is written."""
+    args = _parser().parse_args(argv)
+    try:
+        tokenizer = train_tokenizer(read_texts(args.data, args.columns.split(",")), args.vocab_size)
+        save_model(tokenizer, args)
+    except ValueError as error:
+        print(f"tiny: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {len(tokenizer)} tokens, {args.layers} layers of width {args.hidden_size}")
+    return 0
+
+
+def read_texts(source: str, columns: list[str]) -> list[str]:
+    """The text of these columns in every row of JSONL or Parquet files."""
+    problems, texts = Problems(), []
+    for path in files.locate(files.expand(source, "--data"), "--data", problems):
+        for line, row in files.read(path, problems):
+            for column in columns:
+                if isinstance(row.get(column), str):
+                    texts.append(row[column])
+                else:
+                    known = ", ".join(map(repr, row))
+                    problems.add(str(path), line, f"no text in column {column!r}", f"choose --columns among {known}")
+    problems.stop_if_any()
+    return texts
+
+
+def train_tokenizer(texts: list[str] | Iterator[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer with Qwen2's words and ChatML; the same for the same texts."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(f"--vocab-size {vocab_size} is below {SMALLEST_VOCAB}: 256 bytes and 3 special tokens")
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
+    """Writes config, generation config, random float32 weights and the tokenizer to --out."""
+    import jax
+
+    from tlt_jax.distributed.mesh import make_mesh
+    from tlt_jax.models import architecture, hf
+
+    sizes = {
+        "model_type": "qwen2",
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "intermediate_size": args.mlp_size,
+        "max_position_embeddings": args.max_positions,
+        "tie_word_embeddings": True,
+    }
+    eos_ids = tuple(tokenizer.convert_tokens_to_ids([END, PAD]))
+    config = hf.new_config(sizes, len(tokenizer), eos_ids)
+    mesh = make_mesh(1, 1)
+    params = architecture.init(config, mesh, jax.random.key(args.seed), "float32")
+    hf.save(params, config, Path(args.out), mesh, tokenizer, "float32")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tlt_jax.make_tiny_model", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--data",
+        required=True,
+        help="JSONL or Parquet file, folder, glob or hub data set that the tokenizer learns from",
+    )
+    add("--columns", default="question,answer", help="its text columns, with commas between (default: %(default)s)")
+    add("--vocab-size", type=int, default=2048, help="most tokens of the tokenizer (default: %(default)s)")
+    add("--out", required=True, help="directory to write")
+    add("--hidden-size", type=int, default=64, help="model width (default: %(default)s)")
+    add("--layers", type=int, default=2, help="layers (default: %(default)s)")
+    add("--heads", type=int, default=4, help="query heads (default: %(default)s)")
+    add("--kv-heads", type=int, default=2, help="key and value heads (default: %(default)s)")
+    add("--mlp-size", type=int, default=176, help="mlp width (default: %(default)s)")
+    add("--max-positions", type=int, default=2048, help="longest prompt and answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Log-probability and entropy of target tokens, a chunk of logits at a time; knows no loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.models import transformer
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.shapes import shaped
+
+PyTree = Any
+
+
+@shaped
+def score(
+    logits: Float[Array, "*A V"], targets: Int[Array, "*A"], temperature: float, entropy_learns: bool
+) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
+    """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
+
+    Sums over V only, so V may be sharded. The entropy carries a gradient only if it `entropy_learns`.
+    """
+    if temperature not in (0, 1):
+        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)  # padding stays finite
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
+    chosen = jnp.sum(jnp.where(ids == targets[..., None], shifted, 0), axis=-1)
+    logprobs = chosen - jnp.log(total)
+    if not entropy_learns:
+        shifted, total = jax.lax.stop_gradient((shifted, total))
+    entropy = jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total
+    return logprobs, entropy
+
+
+@shaped
+def token_scores(
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    x: Float[Array, "R T D"],
+    targets: Int[Array, "R T"],
+    *,
+    temperature: float,
+    chunk: int,
+    entropy_learns: bool,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """Log-probability of the targets and entropy from the last hidden states.
+
+    Each data group holds the logits of `chunk` tokens at once, and computes them again in the backward pass.
+    """
+    # One copy of the head per data group: its gradient then sums over chunks inside the group, and over groups once.
+    name = "embed" if params.head is None else "head"
+    axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
+    copies = group_copies(getattr(params, name), axes, mesh)
+
+    def group_logits(copy: Array, x: Array) -> Array:
+        return transformer.logits(params.replace(**{name: copy}), model, x)
+
+    def one(x: Array, targets: Array) -> tuple[Array, Array]:
+        logits = jax.vmap(group_logits)(copies, x)
+        logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, "vocab"), "train"))
+        return score(logits, targets, temperature, entropy_learns)
+
+    return in_chunks(one, (x, targets), mesh, chunk)
+
+
+def group_copies(weight: Array, axes: Sequence[str | None], mesh: Mesh) -> Array:
+    """The weight gathered once for each data group: [G, ...]."""
+    copies = jnp.broadcast_to(weight, (mesh.shape["data"], *weight.shape))
+    return jax.lax.with_sharding_constraint(copies, sharding(mesh, ("batch", *axes), "rollout"))
+
+
+def in_chunks(one: Callable[..., PyTree], rows: tuple[Array, ...], mesh: Mesh, chunk: int) -> PyTree:
+    """one(*rows) of arrays [R, T, ...] that knows no neighbors, `chunk` tokens of each data group at once.
+
+    `one` takes and gives arrays [G, R / G, t, ...] of G data groups; the backward pass runs it again.
+    """
+    R, T = rows[0].shape[:2]
+    groups = mesh.shape["data"]
+    length = max(1, min(T, chunk * groups // R))
+    chunks = -(-T // length)
+    length = -(-T // chunks)
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, 0), (0, chunks * length - T), *[(0, 0)] * (array.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(groups, R // groups, chunks, length, *array.shape[2:]), 2, 0)
+
+    def join(array: Array) -> Array:
+        return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]
+
+    results = jax.lax.map(lambda parts: jax.checkpoint(one)(*parts), jax.tree.map(split, rows))
+    return jax.tree.map(join, results)

@@ -1,0 +1,152 @@
+"""AdamW with schedule and clipping, where its moments live, and one step of it; knows no loss and no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32
+
+from tlt_jax.config.load import Config
+
+PyTree = Any
+FLOOR, WARMUP = 0.1, 0.05  # of a short training: shares of the peak learning rate and of the steps
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Hyper-parameters of one run of `total_steps` updates; the rate falls to `floor` times its peak."""
+
+    learning_rate: float
+    total_steps: int
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    floor: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+    @classmethod
+    def of(cls, config: Config, total_steps: int) -> Adam:
+        """The optimizer of the RL run."""
+        optim = config.optim
+        return cls(
+            optim.learning_rate, total_steps, optim.schedule, optim.warmup_steps, 0.0,
+            optim.beta1, optim.beta2, optim.weight_decay, optim.grad_clip,
+        )  # fmt: skip
+
+    @classmethod
+    def short(cls, config: Config, learning_rate: float, steps: int, weight_decay: float) -> Adam:
+        """The optimizer of a training that stands by itself: linear warm-up, then cosine to a tenth."""
+        optim, warmup = config.optim, max(1, round(WARMUP * steps))
+        return cls(
+            learning_rate, steps, "cosine", warmup, FLOOR, optim.beta1, optim.beta2, weight_decay, optim.grad_clip
+        )
+
+    def rate(self) -> optax.Schedule:
+        """Learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, linear or cosine.
+
+        The first update already has a rate above 0, and the floor is met after the last one.
+        """
+        peak, warmup = self.learning_rate, self.warmup_steps
+        left = max(1, self.total_steps - warmup)
+        after = {
+            "constant": optax.constant_schedule(peak),
+            "linear": optax.linear_schedule(peak, self.floor * peak, left),
+            "cosine": optax.cosine_decay_schedule(peak, left, alpha=self.floor),
+        }[self.schedule]
+        if not warmup:
+            return after
+        rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+        return optax.join_schedules([rise, after], [warmup])
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Clip by global norm, then AdamW; decay pulls matrices only."""
+        clip = optax.clip_by_global_norm(self.grad_clip) if self.grad_clip else optax.identity()
+        adamw = optax.adamw(self.rate(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices)
+        return optax.chain(clip, adamw)
+
+
+@struct.dataclass
+class Learner:
+    """Weights and their optimizer. `step` counts updates, skipped ones too; `skips` those skipped in a row."""
+
+    params: PyTree
+    opt_state: optax.OptState
+    step: Int32[Array, ""]
+    skips: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+
+
+def advance(learner: Learner, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam) -> tuple[Learner, ArrayLike]:
+    """The learner after AdamW's step, and the rate of the step.
+
+    The same weights and moments, and one more skip, when the update is not finite.
+    """
+    rate = adam.rate()(learner.step - learner.skipped)
+    changes, opt_state = adam.transformation().update(grads, learner.opt_state, learner.params)
+    params = optax.apply_updates(learner.params, changes)
+    params, opt_state = jax.tree.map(
+        partial(jnp.where, is_finite), (params, opt_state), (learner.params, learner.opt_state)
+    )
+    counts = {
+        "step": learner.step + 1,
+        "skips": jnp.where(is_finite, 0, learner.skips + 1),
+        "skipped": learner.skipped + ~is_finite,
+    }
+    return learner.replace(params=params, opt_state=opt_state, **counts), rate
+
+
+def matrices(params: PyTree) -> PyTree:
+    """True at matrices, False at norms and biases, which say so in their names: some are stacked to a matrix."""
+
+    def is_matrix(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: Array) -> bool:
+        return not any(word in path[-1].name for word in ("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def widen(params: PyTree) -> PyTree:
+    """The same leaves in at least float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), params)
+
+
+def init(adam: Adam, params: PyTree) -> optax.OptState:
+    """New optimizer state; moments in at least float32."""
+    return adam.transformation().init(widen(params))
+
+
+def create(adam: Adam, params: PyTree, mesh: Mesh) -> Learner:
+    """A learner before its first update. It owns `params`: the first update donates them."""
+    target = abstract(adam, params, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target.opt_state)
+    opt_state = jax.jit(partial(init, adam), out_shardings=shardings)(params)
+    zeros = [jax.device_put(np.int32(0), target.step.sharding) for _ in range(3)]
+    return Learner(params, opt_state, *zeros)
+
+
+def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> Learner:
+    """Shape, dtype and sharding of a learner of (abstract) params: moments live where their weights do."""
+    shapes = jax.eval_shape(partial(init, adam), params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = optax.tree_utils.tree_map_params(
+        adam.transformation(),
+        lambda _, weight: weight.sharding,
+        shapes,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    opt_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return Learner(params, opt_state, count, count, count)

@@ -1,0 +1,47 @@
+"""Who decides the shape of every chunk: buckets that fit, and the strategy that the tuner takes; knows no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tlt_jax.rollout.state import Decision, View
+from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.tuner.goodput import Measurement, Tuner
+
+PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
+FEW = 4  # rounds that a chunk should have room for before it needs a longer cache
+
+
+class Pilot:
+    """Owns the state of the tuner during a rollout; `decide` is a Decider, `observe` takes what the chunks measured."""
+
+    def __init__(self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None):
+        self.batches, self.slots, self.tuner = batches, slots, tuner
+        self.state = tuner.init() if state is None else state
+
+    def decide(self, view: View) -> Decision:
+        """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch.
+
+        A chunk that could fill more slots than one of plain decoding has fewer rounds, as long as these are not few.
+        """
+        batch = next(size for size in self.batches if size >= view.live)
+        least = view.slots if batch == view.batch else 0
+
+        def room(*chunk: Any) -> int:
+            return next(size for size in self.slots if size >= max(view.need(*chunk), least))
+
+        slots = room(PLAIN)
+        self.state, choice = self.tuner.choose(self.state, view.live, batch, slots)
+        rounds, fit = choice.rounds, (slots - view.tokens) // choice.strategy.path
+        if fit >= FEW and room(choice.strategy, rounds) > slots:
+            rounds = fit
+        slots = room(choice.strategy, rounds)
+        fewer = max((size for size in self.batches if size < batch), default=0)
+        floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
+        expected = {"predicted": choice.predicted, "reason": choice.reason}
+        return Decision(view.group, view.retired, batch, slots, choice.strategy, floor, rounds, **expected)
+
+    def observe(self, measurement: Measurement) -> None:
+        """What a chunk measured."""
+        self.state = self.tuner.observe(self.state, measurement)

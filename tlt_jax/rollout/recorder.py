@@ -1,0 +1,249 @@
+"""The one loop that drives every data group of a process, and what a rollout returns; knows no network."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from tlt_jax.rollout import group as machine
+from tlt_jax.rollout.state import Decided, Decision, Dispatched, Event, Group, GroupState, Retired, Tokens
+from tlt_jax.spec_decode.stats import BINS
+from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
+from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.tuner import cost_model
+from tlt_jax.tuner.goodput import Measurement, is_timed
+
+PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
+LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
+IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
+
+
+class Interrupted(Exception):
+    """The rollout was asked to stop before it was done; nothing of it is kept."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer: its tokens (the EOS or stop sequence too), their log-probs, and "stop" or "length"."""
+
+    uid: int
+    prompt: int
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a group's devices did, in seconds since the rollout began: "prefill", "decode", "catch_up" or "speculate"."""
+
+    group: int
+    kind: str
+    start: float
+    end: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """All completions, ordered by uid, with the timeline, the decisions, and totals.
+
+    `measurements` are of the chunks that ran a round. `reliability` is float[3, bins]: drafted nodes by the probability that
+    their score promises, the sum of those probabilities, and how many of the nodes were accepted (see Stats).
+    """
+
+    completions: list[Completion]
+    spans: list[Span]
+    decisions: list[Decision]
+    measurements: list[Measurement]
+    reliability: np.ndarray
+    stats: dict[str, float]
+
+
+@dataclass
+class Ledger:
+    """What the events add up to; the only part of a rollout that reads a clock."""
+
+    groups: int
+    samples: int
+    on_finish: Callable[[Completion], None] | None
+    observe: Callable[[Measurement], None]
+    listen: Callable[[Event], None]
+    begin: float = field(default_factory=time.perf_counter)
+    parts: dict[int, list[Tokens]] = field(default_factory=dict)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    reliability: np.ndarray = field(default_factory=lambda: np.zeros((3, BINS)))
+    open: dict[tuple[int, int], tuple[Dispatched, float, float]] = field(default_factory=dict)
+    totals: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.looked, self.free_at, self.doubt, self.catch_up = ([0.0] * self.groups for _ in range(4))
+
+    def now(self) -> float:
+        """Seconds since the rollout began."""
+        return time.perf_counter() - self.begin
+
+    def record(self, group: int, events: Sequence[Event], looked: float) -> None:
+        """Takes note of the events of one `advance`, which looked then what is ready, and dispatched until now."""
+        now = self.now()
+        times, doubt = self.shares(group, [event for event in events if isinstance(event, Retired)], looked)
+        for event in events:
+            self.listen(event)
+            match event:
+                case Decided(decision):
+                    self.decisions.append(decision)
+                case Dispatched(number):
+                    self.open[group, number] = (event, looked, now)
+                case Retired(number):
+                    self.retire(group, event, self.open.pop((group, number))[0], *times[number], doubt)
+                case Tokens(uid):
+                    self.parts.setdefault(uid, []).append(event)
+                    self.totals["tokens"] += len(event.tokens)
+                    if event.finish != RUNNING:
+                        self.finish(uid, event.finish)
+
+    def shares(
+        self, group: int, retired: Sequence[Retired], looked: float
+    ) -> tuple[dict[int, tuple[float, float]], float]:
+        """Start and end of the programs that were read in one look: they share its time as their work is expected to.
+
+        Also how many seconds these may be off by. They were queued at some time of an advance, and ended, as did what they
+        waited for, at some time since the look before: long ones when the host was compiling.
+        """
+        before, self.looked[group] = self.looked[group], looked
+        if not retired:
+            return {}, 0.0
+        _, earliest, queued = self.open[group, retired[0].number]
+        start = max(queued, self.free_at[group])
+        doubt = start - max(earliest, self.free_at[group] - self.doubt[group])
+        is_shared = len(retired) > 1
+        work = np.array([expected_work(self.open[group, one.number][0], one) if is_shared else 1.0 for one in retired])
+        ends = start + (looked - start) * np.cumsum(work) / work.sum()
+        ends[-1] = self.free_at[group] = looked
+        self.doubt[group] = looked - max(before, earliest)
+        times = {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
+        return times, doubt + self.doubt[group]
+
+    def retire(
+        self, group: int, retired: Retired, dispatched: Dispatched, start: float, end: float, doubt: float
+    ) -> None:
+        """The program is done: a span of the timeline, and a measurement when it was a chunk."""
+        kind, strategy = retired.kind, dispatched.strategy
+        label = "speculate" if kind == "decode" and strategy != PLAIN else kind
+        self.spans.append(Span(group, label, start, end, dispatched.batch))
+        self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
+        if kind == "catch_up" and is_timed(end - start, doubt):
+            self.catch_up[group] += end - start
+        if retired.stats is None or not retired.rounds:
+            return
+        live_rounds = int(retired.stats.row_rounds)
+        measurement = Measurement(
+            group=group,
+            batch=dispatched.batch,
+            live=live_rounds / retired.rounds,
+            slots=dispatched.slots,
+            strategy=strategy,
+            rounds=retired.rounds,
+            row_rounds=live_rounds,
+            tokens=retired.tokens,
+            seconds=end - start,
+            doubt=math.inf if retired.is_first else doubt,
+            hits=np.asarray(retired.stats.hits),
+            number=retired.number,
+            predicted=dispatched.predicted,
+            reason=dispatched.reason,
+            is_moved=dispatched.is_moved,
+            catch_up=self.catch_up[group],
+        )
+        self.catch_up[group] = 0.0
+        self.measurements.append(measurement)
+        self.totals["declined"] += int(retired.stats.declined)
+        self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.held])
+        self.observe(measurement)
+
+    def finish(self, uid: int, code: int) -> None:
+        """The sequence is complete: reports it."""
+        parts = self.parts.pop(uid)
+        completion = Completion(
+            uid,
+            *divmod(uid, self.samples),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            "length" if code == TRUNCATED else "stop",
+        )
+        self.completions[uid] = completion
+        if self.on_finish:
+            self.on_finish(completion)
+
+    def result(self, groups: Sequence[Group]) -> RolloutResult:
+        """Everything, in order of uid."""
+        seconds = self.now()
+        registry = groups[0].registry
+        speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
+        drafted = sum(measured.tokens for measured in speculated)
+        stats = {
+            "tokens": self.totals["tokens"],
+            "speculated_tokens": drafted,
+            "accept_length": drafted / max(sum(measured.row_rounds for measured in speculated), 1),
+            "seconds": seconds,
+            "tokens_per_second": self.totals["tokens"] / seconds,
+            "rounds": self.totals["rounds"],
+            "row_rounds": self.totals["row_rounds"],
+            "chunks": self.totals["decode"],
+            "prefills": self.totals["prefill"],
+            "declined": self.totals["declined"],
+            "programs": len(registry.executables),
+        }
+        completions = [self.completions[uid] for uid in sorted(self.completions)]
+        return RolloutResult(completions, self.spans, self.decisions, self.measurements, self.reliability, stats)
+
+
+def expected_work(dispatched: Dispatched, retired: Retired) -> float:
+    """What a program is expected to take, up to a common factor; a prefill is a round of as many nodes as it has tokens,
+    catching up is taken for a plain round."""
+    strategy, rounds = dispatched.strategy, retired.rounds + IDLE_ROUND
+    if retired.kind == "prefill":
+        strategy, rounds = replace(PLAIN, nodes=dispatched.slots), 1
+    if retired.kind == "catch_up":
+        rounds = 1
+    return rounds * math.exp(cost_model.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0])
+
+
+def rollout(
+    groups: Sequence[Group],
+    on_finish: Callable[[Completion], None] | None = None,
+    interrupted: Callable[[], bool] | None = None,
+    observe: Callable[[Measurement], None] = lambda measurement: None,
+    listen: Callable[[Event], None] = lambda event: None,
+) -> RolloutResult:
+    """Decodes the groups' job to its end; one thread, no group waits for another.
+
+    `observe` gets what every chunk measured, `listen` every event.
+    """
+    states = [GroupState() for _ in groups]
+    ledger = Ledger(len(groups), groups[0].job.samples, on_finish, observe, listen)
+    busy, pause = True, PAUSE[0]
+    while busy:
+        if interrupted and interrupted():
+            raise Interrupted("the rollout was interrupted")
+        happened = False
+        for i, group in enumerate(groups):
+            looked = ledger.now()
+            states[i], events = machine.advance(group, states[i])
+            ledger.record(i, events, looked)
+            happened |= bool(events)
+        busy = not all(state.is_done for state in states)
+        if busy and not happened:
+            time.sleep(pause)
+        pause = PAUSE[0] if happened else min((1 + LATE) * pause, PAUSE[1])
+    return ledger.result(groups)

@@ -1,0 +1,300 @@
+"""What runs on the devices of one data group: rounds of decoding, admission and compaction; knows no host, clock or queue."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.noise import gumbel
+from tlt_jax.spec_decode.stats import Stats, measure, nothing
+from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, Rules, ends_sequence, shift
+from tlt_jax.spec_decode.tree import PLAIN, Context, Drafter, PyTree, Strategy, Target, ancestors, root_only
+
+
+class Decoder(NamedTuple):
+    """What one program decodes with; all of it is static."""
+
+    target: Target
+    drafter: Drafter
+    rules: Rules
+    strategy: Strategy
+
+
+@struct.dataclass
+class Weights:
+    """Parameters of the target and of the drafter."""
+
+    target: PyTree
+    drafter: PyTree
+
+
+@struct.dataclass
+class DecodeState:
+    """Sequences in decoding. The root is the newest token: its position is `lengths`, and the cache holds all before it.
+
+    `limits` are the tokens of prompt and answer together; `history` the tokens themselves, the root too (S is 0 when no
+    drafter reads them). A row that is not live changes nothing that is ever read.
+    """
+
+    roots: Int32[Array, " B"]
+    lengths: Int32[Array, " B"]
+    limits: Int32[Array, " B"]
+    live: Bool[Array, " B"]
+    keys: UInt32[Array, "B 2"]
+    tail: Int32[Array, "B W"]
+    history: Int32[Array, "B S"]
+    cache: PyTree
+    drafter: PyTree
+
+
+@struct.dataclass
+class Admission:
+    """R new sequences, each for another row, from a row of a prefill; `history` holds their prompts.
+
+    Rows from B on are nobody's: what is there is dropped.
+    """
+
+    rows: Int32[Array, " R"]
+    source: Int32[Array, " R"]
+    roots: Int32[Array, " R"]
+    lengths: Int32[Array, " R"]
+    limits: Int32[Array, " R"]
+    keys: UInt32[Array, "R 2"]
+    history: Int32[Array, "R P"]
+
+
+@struct.dataclass
+class Report:
+    """What a chunk emitted, in order and from the left of each row; `finish` is RUNNING, STOPPED or TRUNCATED."""
+
+    tokens: Int32[Array, "B R"]
+    logprobs: Float[Array, "B R"]
+    counts: Int32[Array, " B"]
+    finish: Int32[Array, " B"]
+    rounds: Int32[Array, ""]
+    stats: Stats
+
+
+def chunk(
+    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, bounds: Int32[Array, " L"]
+) -> tuple[DecodeState, Report]:
+    """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
+
+    The drafter may lack as many of the newest tokens as a round of the strategy can emit; more is for `catch_up`.
+    """
+    strategy = decoder.strategy
+    batch, room = state.roots.shape[0], rounds * strategy.path
+    report = Report(
+        tokens=jnp.zeros((batch, room), jnp.int32),
+        logprobs=jnp.zeros((batch, room), float_type(weights)),
+        counts=jnp.zeros(batch, jnp.int32),
+        finish=jnp.full(batch, RUNNING, jnp.int32),
+        rounds=jnp.int32(0),
+        stats=nothing(strategy),
+    )
+
+    def goes_on(carry: tuple[DecodeState, Report]) -> Array:
+        state, report = carry
+        return (report.rounds < jnp.minimum(bounds[1], rounds)) & (state.live.sum() >= bounds[0])
+
+    def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
+        state, report = carry
+        state, emitted, stats = advance_round(decoder, state, weights, guide)
+        return state, append(report, emitted, stats)
+
+    return jax.lax.while_loop(goes_on, step, (state, report))
+
+
+def catch_up(
+    target: Target, drafter: Drafter, state: DecodeState, weights: Weights, missing: Int32[Array, ""]
+) -> tuple[DecodeState, Int32[Array, ""]]:
+    """The state whose drafter lacks at most `missing` (>= 1) tokens of any live row, and a scalar that is ready with it.
+
+    Those are tokens that were decoded without it, prompts too.
+    """
+    known = drafter.catch_up(weights, state.drafter, context_of(target, state, ()), state.live, missing)
+    return state.replace(drafter=known), state.lengths.max()
+
+
+@struct.dataclass
+class Emitted:
+    """Tokens of one round: the first counts[b] of row b."""
+
+    tokens: Int32[Array, "B M"]
+    logprobs: Float[Array, "B M"]
+    counts: Int32[Array, " B"]
+    finish: Int32[Array, " B"]
+
+
+def advance_round(
+    decoder: Decoder, state: DecodeState, weights: Weights, guide: PyTree
+) -> tuple[DecodeState, Emitted, Stats]:
+    """Draft, forward, choose at every node, follow the matches, commit."""
+    target, drafter, rules, strategy = decoder
+    noise = noise_ahead(decoder, state, weights)
+    if strategy == PLAIN:
+        tree = root_only(state.roots)
+    else:
+        context = context_of(target, state, guide, noise)
+        state = state.replace(drafter=drafter.extend(weights, state.drafter, context, strategy.path))
+        tree = drafter.draft(weights, state.drafter, context, strategy, rules.sampling.temperature)
+    positions = state.lengths[:, None] + tree.depths
+    logits, scratch = target.forward(
+        weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
+    )
+    scaled = sampling.scale(logits, rules.sampling)
+    filtered = sampling.filter(scaled, rules.sampling)
+    chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
+    walk = verify.match(tree, chosen, strategy.depth)
+    counts, finish = settle(rules, state, walk.tokens, walk.accepted)
+    emitted = Emitted(walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish)
+    last = jnp.take_along_axis(walk.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    after = state.replace(
+        roots=jnp.where(counts > 0, last, state.roots),
+        lengths=state.lengths + counts,
+        live=state.live & (finish == RUNNING),
+        tail=shift(state.tail, walk.tokens, counts),
+        history=remember(state.history, walk.tokens, state.lengths),
+        cache=target.keep(state.cache, scratch, walk.path, state.lengths),
+    )
+    return after, emitted, measure(tree, walk, counts, state.live, strategy)
+
+
+@struct.dataclass
+class Known:
+    """What drafting reads of a DecodeState, and the target's features."""
+
+    keys: UInt32[Array, "B 2"]
+    lengths: Int32[Array, " B"]
+    history: Int32[Array, "B S"]
+    features: Float[Array, "B S F"]
+    drafter: PyTree
+
+
+def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, guide: PyTree) -> Known:
+    """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
+    drafter, strategy, noise = decoder.drafter, decoder.strategy, noise_ahead(decoder, known, weights)
+
+    def step(_: Array, known: Known) -> Known:
+        context = Context(known.history, known.lengths, known.features, guide, noise)
+        extended = drafter.extend(weights, known.drafter, context, strategy.path)
+        tree = drafter.draft(weights, extended, context, strategy, decoder.rules.sampling.temperature)
+        text = jnp.maximum(tree.tokens[:, 1 : strategy.path], 0)
+        history = remember(known.history, text, known.lengths)
+        return known.replace(lengths=known.lengths + 1, history=history, drafter=extended)
+
+    return jax.lax.fori_loop(0, rounds, step, known)
+
+
+def context_of(target: Target, state: DecodeState, guide: PyTree, noise: Array | None = None) -> Context:
+    """What the drafter may look at."""
+    return Context(state.history, state.lengths, target.features(state.cache), guide, noise)
+
+
+def noise_ahead(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> Array | None:
+    """Noise [B, M, V] of the positions after the root; one depth, one noise, since at most one node of it is visited."""
+    if decoder.rules.sampling.is_greedy:
+        return None
+    positions = state.lengths[:, None] + 1 + jnp.arange(decoder.strategy.path, dtype=jnp.int32)
+    return gumbel(state.keys, positions, decoder.target.vocab, float_type(weights))
+
+
+def float_type(weights: Weights) -> jnp.dtype:
+    """What probabilities are computed in: at least float32."""
+    return jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
+
+
+@shaped
+def along(path: Int32[Array, "B M"], nodes: Float[Array, "B N X"]) -> Float[Array, "B M X"]:
+    """The rows of the nodes on the path."""
+    return nodes if nodes.shape[1] == 1 else jnp.take_along_axis(nodes, path[:, :, None], axis=1)
+
+
+@shaped
+def remember(
+    history: Int32[Array, "B S"], tokens: Int32[Array, "B M"], lengths: Int32[Array, " B"]
+) -> Int32[Array, "B S"]:
+    """The history with the tokens of a round after its roots; those past the emitted ones are junk that is overwritten."""
+    if not history.shape[1]:
+        return history
+    return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start + 1,)))(
+        history, tokens, lengths
+    )
+
+
+@shaped
+def settle(
+    rules: Rules, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """How many of a walk's tokens each row emits, and whether it ends: at EOS, a stop sequence, or its limit."""
+    stops = ends_sequence(rules, state.tail, tokens)
+    for eos in rules.eos_ids:
+        stops |= tokens == eos
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    ends = stops | (state.lengths[:, None] + steps + 2 >= state.limits[:, None])
+    first = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), tokens.shape[1])
+    counts = jnp.where(state.live, jnp.minimum(accepted, first) + 1, 0)
+    stopped = (stops & (steps == first[:, None])).any(axis=1)
+    finish = jnp.where(stopped, STOPPED, TRUNCATED)
+    return counts, jnp.where(state.live & (first <= accepted), finish, RUNNING).astype(jnp.int32)
+
+
+def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
+    """The report with one round more."""
+    column = jnp.arange(report.tokens.shape[1])
+    tokens, logprobs = report.tokens, report.logprobs
+    for m in range(emitted.tokens.shape[1]):
+        here = (column == (report.counts + m)[:, None]) & (m < emitted.counts)[:, None]
+        tokens = jnp.where(here, emitted.tokens[:, m, None], tokens)
+        logprobs = jnp.where(here, emitted.logprobs[:, m, None].astype(logprobs.dtype), logprobs)
+    return Report(
+        tokens,
+        logprobs,
+        report.counts + emitted.counts,
+        jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
+        report.rounds + 1,
+        jax.tree.map(jnp.add, report.stats, stats),
+    )
+
+
+def admit(
+    target: Target, drafter: Drafter, state: DecodeState, prefilled: PyTree, new: Admission
+) -> DecodeState:
+    """Puts new sequences into rows; each takes the keys and values of its prompt from a prefill."""
+
+    def put(ours: Array, theirs: Array | int | bool) -> Array:
+        return ours.at[new.rows].set(theirs, mode="drop", unique_indices=True)
+
+    remembered = state.history[:, : new.history.shape[1]]
+    return state.replace(
+        roots=put(state.roots, new.roots),
+        lengths=put(state.lengths, new.lengths),
+        limits=put(state.limits, new.limits),
+        live=put(state.live, True),
+        keys=put(state.keys, new.keys),
+        tail=put(state.tail, -1),
+        history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
+        cache=target.insert(state.cache, prefilled, new.rows, new.source),
+        drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
+    )
+
+
+def resize(target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]) -> DecodeState:
+    """The given rows of the state (-1: an empty row), with room for `slots` committed tokens."""
+    source = jnp.maximum(rows, 0)
+    taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "tail")}
+    history, room = state.history[source], target.room(slots) if drafter.remembers else 0
+    history = jnp.pad(history, ((0, 0), (0, max(room - history.shape[1], 0))))[:, :room]
+    return state.replace(
+        live=state.live[source] & (rows >= 0),
+        history=history,
+        cache=target.resize(state.cache, rows, slots),
+        drafter=drafter.resize(state.drafter, rows, slots),
+        **taken,
+    )

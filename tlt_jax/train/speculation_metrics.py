@@ -1,0 +1,108 @@
+"""What drafting was worth in a step, as metrics and as lines of the speculation file; knows no device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tlt_jax.metrics import Chunk
+from tlt_jax.rollout import bindings
+from tlt_jax.rollout.engine import Engine, RolloutResult, Shape
+from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.tuner import arms as strategies
+from tlt_jax.tuner.goodput import Measurement
+
+
+def metrics(engine: Engine, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
+    """What drafting was worth in a rollout, given its seconds by shape; nothing when no chunk drafted."""
+    drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
+    if not drafted:
+        return {}
+    found = {
+        "accept_length": rollout.stats["accept_length"],
+        f"accept_length/{engine.drafter_kind}": rollout.stats["accept_length"],
+        "share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
+        "declined": rollout.stats["declined"] / sum(one.row_rounds for one in drafted),
+        "pool_programs": rollout.stats["pool_programs"],
+        "pool_mib": rollout.stats["pool_bytes"] / 2**20,
+        **rates(drafted),
+        **by_batch(rollout.measurements),
+        **parts(drafted, drafting),
+    }
+    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
+    if errors:
+        found["prediction_error"] = float(np.median(errors))
+    return {f"speculation/{name}": value for name, value in found.items()}
+
+
+def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
+    """Share of the rounds whose draft held to each depth."""
+    found = {}
+    for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
+        deep = [one for one in drafted if one.strategy.depth >= depth]
+        hits = sum(int(one.hits[depth - 1].sum()) for one in deep)
+        found[f"accept_rate@{depth}"] = hits / sum(one.row_rounds for one in deep)
+    return found
+
+
+def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Tree nodes and milliseconds of a round in each batch bucket."""
+    found = {}
+    for batch in sorted({one.batch for one in measurements}):
+        same = [one for one in measurements if one.batch == batch]
+        found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
+        plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
+        drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
+        for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
+            if times:
+                found[f"{name}@{batch}"] = float(np.median(times))
+    return found
+
+
+def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
+    """Milliseconds of a round's drafting and of the rest, of the most used shape of each batch bucket that was timed."""
+    rounds: Counter = Counter()
+    for one in drafted:
+        rounds[one.batch, one.slots, one.strategy] += one.rounds
+    found = {}
+    for shape, _ in reversed(rounds.most_common()):
+        if shape in drafting:
+            same = [one.seconds / one.rounds for one in drafted if (one.batch, one.slots, one.strategy) == shape]
+            found[f"draft_ms@{shape[0]}"] = 1e3 * drafting[shape]
+            found[f"verify_ms@{shape[0]}"] = 1e3 * (float(np.median(same)) - drafting[shape])
+    return found
+
+
+def chunks(engine: Engine, rollout: RolloutResult) -> list[Chunk]:
+    """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
+    return [line(one) for one in rollout.measurements] if engine.drafter_kind != bindings.NONE else []
+
+
+def line(one: Measurement) -> Chunk:
+    """A chunk as it stands in the file."""
+    return Chunk(
+        one.group,
+        one.number,
+        one.batch,
+        one.live,
+        one.slots,
+        strategies.name(one.strategy),
+        one.reason,
+        None if math.isnan(one.predicted) else one.predicted,
+        one.tokens / one.seconds,
+        one.tokens,
+        one.rounds,
+        one.seconds,
+        accepted(one),
+    )
+
+
+def accepted(one: Measurement) -> list[int]:
+    """Drafting rounds of sequences that accepted 0, 1, ... drafted tokens; empty for a plain chunk."""
+    if one.strategy == PLAIN:
+        return []
+    held = [int(one.row_rounds), *one.hits.sum((1, 2)).astype(int).tolist(), 0]
+    return [more - less for more, less in zip(held, held[1:], strict=False)]

@@ -1,0 +1,180 @@
+"""What a step is worth knowing of, under the names of the closed list; knows no device."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tlt_jax.config import validate
+from tlt_jax.config.load import Config
+from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.metrics import Record, Writer, idle_share
+from tlt_jax.rewards import Score
+from tlt_jax.rollout.engine import RolloutResult
+from tlt_jax.train import losses
+
+
+class Stopwatch:
+    """Seconds of each phase of a step."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time inside to timing_s/name."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[f"timing_s/{name}"] += time.perf_counter() - begin
+
+    def totals(self) -> dict[str, float]:
+        """The seconds of every phase, and of the step."""
+        return {**self.seconds, "timing_s/step": time.perf_counter() - self.begin}
+
+
+def of_rollout(
+    config: Config, prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score]
+) -> dict[str, float]:
+    """Rewards, lengths and speed of a step."""
+    ordered = [scores[answer.uid] for answer in rollout.completions]
+    values = np.array([score.value for score in ordered])
+    lengths = np.array([len(answer.tokens) for answer in rollout.completions])
+    prompt_lengths = np.array([len(prompt.tokens) for prompt in prompts])
+    terms: dict[str, list[float]] = defaultdict(list)
+    for score in ordered:
+        for term, value in score.parts.items():
+            terms[term].append(value)
+    return {
+        **statistics("reward", values, ("mean", "std", "min", "max")),
+        **{f"reward/terms/{term}": float(np.mean(part)) for term, part in terms.items()},
+        **{
+            f"reward/failures/{kind}": sum(score.failure == kind for score in ordered)
+            for kind in ("timeout", "crash", "error")
+        },
+        **statistics("prompt_length", prompt_lengths, ("mean", "max")),
+        **statistics("response_length", lengths, ("mean", "min", "max", "p50", "p75", "p90", "p99")),
+        "response_length/clip_ratio": float(np.mean([answer.finish == "length" for answer in rollout.completions])),
+        "perf/tokens_per_second": rollout.stats["tokens_per_second"],
+        "perf/total_num_tokens": int(lengths.sum() + prompt_lengths.sum() * config.rollout.samples),
+        "perf/idle_ratio": idle_share(rollout.spans, config.mesh.data),
+        "perf/rounds": rollout.stats["rounds"],
+        "perf/compiles": rollout.stats["compiles"],
+        "perf/compile_s": rollout.stats["compile_seconds"],
+        "perf/programs": rollout.stats["programs"],
+        "perf/max_memory_gib": peak_memory() / 2**30,
+    }
+
+
+def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
+    """Metrics of the optimizer steps of one rollout: means, but the largest of maxima and the last of counters."""
+    merge = {"ratio_max": max, "rollout_logprob_diff_max": max, "nonfinite": last, "lr": last}
+    merged = {name: merge.get(name, mean)([float(update[name]) for update in updates]) for name in updates[0]}
+    return {
+        **{f"actor/{name}": value for name, value in merged.items()},
+        "groups/zero_variance": float(losses.zero_variance(rewards).mean()),
+        **statistics("advantages", advantages, ("mean", "min", "max")),
+    }
+
+
+def of_step(
+    dataset: Dataset, config: Config, step: int, scalars: Mapping[str, float], watch: Stopwatch
+) -> dict[str, float]:
+    """Seconds of the phases and the step, its throughput, and the epoch."""
+    seconds = watch.totals()
+    training = seconds["timing_s/step"] - seconds.get("timing_s/eval", 0.0)
+    epoch = {"training/epoch": step * config.rollout.prompts / dataset.rows} if dataset.rows else {}
+    return seconds | epoch | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
+
+
+def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float], watch: Stopwatch) -> None:
+    """Writes an evaluation, and shows it above the progress."""
+    writer.scalars(step, {**measured, "timing_s/eval": watch.seconds["timing_s/eval"]})
+    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items())
+    writer.progress.say(f"step {step}/{steps}  evaluation: {shown}")
+
+
+class Profiler:
+    """Context that writes a jax.profiler trace of the steps of profile.steps to the run folder."""
+
+    def __init__(self, config: Config):
+        self.steps = validate.profile_steps(config)
+        self.folder = str(Path(config.run) / "profile")
+        self.is_on = False
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def enter(self, step: int) -> None:
+        """Before a step."""
+        if step in self.steps and not self.is_on:
+            jax.profiler.start_trace(self.folder)
+            self.is_on = True
+
+    def leave(self, step: int) -> None:
+        """After a step."""
+        if step + 1 not in self.steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """Writes the trace, if one was begun."""
+        if self.is_on:
+            jax.profiler.stop_trace()
+            self.is_on = False
+
+
+def records(
+    prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score], texts: Mapping[int, str]
+) -> list[Record]:
+    """One line of the completions file per answer."""
+    return [
+        Record(
+            answer.uid,
+            prompts[answer.prompt].text,
+            texts[answer.uid],
+            scores[answer.uid].value,
+            len(answer.tokens),
+            answer.finish,
+            scores[answer.uid].parts,
+            scores[answer.uid].failure,
+        )
+        for answer in rollout.completions
+    ]
+
+
+def statistics(prefix: str, values: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """The named statistics (mean, std, min, max, or pNN for a percentile) of some values."""
+    return {
+        f"{prefix}/{name}": float(
+            np.percentile(values, int(name[1:])) if name[1:].isdigit() else getattr(np, name)(values)
+        )
+        for name in names
+    }
+
+
+def peak_memory() -> int:
+    """Bytes: the peak of the first device where it counts them, else that of this process."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in memory:
+        return memory["peak_bytes_in_use"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def last(values: Sequence[float]) -> float:
+    return values[-1]

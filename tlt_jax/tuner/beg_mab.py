@@ -1,0 +1,71 @@
+"""The paper's tuner: an epsilon-greedy bandit in every bucket of batch sizes; knows nothing of costs and hit rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.tuner.arms import bucketed, name, pool, strategies_for
+from tlt_jax.tuner.exploration import State
+from tlt_jax.tuner.goodput import Choice, Measurement, Tuner
+
+EPSILON, WINDOW = 0.1, 300  # of the reference system
+
+
+def beg_mab(
+    strategies: Sequence[Strategy | str],
+    thresholds: Sequence[int] | None = None,
+    epsilon: float = EPSILON,
+    window: int = WINDOW,
+    seed: int = 0,
+) -> Tuner:
+    """The paper's bucketed epsilon-greedy bandit [b11], with plain decoding as an arm of every bucket.
+
+    A reward is tokens per second of one live row; an arm's worth is the median of its last `window` rewards in the batch.
+    Every arm is tried once before any is judged, and a first pull counts as measured.
+    """
+    buckets = bucketed(pool(strategies), thresholds)
+
+    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+        arms = (PLAIN, *strategies_for(buckets, batch))
+        keys = [f"{batch}/{name(arm)}" for arm in arms]
+        worths = [median(state["rewards"][key]) if key in state["rewards"] else None for key in keys]
+        fresh = [i for i, key in enumerate(keys) if worths[i] is None and key not in state["tried"]]
+        known = [i for i, worth in enumerate(worths) if worth is not None]
+        random = np.random.default_rng([seed, state["choices"]])
+        if fresh:
+            i, reason = fresh[0], "never tried"
+        elif not known or random.random() < epsilon:
+            i, reason = int(random.integers(len(arms))), "epsilon"
+        else:
+            i, reason = max(known, key=lambda one: worths[one]), "best median"
+        tried = list(dict.fromkeys([*state["tried"], keys[i]]))
+        predicted = math.nan if worths[i] is None else worths[i] * live
+        return {**state, "choices": state["choices"] + 1, "tried": tried}, Choice(arms[i], predicted, reason)
+
+    def renew(state: State) -> State:
+        return {**state, "tried": []}  # a pull that was never read is taken again
+
+    return Tuner(begin_beg_mab, choose, partial(observe_beg_mab, window=window), renew)
+
+
+def begin_beg_mab() -> State:
+    """Nothing known. rewards: of each batch and arm; tried: those that were chosen since the last update."""
+    return {"choices": 0, "tried": [], "rewards": {}}
+
+
+def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
+    """The state with one reward more."""
+    if min(seen.rounds, seen.row_rounds) <= 0:
+        return state
+    key = f"{seen.batch}/{name(seen.strategy)}"
+    if not seen.is_timed:  # pulled in vain
+        return {**state, "tried": [other for other in state["tried"] if other != key]}
+    reward = float(seen.tokens / seen.row_rounds * seen.rounds / seen.seconds)
+    rewards = [*state["rewards"].get(key, []), reward][-window:]
+    return {**state, "rewards": {**state["rewards"], key: rewards}}

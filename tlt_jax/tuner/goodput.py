@@ -1,0 +1,249 @@
+"""Which strategy the next chunk uses: tuners as pure functions over a JSON-able state; knows no clock, device or rollout.
+
+State is a dict that `choose`, `observe` and `renew` return anew; it goes into checkpoints, and a rollout's choices can be
+replayed from it. All seconds are wall seconds of a chunk on the group's devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.tuner import acceptance, cost_model
+from tlt_jax.tuner.arms import affordable, bucketed, name, parse, pool, strategies_for
+from tlt_jax.tuner.exploration import MOST_ROUNDS, REST, TRIAL_ROUNDS, Outlook, State, decide
+
+VERSION = 3  # of the states
+LIMIT = 32  # of the reference system
+SHARE = 0.006  # of all seconds that trials may cost ...
+DIVIDEND = 0.05  # ... and of the seconds that speculation saved
+CREDIT = 8.0  # plain rounds that trials may cost before
+UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
+REFIT = 1.1  # times as many measurements make a new law of costs
+HOLD = (1, 16)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
+SHORT = 4, 0.1  # rounds and seconds below both of which what a chunk takes besides its rounds weighs too much
+SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
+BUSY = 0.02  # seconds that a host may be busy with dispatching
+MOST_NODES = 1024  # batch x nodes up to which a strategy is used
+
+
+def is_timed(seconds: float, doubt: float) -> bool:
+    """Whether these seconds, which may be off by so much, tell anything; what a host does besides compiling is let pass."""
+    return doubt < max(seconds / 2, BUSY)
+
+
+class Measurement(NamedTuple):
+    """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
+
+    hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
+    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
+    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
+    of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
+    drafter took before to learn of tokens that were decoded without it is in `catch_up`, unless that was doubtful.
+    """
+
+    group: int
+    batch: int
+    live: float
+    slots: int
+    strategy: Strategy
+    rounds: int
+    row_rounds: float
+    tokens: int
+    seconds: float
+    hits: np.ndarray
+    number: int = 0
+    predicted: float = math.nan
+    reason: str = ""
+    doubt: float = 0.0
+    is_moved: bool = False
+    catch_up: float = 0.0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether `seconds` tells what the chunk took."""
+        return is_timed(self.seconds, self.doubt)
+
+
+class Choice(NamedTuple):
+    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds."""
+
+    strategy: Strategy
+    predicted: float
+    reason: str
+    rounds: int = MOST_ROUNDS
+
+
+class Tuner(NamedTuple):
+    """init() -> state; choose(state, live, batch, slots) -> (state, Choice); observe(state, Measurement) -> state;
+    renew(state) -> state after the policy's or the drafter's weights changed."""
+
+    init: Callable[[], State]
+    choose: Callable[[State, int, int, int], tuple[State, Choice]]
+    observe: Callable[[State, Measurement], State]
+    renew: Callable[[State], State]
+
+
+def unchanged(state: State, *_: Any) -> State:
+    """What a tuner learns that learns nothing."""
+    return state
+
+
+def fixed(strategy: Strategy | str) -> Tuner:
+    """Always the one strategy (plain decoding too)."""
+    arm = (pool([strategy]) or (PLAIN,))[0]
+    return Tuner(dict, lambda state, live, batch, slots: (state, Choice(arm, math.nan, "fixed")), unchanged, unchanged)
+
+
+def threshold(
+    strategies: Sequence[Strategy | str], limit: int = LIMIT, thresholds: Sequence[int] | None = None
+) -> Tuner:
+    """The paper's switch [b10]: speculation when at most `limit` sequences are live, the first strategy of the bucket."""
+    buckets = bucketed(pool(strategies), thresholds)
+
+    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+        if live > limit:
+            return state, Choice(PLAIN, math.nan, f"more than {limit} live")
+        return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
+
+    return Tuner(dict, choose, unchanged, unchanged)
+
+
+def goodput(
+    strategies: Sequence[Strategy | str],
+    most_nodes: int = MOST_NODES,
+    node_cost: float = cost_model.NODE,
+    credit: float = CREDIT,
+) -> Tuner:
+    """Predicted accepted tokens over predicted seconds, both from every measurement so far; plain decoding is an arm.
+
+    Strategies are used where batch x nodes is at most `most_nodes`. The arm in use stays until another is predicted to be
+    faster by more than the hysteresis. An arm that may be faster, but is not known well, is tried for a chunk, when what it
+    may lose can be paid from the funds: `credit` plain rounds, and small shares of all time and of the time saved. An arm
+    that is kept for a batch stands there for some choices, twice as many each time, until it is tried or surprises.
+    `node_cost` is what a node costs before anything was measured, in units of a round's fixed part: about 1/10 on a CPU,
+    1/200 on an accelerator.
+    """
+    arms = pool(strategies)
+    allowed = {PLAIN, *arms}
+    learn = partial(observe_goodput, arms=arms)
+
+    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+        state, place = {**state, "choices": state["choices"] + 1}, str(batch)
+        plan = state["plans"].get(place)
+        if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= most_nodes:
+            plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
+            return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
+        if not state["cells"]:
+            return state, Choice(PLAIN, math.nan, "baseline")
+        state = refitted(state, node_cost)
+        view = outlook(state, (PLAIN, *affordable(arms, batch, most_nodes)), batch, slots)
+        state, i, reason = decide(state, view, batch, credit)
+        held = state["incumbents"][str(batch)]
+        plans = planned(state, place, held, float(view.speed[view.arms.index(parse(held))]))
+        rounds = TRIAL_ROUNDS if reason.startswith("trial") else MOST_ROUNDS
+        return {**state, "plans": plans}, Choice(view.arms[i], live * math.exp(view.speed[i]), reason, rounds)
+
+    return Tuner(begin, choose, learn, renew_goodput)
+
+
+def begin() -> State:
+    """Nothing known. clock: rounds seen; funds: seconds that trials may lose; gain: over plain, of the arm in use;
+    chunk: rounds of the last chunk; trial: the last one, open until measured; plans: of each batch the arm that stands, its
+    log speed, for how many choices (in all and still), and how far it measures off; seen: measurements; law: weights of the
+    cost model, and how many measurements it has seen."""
+    return {
+        "choices": 0,
+        "clock": 0,
+        "funds": 0.0,
+        "gain": 1.0,
+        "chunk": 16,
+        "evidence": {},
+        "cells": {},
+        "incumbents": {},
+        "trial": None,
+        "plans": {},
+        "seen": 0,
+        "law": None,
+    }
+
+
+def planned(state: State, place: str, arm: str, speed: float) -> State:
+    """The plans with the arm in use. It stands for a while unless something is being tried, for longer when it stood before."""
+    before, trial = state["plans"].get(place, {}), state["trial"]
+    if trial and trial["open"] and state["choices"] - trial["since"] < REST:
+        hold, left = HOLD[0], 0
+    else:
+        hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
+    return {**state["plans"], place: {"arm": arm, "speed": speed, "hold": hold, "left": left, "drift": 0.0}}
+
+
+def watched(plans: State, place: str, arm: str, speed: float) -> State:
+    """The plans after a chunk of this log speed: one that keeps surprising is gone."""
+    plan = plans.get(place)
+    if plan is None or plan["arm"] != arm:
+        return plans
+    drift = plan["drift"] + (speed - plan["speed"] - plan["drift"]) / 4
+    if abs(drift) > SURPRISE:
+        return {other: plan for other, plan in plans.items() if other != place}
+    return {**plans, place: {**plan, "drift": drift}}
+
+
+def refitted(state: State, node_cost: float) -> State:
+    """The state with a law of costs that has seen nearly all measurements."""
+    if state["law"] and state["seen"] <= REFIT * state["law"]["seen"]:
+        return state
+    weights = cost_model.law(state["cells"], node_cost).tolist()
+    return {**state, "law": {"weights": weights, "seen": state["seen"]}}
+
+
+def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
+    """Speed of each arm: accepted tokens and the one after them, over seconds."""
+    accepted, error = acceptance.estimate(state["evidence"], state["clock"], batch, arms)
+    seconds, doubt = cost_model.predict(state["cells"], batch, slots, arms, weights=state["law"]["weights"])
+    return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
+
+
+def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
+    """The state with one measurement more; one whose seconds are doubtful tells what was accepted, and nothing else."""
+    if min(seen.rounds, seen.row_rounds, seen.tokens) <= 0:
+        return state
+    text = name(seen.strategy)
+    key = f"{seen.batch}/{seen.slots}/{text}"
+    is_short = seen.rounds < SHORT[0] and seen.seconds < SHORT[1]
+    is_cold = is_short or seen.is_moved or key not in state["cells"]
+    clock = state["clock"] + int(seen.rounds)
+    evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
+    if seen.strategy != PLAIN:
+        evidence = acceptance.learn(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
+    is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
+    usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
+    trial = {**trial, "open": False} if is_tried else trial
+    state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
+    if not seen.is_timed:  # what a trial lost is not known; a program's first run, which comes once, is let pass
+        charge = 0.0 if math.isinf(seen.doubt) else usual * min(1, TRIAL_ROUNDS / seen.rounds)
+        return {**state, "funds": state["funds"] - charge}
+    per_round = seen.seconds / seen.rounds
+    plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
+    funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
+    if is_tried:
+        funds -= min(max(seen.seconds - usual, 0.0), 4 * usual) + seen.catch_up
+        plans = {place: {**plan, "left": plan["left"] * (place != str(seen.batch))} for place, plan in plans.items()}
+    return {
+        **state,
+        "funds": funds,
+        "chunk": state["chunk"] if seen.reason.startswith("trial") else int(seen.rounds),
+        "cells": cost_model.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
+        "plans": plans,
+        "seen": state["seen"] + 1,
+    }
+
+
+def renew_goodput(state: State) -> State:
+    """An update ages what is known of hits as many rounds would; costs stay; a trial that was not read is forgotten."""
+    return {**state, "clock": state["clock"] + UPDATE, "trial": None}
