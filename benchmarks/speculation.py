@@ -60,10 +60,13 @@ from tlt_jax.config.load import Config, Speculation
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import Interrupted
+from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import hf, transformer
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.engine import GENERATE_STREAM, Engine, Interrupted, RolloutResult
+from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.state import Event, Retired, Tokens
 from tlt_jax.spec_decode.decode import Known, Rules
 from tlt_jax.spec_decode.sampling import Sampling

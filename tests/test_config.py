@@ -14,8 +14,8 @@ import pytest
 
 from tlt_jax.config import load as configuration, parse as parsing, validate
 from tlt_jax.config.load import Config, differences, load, parse, read, to_yaml
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.distributed import process
+from tlt_jax.errors import ConfigError
 
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
 

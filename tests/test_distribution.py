@@ -19,9 +19,9 @@ import rounds
 import toys
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Strategy
@@ -59,7 +59,7 @@ def counted(answers: list[list[int]], possible: list[tuple[int, ...]]) -> np.nda
 
 
 def keys_of(count: int, step: int = 0) -> jax.Array:
-    return jnp.asarray(noise.sequence_keys(5, 0, step, np.arange(count)))
+    return jnp.asarray(sequence_keys(5, 0, step, np.arange(count)))
 
 
 V, PROMPT, LIMIT, EOS, MANY = 4, [2, 1], 3, 0, 2**17

@@ -9,6 +9,7 @@ import pytest
 import toys
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.tree import ABSENT, Context, Strategy, score_order
@@ -29,7 +30,7 @@ def setting(temperature: float) -> Context:
         for t in range(len(prefix) - 1):
             features[row, t] = toys.table_logits(TABLE, prefix[: t + 1])
     lengths = jnp.array([len(prefix) - 1 for prefix in PREFIXES], jnp.int32)
-    keys = jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PREFIXES))))
+    keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PREFIXES))))
     ahead = noise.gumbel(keys, lengths[:, None] + 1 + jnp.arange(5, dtype=jnp.int32), V, jnp.float64)
     return Context(jnp.asarray(history), lengths, jnp.asarray(features), (), ahead if temperature else None)
 

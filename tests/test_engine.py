@@ -18,12 +18,13 @@ import references
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config.load import Config, Data, Model as ModelSection, Rollout, Speculation
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError, Interrupted
+from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout.engine import EVAL_STREAM, TRAIN_STREAM, Engine, Interrupted, batch_buckets, doubling
+from tlt_jax.rollout.engine import Engine, batch_buckets, doubling
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.targets import TAIL
 from tlt_jax.spec_decode import noise
@@ -82,7 +83,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
     """The rollout by the training forward over each whole prefix, one sequence after the other, in float64."""
     params = transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
-    keys = jnp.asarray(noise.sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    keys = jnp.asarray(sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
     size = 32
 
     @jax.jit
@@ -199,7 +200,7 @@ def long_rollouts():
     params = params_of(engines[0])
     weights = [engine.publish(placed(params, engine)) for engine in engines]
     score = identity.policy(params, LONG)
-    keys = noise.sequence_keys(0, TRAIN_STREAM, 0, np.arange(2 * len(LONG_PROMPTS)))
+    keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(2 * len(LONG_PROMPTS)))
 
     def rollouts(setting: Sampling):
         law = identity.Law(

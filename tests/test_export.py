@@ -13,9 +13,9 @@ import pytest
 from tlt_jax import export
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import load as configuration
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf
 from tlt_jax.train import policy_update
 

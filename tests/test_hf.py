@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ModelError
 from tlt_jax.models import hf, hf_config
-from tlt_jax.models.hf import ModelError
 
 
 @pytest.fixture(scope="module")

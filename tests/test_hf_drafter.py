@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ModelError
 from tlt_jax.models import eagle, hf_drafter
-from tlt_jax.models.hf import ModelError
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "drafters.json").read_text())
 

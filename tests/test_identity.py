@@ -10,8 +10,8 @@ import pytest
 import references
 import toys
 
+from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.recorder import Completion
-from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.sampling import Sampling
 
 VOCAB, ERROR = 11, 1e-5
@@ -19,7 +19,7 @@ WEIGHTS = toys.table(VOCAB)
 PROMPTS, SAMPLES, LIMITS = [[1, 2], [3], [4, 5, 6]], 4, (24, 12, 16)
 EOS, STOPS = (0,), ((7, 7),)
 SETTINGS = [Sampling(1.0), Sampling(0.6, 4), Sampling(1.2, 0, 0.8), Sampling(0.9, 5, 0.9), Sampling(0.0)]
-KEYS = noise.sequence_keys(3, 0, 0, np.arange(len(PROMPTS) * SAMPLES))
+KEYS = sequence_keys(3, 0, 0, np.arange(len(PROMPTS) * SAMPLES))
 NOISE = np.asarray(identity.draw(KEYS, 32, VOCAB))
 
 

@@ -13,6 +13,7 @@ import rounds
 import toys
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter, verify
 from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
@@ -177,7 +178,7 @@ def expected() -> list[list[int]]:
 
 
 def keys() -> jax.Array:
-    return jnp.asarray(noise.sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    return jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
 
 
 def laws(decoder: Decoder) -> tuple[bool, bool]:

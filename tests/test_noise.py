@@ -14,13 +14,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise
 
 PINNED = [0.547256, -0.795906, -0.058246, 2.451566]  # changing the noise would change every run
 
 
 def keys_of(uids: np.ndarray, seed: int = 0, stream: int = 0, step: int = 0) -> jax.Array:
-    return jnp.asarray(noise.sequence_keys(seed, stream, step, uids))
+    return jnp.asarray(sequence_keys(seed, stream, step, uids))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import pytest
 
 from tlt_jax import plan
 from tlt_jax.config import load as configuration
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import hf_drafter
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config.load import Config
-from tlt_jax.rewards import RewardError, Score, Scorer, answers, terms
+from tlt_jax.errors import RewardError
+from tlt_jax.rewards import Score, Scorer, answers, terms
 
 USER_REWARD = """
 import ctypes, os, subprocess, sys, time

@@ -14,6 +14,7 @@ import pytest
 import references
 import toys
 
+from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout import recorder as ledgers
 from tlt_jax.rollout.executables import admission_size
 from tlt_jax.rollout.group import block_size, blocks, bucket_width
@@ -62,7 +63,7 @@ def reference(
     rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT
 ) -> tuple[list[tuple[int, list[int], str]], list]:
     """The same rollout by plain decoding of one sequence after the other."""
-    keys = jnp.asarray(noise.sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    keys = jnp.asarray(sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     longest = max(map(len, PROMPTS)) + max_new_tokens
     ahead = noise.gumbel(keys, jnp.tile(jnp.arange(longest, dtype=jnp.int32), (len(keys), 1)), V, jnp.float64)
     logits_of = partial(toys.table_logits, TABLE)

@@ -10,6 +10,7 @@ import references
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, sampling
 from tlt_jax.spec_decode.sampling import Sampling
 
@@ -43,7 +44,7 @@ def test_filter_of_one_precision_keeps_as_many_as_asked():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_follow_the_exact_law(setting):
     n, logits = 200_000, np.random.default_rng(1).normal(size=8).astype(np.float32) * 1.5
-    keys, positions = jnp.asarray(noise.sequence_keys(3, 0, 0, np.arange(n // 100))), jnp.arange(100, dtype=jnp.int32)
+    keys, positions = jnp.asarray(sequence_keys(3, 0, 0, np.arange(n // 100))), jnp.arange(100, dtype=jnp.int32)
 
     @jax.jit
     def tokens(keys):

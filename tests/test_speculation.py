@@ -20,11 +20,11 @@ from tlt_jax.config.load import Speculation
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.drafter.update import Objective, Recipe
+from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout.engine import TRAIN_STREAM, Engine
-from tlt_jax.spec_decode import noise
+from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.tuner import goodput as tuners
@@ -165,7 +165,7 @@ def in_turn(strategies: list[str]) -> Tuner:
 
 def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but_for_rare_near_ties():
     prompts, limit, samples = tiny.LONG_PROMPTS, tiny.LONG_LIMIT, 2
-    keys = noise.sequence_keys(0, TRAIN_STREAM, 0, np.arange(samples * len(prompts)))
+    keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(samples * len(prompts)))
     shape = {
         "dtype": "float32", "policy": tiny.LONG, "max_new_tokens": limit, "slots": len(keys), "batch_buckets": [len(keys)],
         "cache_buckets": [220],

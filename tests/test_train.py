@@ -24,10 +24,9 @@ from tlt_jax import eval, run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import load as configuration
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import dataset as datasets, tasks
-from tlt_jax.data.files import DataError
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import loop, policy_update, sft, step_metrics

@@ -18,16 +18,14 @@ from test_train import assert_equal, events, preempt, raise_at, saved_steps
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import load as configuration
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.dataset import Encoder
-from tlt_jax.data.files import DataError
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import corpus, update as drafter_update
+from tlt_jax.errors import ConfigError, DataError, ModelError
+from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter, transformer
-from tlt_jax.models.hf_config import ModelError
-from tlt_jax.rollout.engine import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.train import drafter, loop
 
 STEPS = 4

@@ -11,7 +11,7 @@ import pytest
 import tuner_worlds as worlds
 
 from tlt_jax.config.load import Speculation
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 from tlt_jax.tuner import acceptance, arms as strategies, beg_mab, cost_model, goodput

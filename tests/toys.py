@@ -11,12 +11,12 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.executables import Registry
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer, LocalBoard
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.state import Group, Job
-from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Rules, Weights
 from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, Strategy, Target
 from tlt_jax.spec_decode.tree_drafter import Coupling, Network, learned
@@ -193,7 +193,7 @@ def play(
     """A rollout of the table target; the drafter's table is `guess`, or the target's."""
     count = len(programs.targets)
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
-    keys = noise.sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
+    keys = sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
     job = Job(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
     dealer = Dealer(LocalBoard(), "test", len(prompts), samples)
     decide = decide or bucketed(batches, slots, strategy)

@@ -15,14 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from tlt_jax.errors import CheckpointError
+
 FORMAT = 1
 FOLDER = "checkpoints"
 META = "meta"
 BROKEN = (OSError, ValueError, KeyError)  # what orbax raises when files are missing or damaged
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used: one line with the folder, what is wrong, and what to do."""
 
 
 class Restored(NamedTuple):

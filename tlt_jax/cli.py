@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.distributed.process import set_environment
+from tlt_jax.errors import ConfigError, UserError
 
 MISTAKE = 2  # exit code of a command line, file or checkpoint that cannot be used
 
@@ -18,15 +18,8 @@ def prepared(config: Config) -> Iterator[None]:
     """Sets the process up for JAX; a mistake of the user's inside ends the process with one line and exit code 2."""
     try:
         set_environment(config)
-        from tlt_jax.checkpoint import CheckpointError
-        from tlt_jax.data.files import DataError
-        from tlt_jax.models.hf import ModelError
-        from tlt_jax.rewards import RewardError
-    except ConfigError as error:
-        stop(error)
-    try:
         yield
-    except (ConfigError, DataError, ModelError, RewardError, CheckpointError) as error:
+    except UserError as error:
         stop(error)
 
 

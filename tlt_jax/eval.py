@@ -13,14 +13,16 @@ import numpy as np
 from tlt_jax import cli
 from tlt_jax.config import load as configuration, validate
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError
+from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.engine import EVAL_STREAM, Completion, Engine
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode.sampling import Sampling
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tlt_jax import cli
 from tlt_jax.config import load as configuration
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.config.schema import DTYPES
+from tlt_jax.errors import ConfigError
 
 ABOUT = f"""--run RUN     folder of the run
 --out DIR     directory to write

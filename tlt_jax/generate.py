@@ -15,9 +15,8 @@ import numpy as np
 from tlt_jax import cli
 from tlt_jax.config import parse as parsing
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import files
-from tlt_jax.data.files import DataError
+from tlt_jax.errors import ConfigError, DataError
 
 KNOBS = {  # option -> the knob whose default, meaning and limits it has
     "max-new-tokens": "rollout.max_new_tokens",
@@ -105,9 +104,10 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes the prompts; what `--json` prints."""
     from tlt_jax.data.dataset import Prompt
     from tlt_jax.distributed import mesh as meshes
+    from tlt_jax.keys import GENERATE_STREAM
     from tlt_jax.models import hf
     from tlt_jax.rollout import bindings
-    from tlt_jax.rollout.engine import GENERATE_STREAM, Engine
+    from tlt_jax.rollout.engine import Engine
     from tlt_jax.spec_decode.sampling import Sampling
 
     directory = hf.resolve(arguments.model)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.data import files
-from tlt_jax.data.files import DataError, Problems
+from tlt_jax.data.files import Problems
+from tlt_jax.errors import DataError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (

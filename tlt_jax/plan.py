@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 from tlt_jax import cli
 from tlt_jax.config import load as configuration, validate
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import update as drafter_update
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from tlt_jax import atomic
 from tlt_jax.config import load as configuration
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import hf
 from tlt_jax.models.transformer import ModelConfig, Params
 
@@ -33,11 +31,9 @@ def enter(config: Config) -> None:
                 f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
                 "another run folder"
             )
-    torn = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn.write_text(configuration.to_yaml(config))
-        torn.replace(path)
+        atomic.write_text(path, configuration.to_yaml(config))
     except OSError as error:
         raise ConfigError(f"run {config.run!r} cannot be written ({error.strerror}): set another run folder") from error
 
@@ -62,16 +58,8 @@ def write_model(
     config: Config, directory: Path, params: Params, model: ModelConfig, mesh: Mesh, tokenizer: Any = None
 ) -> None:
     """Writes a Hugging Face directory, which is there whole or not at all."""
-    write_whole(directory, lambda torn: hf.save(params, model, torn, mesh, tokenizer, config.model.param_dtype))
-
-
-def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
-    """Writes a directory, which is there whole or not at all, in place of one that was there."""
-    torn = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
-    write(torn)
-    if jax.process_index() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        torn.rename(directory)
+    is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
+    atomic.write_directory(directory, lambda at: hf.save(params, model, at, mesh, tokenizer, dtype), is_owner)
 
 
 def reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import draccus
 
 from tlt_jax.config import parse as parsing
-from tlt_jax.config.parse import ConfigError, knob, section
+from tlt_jax.config.parse import knob, section
 from tlt_jax.config.schema import (
     Algorithm,
     Checkpoint,
@@ -30,6 +30,7 @@ from tlt_jax.config.schema import (
     Warmup,
 )
 from tlt_jax.config.validate import validate
+from tlt_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ import draccus
 import yaml
 from draccus.parsers.yaml_loader import FullLoaderWithInclusion
 
+from tlt_jax.errors import ConfigError
+
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
-
-
-class ConfigError(ValueError):
-    """A mistake in the configuration: one line that says what is wrong, which value, and what to change."""
 
 
 class Spelled(int):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Protocol
 
-from tlt_jax.config.parse import ConfigError, nearest
+from tlt_jax.config.parse import nearest
+from tlt_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from tlt_jax.config.load import Config

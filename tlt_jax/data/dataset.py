@@ -13,9 +13,9 @@ from jinja2.exceptions import TemplateError
 
 from tlt_jax.config.load import Config
 from tlt_jax.data import files, tasks
-from tlt_jax.data.files import DataError, Problems
-
-ROLLOUT_STREAM, SFT_STREAM = 0, 1
+from tlt_jax.data.files import Problems
+from tlt_jax.errors import DataError
+from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Dataset:
         return [self.trainable[int(order[p])] for p in positions]
 
     def _order(self, stream: int, rows: int) -> grain.MapDataset:
-        order = grain.MapDataset.range(rows).seed((self.config.train.seed * 2 + stream) % 2**32)
+        order = grain.MapDataset.range(rows).seed(order_seed(self.config.train.seed, stream))
         return (order.shuffle() if self.config.data.shuffle else order).repeat()
 
 

@@ -10,14 +10,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tlt_jax.errors import DataError
+
 SUFFIXES = (".jsonl", ".parquet")
 SHOWN_PER_KIND, SHOWN = 3, 20
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 HUB_URL = "hf://datasets/"
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message names each file, line and fix."""
 
 
 class Problems:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

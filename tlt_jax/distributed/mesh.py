@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 
 AXES = ("data", "model")
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 
 COUNT = "--xla_force_host_platform_device_count"
 

@@ -13,14 +13,16 @@ import grain
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import run_folder
+from tlt_jax import atomic, run_folder
 from tlt_jax.config.load import Config
 from tlt_jax.data import dataset as datasets, files, packing
 from tlt_jax.data.dataset import Dataset, Encoder, Prompt
-from tlt_jax.data.files import DataError, Problems
+from tlt_jax.data.files import Problems
 from tlt_jax.data.packing import Example
+from tlt_jax.errors import DataError, Interrupted
+from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout.engine import DRAFTER_STREAM, Engine, Interrupted
+from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.sampling import Sampling
 
 BLOCK = 4096  # examples that are packed together
@@ -67,9 +69,7 @@ def answer(
 def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> None:
     """Writes prompts and responses as token ids, whole or not at all."""
     rows = ({"prompt": prompts[one.prompt].tokens.tolist(), "response": one.tokens.tolist()} for one in completions)
-    torn = path.with_suffix(".tmp")
-    torn.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    torn.replace(path)
+    atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:

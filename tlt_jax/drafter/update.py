@@ -18,7 +18,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from tlt_jax import optimizer
+from tlt_jax import keys, optimizer
 from tlt_jax.config.load import Config
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
@@ -150,7 +150,7 @@ def noise(step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe)
     size = recipe.objective.noise
     if not size:
         return 0.0
-    noise_key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+    noise_key = keys.feature_noise_key(recipe.seed, step)
     return jax.random.uniform(noise_key, features.shape, features.dtype, -size, size)
 
 

@@ -14,6 +14,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
+from tlt_jax import atomic
 from tlt_jax.config.load import Config, to_yaml
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
@@ -70,7 +71,7 @@ class Writer:
         self._config, self._folder = config, Path(config.run)
         for name in (COMPLETIONS, SPECULATION):
             for path in (self._folder / name).glob("*"):
-                if path.suffix == ".tmp" or path.stem.isdigit() and int(path.stem) >= first_step:
+                if path.suffix == atomic.TEMPORARY or path.stem.isdigit() and int(path.stem) >= first_step:
                     path.unlink()
         (self._folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
         events = self._folder / TENSORBOARD
@@ -146,9 +147,7 @@ class Writer:
         path = self._folder / folder / f"{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         lines = (json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records)
-        torn = path.with_suffix(".tmp")
-        torn.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
-        torn.replace(path)
+        atomic.write_text(path, "".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
         """Closes the files and ends the display."""
@@ -174,9 +173,9 @@ def forget(path: Path, first_step: int) -> None:
             kept.append(content[start:end])
         start = end
     if sum(map(len, kept)) < len(content):
-        torn = path.parent.with_suffix(".tmp")  # outside the folder that TensorBoard reads
-        torn.write_bytes(b"".join(kept))
-        torn.replace(path)
+        outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
+        with atomic.replacing(path, outside) as temporary:
+            temporary.write_bytes(b"".join(kept))
 
 
 def is_warm_start(event: Event) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
+from tlt_jax import keys
 from tlt_jax.config.load import Config
 from tlt_jax.data import files
 from tlt_jax.models import hf, transformer
@@ -26,7 +26,7 @@ def load(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
     """The weights of the model directory, or new ones drawn from train.seed; "train" layout."""
     if config.model.path:
         return hf.load(directory(config), model, mesh, config.model.param_dtype)
-    init_key = jax.random.fold_in(jax.random.key(config.train.seed), 0)
+    init_key = keys.weights_key(config.train.seed, keys.POLICY_WEIGHTS)
     return transformer.init(model, mesh, init_key, config.model.param_dtype)
 
 

@@ -19,19 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from tlt_jax import atomic
 from tlt_jax.data.files import HUB_ID
+from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import (
-    ModelError,
-    eos_entry,
-    from_hf_config,
-    new_config,
-    read_config,
-    read_json,
-    to_hf_config,
-)
+from tlt_jax.models.hf_config import eos_entry, from_hf_config, new_config, read_config, read_json, to_hf_config
 
-__all__ = ["ModelError", "from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
+__all__ = ["from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 
 TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 IN_LAYER = {
@@ -273,12 +267,10 @@ def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterab
         header[tensor.name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays:
             file.write(np.ascontiguousarray(array).tobytes())
-    partial.replace(path)
     return end
 
 

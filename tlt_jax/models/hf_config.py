@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import ModelConfig, Rope
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -19,10 +20,6 @@ INIT_FIELDS = (
     "initializer_range", "eos_token_id",
 )  # fmt: skip
 INIT_DEFAULTS = {"model_type": "qwen2", "tie_word_embeddings": True}
-
-
-class ModelError(ValueError):
-    """A model that cannot be used: one line with what is wrong, which value, and what to change."""
 
 
 def from_hf_config(

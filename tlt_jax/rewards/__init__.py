@@ -4,6 +4,6 @@ A reward is a function (prompt: str, completion: str, row: dict) -> float or dic
 set and, as row["answer"], the reference answer. A dict has the reward under "score"; its other numbers are reported.
 """
 
-from tlt_jax.rewards.scorer import RewardError, Score, Scorer
+from tlt_jax.rewards.scorer import Score, Scorer
 
-__all__ = ["RewardError", "Score", "Scorer"]
+__all__ = ["Score", "Scorer"]

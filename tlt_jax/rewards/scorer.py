@@ -18,13 +18,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from tlt_jax.config.load import Config
+from tlt_jax.errors import RewardError
 
 START_S = 120.0  # a worker that imports its rewards for longer does not start
 MAX_FAILED_STARTS = 5
-
-
-class RewardError(ValueError):
-    """The rewards of the configuration cannot run."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.load import Config, Speculation
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data import files
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, hf_drafter, kv_cache
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.kv_cache import KVCache

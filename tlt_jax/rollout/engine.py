@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config.load import Config
-from tlt_jax.config.parse import ConfigError
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError
+from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
@@ -26,20 +27,14 @@ from tlt_jax.rollout.executables import Compiled, Key, Registry, time_draft, use
 from tlt_jax.rollout.group import bucket_width
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer, LocalBoard
-from tlt_jax.rollout.recorder import Completion, Interrupted, RolloutResult, rollout
+from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.state import Event, Group, Job, Tokens
-from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Rules, Weights
 from tlt_jax.spec_decode.ngram import Texts
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 from tlt_jax.tuner import goodput
 
-__all__ = [
-    "DRAFTER_STREAM", "EVAL_STREAM", "GENERATE_STREAM", "TRAIN_STREAM", "Completion", "Engine", "Interrupted", "RolloutResult",
-]  # fmt: skip
-
-TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
 FIRST_CACHE_BUCKET = 256
 TIMED_ROUNDS = 8
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
@@ -155,7 +150,7 @@ class Engine:
             prompts=tokens,
             samples=samples,
             max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),
-            keys=noise.sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
+            keys=sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
             rules=Rules(
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),

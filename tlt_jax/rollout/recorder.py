@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tlt_jax.errors import Interrupted
 from tlt_jax.rollout import group as machine
 from tlt_jax.rollout.state import Decided, Decision, Dispatched, Event, Group, GroupState, Retired, Tokens
 from tlt_jax.spec_decode.stats import BINS
@@ -22,10 +23,6 @@ from tlt_jax.tuner.goodput import Measurement, is_timed
 PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
 LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
 IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
-
-
-class Interrupted(Exception):
-    """The rollout was asked to stop before it was done; nothing of it is kept."""
 
 
 @dataclass(frozen=True)

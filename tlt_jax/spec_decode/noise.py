@@ -13,14 +13,6 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 
 
-def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
-    """Key words uint32[B, 2] of the sequences with these uids, on the host."""
-    root_key = jax.random.key(seed, impl="threefry2x32")
-    step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
-    keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(np.asarray(uids, np.uint32))
-    return np.asarray(keys)
-
-
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011), written out so that XLA fuses it with what reads it."""
     words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)

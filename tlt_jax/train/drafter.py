@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from tlt_jax import cli, run_folder
+from tlt_jax import atomic, cli, keys, run_folder
 from tlt_jax.checkpoint import Preemption, Store
 from tlt_jax.config import load as configuration, validate
 from tlt_jax.config.load import Config
@@ -21,12 +21,12 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import corpus, update as drafter_update
 from tlt_jax.drafter.update import DrafterState, Recipe
+from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer
 from tlt_jax.models import eagle, from_config, hf_drafter
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.engine import Interrupted
 from tlt_jax.train import sft
 from tlt_jax.train.loop import DIVERGED, DONE, PREEMPTED, saves
 
@@ -107,7 +107,7 @@ def describe(
         return hf_drafter.load(Path(files.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
     drafter = bindings.fresh(config, model)
     ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
-    init_key = jax.random.fold_in(jax.random.key(config.train.seed), 1)  # 0 is the policy's
+    init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
 
@@ -154,7 +154,8 @@ def report(writer: Writer, step: int, metrics: dict, tokens: int, steps: int, se
 def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
     """Writes the drafter's directory."""
     directory = run_folder.export(config)
-    run_folder.write_whole(directory, lambda torn: hf_drafter.save(params, recipe.drafter, torn, config.model.param_dtype))
+    is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
+    atomic.write_directory(directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner)
     print(f"{directory}: the drafter after {config.warmup.steps} steps")
 
 

@@ -17,12 +17,15 @@ from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import Interrupted
+from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config
 from tlt_jax.models.transformer import Params
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.engine import TRAIN_STREAM, Engine, Interrupted, RolloutResult
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.train import losses, policy_update, sft, speculation_metrics, step_metrics
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe

@@ -22,11 +22,11 @@ from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout.engine import Interrupted
 from tlt_jax.train import losses, policy_update
 from tlt_jax.train.policy_update import Batch, Objective, Recipe
 

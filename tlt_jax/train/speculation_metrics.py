@@ -10,7 +10,8 @@ import numpy as np
 
 from tlt_jax.metrics import Chunk
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.engine import Engine, RolloutResult, Shape
+from tlt_jax.rollout.engine import Engine, Shape
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.tree import PLAIN
 from tlt_jax.tuner import arms as strategies
 from tlt_jax.tuner.goodput import Measurement

@@ -18,7 +18,7 @@ from tlt_jax.config.load import Config
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.metrics import Record, Writer, idle_share
 from tlt_jax.rewards import Score
-from tlt_jax.rollout.engine import RolloutResult
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.train import losses
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tlt_jax.config.parse import ConfigError
+from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
 
 OFF = "off"

@@ -1,0 +1,36 @@
+"""The random streams of a run, all of them: which numbers of train.seed each of them has."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+# Of the noise that tokens are chosen with: fold_in(key(seed), stream), then the step, then the sequence's uid.
+TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
+# Of new weights: fold_in(key(seed), stream).
+POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
+# Of the order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
+ROLLOUT_STREAM, SFT_STREAM = 0, 1
+
+
+def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
+    """Key words uint32[B, 2] of the sequences with these uids, on the host."""
+    root_key = jax.random.key(seed, impl="threefry2x32")
+    step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
+    keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(np.asarray(uids, np.uint32))
+    return np.asarray(keys)
+
+
+def weights_key(seed: int, stream: int) -> jax.Array:
+    """The key that the weights of a new policy or drafter are drawn with."""
+    return jax.random.fold_in(jax.random.key(seed), stream)
+
+
+def feature_noise_key(seed: int, step: jax.Array) -> jax.Array:
+    """The key of the noise on the features that a drafter learns from in this optimizer step."""
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def order_seed(seed: int, stream: int) -> int:
+    """The seed of the order of the training rows."""
+    return (seed * 2 + stream) % 2**32
