@@ -43,8 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM

@@ -55,8 +55,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config, Speculation
+from tlt_jax.config import Config, load as configuration, schema
+from tlt_jax.config.schema import Speculation
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
@@ -171,7 +171,7 @@ def row(*cells: object) -> None:
 
 def label(drafter: str) -> str:
     """A short name: the run of a drafter's directory, or ngram."""
-    return Path(drafter).parent.parent.name if drafter != bindings.NGRAM else drafter
+    return Path(drafter).parent.parent.name if drafter != schema.NGRAM else drafter
 
 
 def by_depth(results: Sequence[RolloutResult]) -> str:
@@ -449,7 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 costs(config, drafter, texts, live, 60.0)
     if "coupling" in parts:
         for drafter in args.drafter:
-            if drafter != bindings.NGRAM:
+            if drafter != schema.NGRAM:
                 coupling(config, drafter, args.trees.split(","), prompts, [float(one) for one in args.sharpness.split(",")])
     arms = {"plain": Speculation()}
     if "sweep" in parts:
@@ -464,7 +464,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if drafter == args.drafter[0]:
             alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
             arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in alone}
-            for text in alone[-1:] if drafter != bindings.NGRAM else ():
+            for text in alone[-1:] if drafter != schema.NGRAM else ():
                 arms[f"{name} {text}, uncoupled"] = Speculation(drafter, "fixed", [text], coupling=0.0)
     if args.peer:
         arms["tunix"] = args.peer

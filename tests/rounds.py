@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.config.load import Speculation
+from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_jax.config import load as configuration, parse as parsing, validate
-from tlt_jax.config.load import Config, differences, load, parse, read, to_yaml
+from tlt_jax.config import Config, load as configuration, parse as parsing, validate
+from tlt_jax.config.load import differences, load, parse, read, to_yaml
 from tlt_jax.distributed import process
 from tlt_jax.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets, tasks
 from tlt_jax.data.dataset import DataError
 

@@ -17,7 +17,8 @@ import pytest
 import references
 from jax.experimental.compilation_cache import compilation_cache
 
-from tlt_jax.config.load import Config, Data, Model as ModelSection, Rollout, Speculation
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Data, Model as ModelSection, Rollout, Speculation
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted

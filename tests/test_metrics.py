@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_jax.config.load import Config, Log, Mesh
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Log, Mesh
 from tlt_jax.metrics import NAMES, Chunk, MetricError, Record, Writer, console, idle_share, names, timeline
 
 SPANS = [

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tlt_jax import plan
-from tlt_jax.config import load as configuration
+from tlt_jax.config import load as configuration, schema
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
@@ -130,7 +130,7 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
         "beg_mab": [256, 16, 4, 1],
     }
     for name, largest in expected.items():
-        settings = configuration.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
+        settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
         reach = bindings.reach(settings, arms, batches)
         assert [reach.get(arm) for arm in arms] == largest, name
         tuner = bindings.make_tuner(settings, arms, "tpu")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.config.load import Config, Optim
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh

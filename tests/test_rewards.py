@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, answers, terms
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import test_engine as tiny
 
-from tlt_jax.config.load import Speculation
+from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.drafter.update import Objective, Recipe

@@ -22,8 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax import eval, run_folder
 from tlt_jax.checkpoint import Store
-from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError

@@ -16,8 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from test_train import assert_equal, events, preempt, raise_at, saved_steps
 
 from tlt_jax.checkpoint import Store
-from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.dataset import Encoder
 from tlt_jax.data.packing import Example

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tuner_worlds as worlds
 
-from tlt_jax.config.load import Speculation
+from tlt_jax.config import schema
+from tlt_jax.config.schema import Speculation
 from tlt_jax.errors import ConfigError
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode.tree import PLAIN, Strategy
@@ -89,9 +90,9 @@ def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
         beg_mab.beg_mab(strategies.PAPER, thresholds)
 
 
-@pytest.mark.parametrize("drafter", [bindings.NONE, bindings.NGRAM])
+@pytest.mark.parametrize("drafter", [schema.NONE, schema.NGRAM])
 def test_strategies_are_checked_even_when_nothing_drafts(drafter):
-    assert len(bindings.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == bindings.NGRAM)
+    assert len(bindings.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == schema.NGRAM)
     with pytest.raises(ConfigError, match="nodes is 0"):
         bindings.pool(Speculation(drafter=drafter, strategies=["6_4_0"]))
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.distributed.process import set_environment
 from tlt_jax.errors import ConfigError, UserError
 

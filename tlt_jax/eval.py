@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax import cli
-from tlt_jax.config import load as configuration, validate
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed import mesh as meshes

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tlt_jax import cli
 from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config
-from tlt_jax.config.schema import DTYPES
+from tlt_jax.config.schema import DTYPES, Config
 from tlt_jax.errors import ConfigError
 
 ABOUT = f"""--run RUN     folder of the run

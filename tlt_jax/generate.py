@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tlt_jax import cli
-from tlt_jax.config import parse as parsing
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, parse as parsing
 from tlt_jax.data import files
 from tlt_jax.errors import ConfigError, DataError
 

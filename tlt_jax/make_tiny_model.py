@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tlt_jax.config import parse
 from tlt_jax.data import files
 from tlt_jax.data.files import Problems
 from tlt_jax.errors import DataError
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 def read_texts(source: str, columns: list[str]) -> list[str]:
     """The text of these columns in every row of JSONL or Parquet files."""
     problems, texts = Problems(), []
-    for path in files.locate(files.expand(source, "--data"), "--data", problems):
+    for path in files.locate(parse.expand(source, "--data"), "--data", problems):
         for line, row in files.read(path, problems):
             for column in columns:
                 if isinstance(row.get(column), str):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 
 PyTree = Any
 FLOOR, WARMUP = 0.1, 0.05  # of a short training: shares of the peak learning rate and of the steps

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax import cli
-from tlt_jax.config import load as configuration, validate
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration, schema, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.collectives import collectives
@@ -107,7 +106,7 @@ def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
     if engine.drafter:
         kinds["features"] = device_bytes(state.cache.features)
-    if config.speculation.drafter != bindings.NONE:
+    if config.speculation.drafter != schema.NONE:
         guide = engine.registry.drafters[0].guide(batch)
         kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
     return kinds

@@ -9,8 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from tlt_jax import atomic
-from tlt_jax.config import load as configuration
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import hf
 from tlt_jax.models.transformer import ModelConfig, Params

@@ -4,56 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import draccus
 
 from tlt_jax.config import parse as parsing
-from tlt_jax.config.parse import knob, section
-from tlt_jax.config.schema import (
-    Algorithm,
-    Checkpoint,
-    Data,
-    Eval,
-    Log,
-    Mesh,
-    Model,
-    Optim,
-    Profile,
-    Reward,
-    Rollout,
-    Sft,
-    Speculation,
-    Train,
-    Warmup,
-)
+from tlt_jax.config.schema import Config
 from tlt_jax.config.validate import validate
 from tlt_jax.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Config:
-    """The whole configuration of a run."""
-
-    run: str = knob("runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config")
-    model: Model = section(Model)
-    mesh: Mesh = section(Mesh)
-    data: Data = section(Data)
-    rollout: Rollout = section(Rollout)
-    speculation: Speculation = section(Speculation)
-    reward: Reward = section(Reward)
-    algorithm: Algorithm = section(Algorithm)
-    optim: Optim = section(Optim)
-    train: Train = section(Train)
-    sft: Sft = section(Sft)
-    warmup: Warmup = section(Warmup)
-    eval: Eval = section(Eval)
-    checkpoint: Checkpoint = section(Checkpoint)
-    log: Log = section(Log)
-    profile: Profile = section(Profile)
-
 
 # Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
 FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import textwrap
 import typing
@@ -18,8 +19,9 @@ import draccus
 import yaml
 from draccus.parsers.yaml_loader import FullLoaderWithInclusion
 
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, DataError
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
 
@@ -295,3 +297,14 @@ def describe(cls, width: int = 110) -> str:
         lines.append(f"  --{name} {kind}  (default: {item.default!r})")
         lines += textwrap.wrap(item.help, width, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines[1:])
+
+
+def expand(text: str, knob: str) -> str:
+    """The text with $NAME, ${NAME} and ~ replaced; an unset variable is an error that names it."""
+    for plain, braced in re.findall(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})", text):
+        name = plain or braced
+        if name not in os.environ:
+            raise DataError(
+                f"{knob} {text!r}: environment variable {name} is not set: export {name}=... or change {knob}"
+            )
+    return os.path.expanduser(os.path.expandvars(text))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_jax.config.parse import knob
-from tlt_jax.config.validate import REWARDS
+from tlt_jax.config.parse import knob, section
 
 DTYPES = ("float32", "float64", "bfloat16")
+REWARDS = ("task", "math", "gsm8k", "exact", "format")
+NONE, NGRAM = "none", "ngram"  # of speculation.drafter; other values name a directory
 
 
 @dataclass(frozen=True)
@@ -255,3 +256,25 @@ class Log:
 @dataclass(frozen=True)
 class Profile:
     steps: str = knob("", "a-b: write a jax.profiler trace of these steps; empty: none")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run."""
+
+    run: str = knob("runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config")
+    model: Model = section(Model)
+    mesh: Mesh = section(Mesh)
+    data: Data = section(Data)
+    rollout: Rollout = section(Rollout)
+    speculation: Speculation = section(Speculation)
+    reward: Reward = section(Reward)
+    algorithm: Algorithm = section(Algorithm)
+    optim: Optim = section(Optim)
+    train: Train = section(Train)
+    sft: Sft = section(Sft)
+    warmup: Warmup = section(Warmup)
+    eval: Eval = section(Eval)
+    checkpoint: Checkpoint = section(Checkpoint)
+    log: Log = section(Log)
+    profile: Profile = section(Profile)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tlt_jax.config.parse import nearest
+from tlt_jax.config.schema import REWARDS, Config
 from tlt_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tlt_jax.config.load import Config
-
-REWARDS = ("task", "math", "gsm8k", "exact", "format")
 
 
 def eval_metrics(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, parse
 from tlt_jax.data import files, tasks
 from tlt_jax.data.files import Problems
 from tlt_jax.errors import DataError
@@ -128,8 +128,8 @@ def tokenizer(config: Config) -> Any:
         raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
     if not source:
         return tasks.make(config.data.task, config.data.task_args).tokenizer()
-    path = files.expand(source, knob)
-    if not Path(path).exists() and not files.HUB_ID.fullmatch(path):
+    path = parse.expand(source, knob)
+    if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
         raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
     from transformers import AutoTokenizer
 
@@ -236,7 +236,7 @@ def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[di
     if config.sft.steps and knob == "data.train":
         mapping["solution"] = config.sft.solution_column
     rows, first_seen = [], {}
-    for path in files.locate(files.expand(source, knob), knob, problems):
+    for path in files.locate(parse.expand(source, knob), knob, problems):
         for line, raw in files.read(path, problems):
             place = (str(path), line)
             for role, column in mapping.items():

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
 SHOWN_PER_KIND, SHOWN = 3, 20
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 HUB_URL = "hf://datasets/"
 
 
@@ -42,17 +40,6 @@ class Problems:
                 shown[-1] += f" [and {len(lines) - room} more: {what}]"
         head = f"the data has {total} problem{'s' if total > 1 else ''}"
         raise DataError("\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown]))
-
-
-def expand(text: str, knob: str) -> str:
-    """The text with $NAME, ${NAME} and ~ replaced; an unset variable is an error that names it."""
-    for plain, braced in re.findall(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})", text):
-        name = plain or braced
-        if name not in os.environ:
-            raise DataError(
-                f"{knob} {text!r}: environment variable {name} is not set: export {name}=... or change {knob}"
-            )
-    return os.path.expanduser(os.path.expandvars(text))
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 
 ROW_MULTIPLE = 128
 

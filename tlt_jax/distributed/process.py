@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
 
 COUNT = "--xla_force_host_platform_device_count"

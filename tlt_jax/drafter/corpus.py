@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax import atomic, run_folder
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, parse
 from tlt_jax.data import dataset as datasets, files, packing
 from tlt_jax.data.dataset import Dataset, Encoder, Prompt
 from tlt_jax.data.files import Problems
@@ -75,7 +75,7 @@ def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> 
 def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
     """Prompts with responses, text or token ids; text is tokenized as for RL, and EOS ends a response."""
     problems, rows = Problems(), []
-    for path in files.locate(files.expand(source, "warmup.texts"), "warmup.texts", problems):
+    for path in files.locate(parse.expand(source, "warmup.texts"), "warmup.texts", problems):
         for line, row in files.read(path, problems):
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size):

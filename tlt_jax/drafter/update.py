@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import keys, optimizer
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams, Shared

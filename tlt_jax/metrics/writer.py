@@ -15,7 +15,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from tlt_jax import atomic
-from tlt_jax.config.load import Config, to_yaml
+from tlt_jax.config import Config
+from tlt_jax.config.load import to_yaml
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
 

@@ -8,8 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tlt_jax import keys
-from tlt_jax.config.load import Config
-from tlt_jax.data import files
+from tlt_jax.config import Config, parse
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
 
@@ -32,7 +31,7 @@ def load(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
 
 def directory(config: Config) -> Path:
     """The local directory of model.path; a hub id is downloaded once."""
-    return hf.resolve(files.expand(config.model.path, "model.path"))
+    return hf.resolve(parse.expand(config.model.path, "model.path"))
 
 
 def fingerprint(config: Config) -> list[tuple[str, int, int]]:

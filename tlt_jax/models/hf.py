@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from tlt_jax import atomic
-from tlt_jax.data.files import HUB_ID
+from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
 from tlt_jax.models.hf_config import eos_entry, from_hf_config, new_config, read_config, read_json, to_hf_config

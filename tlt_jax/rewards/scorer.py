@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 
 START_S = 120.0  # a worker that imports its rewards for longer does not start

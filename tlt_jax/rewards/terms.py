@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.data import tasks
 from tlt_jax.rewards import answers
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.config.load import Config, Speculation
-from tlt_jax.data import files
+from tlt_jax.config import parse
+from tlt_jax.config.schema import NGRAM, NONE, Config, Speculation
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, hf_drafter, kv_cache
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
@@ -23,8 +23,6 @@ from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stat
 from tlt_jax.spec_decode.tree_drafter import Coupling, Network, learned
 from tlt_jax.tuner import arms as strategies, beg_mab, goodput
 from tlt_jax.tuner.goodput import Tuner
-
-NONE, NGRAM = "none", "ngram"
 
 
 def load(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
@@ -50,7 +48,7 @@ def describe(config: Config, model: ModelConfig) -> DrafterConfig | None:
     if not path.exists():
         if not config.warmup.start:
             return fresh(config, model)
-        path = Path(files.expand(config.warmup.start, "warmup.start"))
+        path = Path(parse.expand(config.warmup.start, "warmup.start"))
     return hf_drafter.read_config(path, model, positions(config, model))
 
 
@@ -72,7 +70,7 @@ def check_warmup(config: Config) -> None:
 def directory(config: Config) -> Path | None:
     """The directory that speculation.drafter names."""
     name = config.speculation.drafter
-    return None if name in (NONE, NGRAM) else Path(files.expand(name, "speculation.drafter"))
+    return None if name in (NONE, NGRAM) else Path(parse.expand(name, "speculation.drafter"))
 
 
 def positions(config: Config, model: ModelConfig) -> int:

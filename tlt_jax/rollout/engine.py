@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, schema
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
@@ -76,7 +76,7 @@ class Engine:
         self.basis["version"] = goodput.VERSION
         self.basis["devices"] = mesh.devices.flat[0].device_kind
         texts = Texts(settings.pool, settings.memory, settings.max_match)
-        self.texts = texts if settings.drafter == bindings.NGRAM else None
+        self.texts = texts if settings.drafter == schema.NGRAM else None
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
         self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from tlt_jax import atomic, cli, keys, run_folder
 from tlt_jax.checkpoint import Preemption, Store
-from tlt_jax.config import load as configuration, validate
-from tlt_jax.config.load import Config
-from tlt_jax.data import dataset as datasets, files, packing
+from tlt_jax.config import Config, load as configuration, parse, validate
+from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
@@ -104,7 +103,7 @@ def describe(
     warmup, dtype = config.warmup, config.model.param_dtype
     if warmup.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        return hf_drafter.load(Path(files.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
+        return hf_drafter.load(Path(parse.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
     drafter = bindings.fresh(config, model)
     ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)

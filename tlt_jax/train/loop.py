@@ -11,8 +11,7 @@ import numpy as np
 
 from tlt_jax import eval, plan, run_folder
 from tlt_jax.checkpoint import Preemption, Store
-from tlt_jax.config import validate
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.data.packing import Example

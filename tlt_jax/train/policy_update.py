@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import optimizer
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config
 from tlt_jax.data.packing import Packed
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import token_logprobs as scoring, transformer

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax import cli, run_folder
-from tlt_jax.config import load as configuration, validate
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example

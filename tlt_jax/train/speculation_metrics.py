@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tlt_jax.config import schema
 from tlt_jax.metrics import Chunk
-from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine, Shape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.tree import PLAIN
@@ -79,7 +79,7 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
 
 def chunks(engine: Engine, rollout: RolloutResult) -> list[Chunk]:
     """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
-    return [line(one) for one in rollout.measurements] if engine.drafter_kind != bindings.NONE else []
+    return [line(one) for one in rollout.measurements] if engine.drafter_kind != schema.NONE else []
 
 
 def line(one: Measurement) -> Chunk:

@@ -13,8 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tlt_jax.config import validate
-from tlt_jax.config.load import Config
+from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.metrics import Record, Writer, idle_share
 from tlt_jax.rewards import Score
