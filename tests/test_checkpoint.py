@@ -18,8 +18,9 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.checkpoint import Preemption, Store
+from tlt_jax.checkpoint import Store
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.distributed.process import Preemption
 from tlt_jax.errors import CheckpointError
 
 

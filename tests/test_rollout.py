@@ -14,11 +14,12 @@ import pytest
 import references
 import toys
 
+from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout import recorder as ledgers
 from tlt_jax.rollout.executables import admission_size
 from tlt_jax.rollout.group import block_size, blocks, bucket_width
-from tlt_jax.rollout.queue import Dealer, LocalBoard
+from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.state import Dispatched, GroupState, Job, Retired, View
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Rules

@@ -11,10 +11,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.executables import Registry
 from tlt_jax.rollout.planner import Pilot
-from tlt_jax.rollout.queue import Dealer, LocalBoard
+from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.state import Group, Job
 from tlt_jax.spec_decode.decode import Rules, Weights

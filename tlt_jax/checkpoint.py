@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -237,23 +236,3 @@ def spell(entry: Mapping[str, Any] | None) -> str:
 def one_line(error: Exception) -> str:
     """The first line of an error's text, cut to 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-class Preemption:
-    """Context that turns SIGTERM into a claim to look at: `requested` is True once the signal has come."""
-
-    def __init__(self):
-        self.requested = False
-
-    def __enter__(self) -> Preemption:
-        self._previous = signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def _note(self, *_) -> None:
-        self.requested = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from tlt_jax.config import Config
@@ -39,3 +40,23 @@ def set_environment(config: Config) -> None:
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"
             )
+
+
+class Preemption:
+    """Context that turns SIGTERM into a claim to look at: `requested` is True once the signal has come."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> Preemption:
+        self._previous = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def _note(self, *_) -> None:
+        self.requested = True

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config, schema
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
@@ -26,7 +27,7 @@ from tlt_jax.rollout import bindings, targets
 from tlt_jax.rollout.executables import Compiled, Key, Registry, time_draft, use_compile_cache
 from tlt_jax.rollout.group import bucket_width
 from tlt_jax.rollout.planner import Pilot
-from tlt_jax.rollout.queue import Dealer, LocalBoard
+from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.state import Event, Group, Job, Tokens
 from tlt_jax.spec_decode.decode import Rules, Weights

@@ -12,12 +12,13 @@ import jax
 from jax.sharding import Mesh
 
 from tlt_jax import atomic, cli, keys, run_folder
-from tlt_jax.checkpoint import Preemption, Store
+from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, load as configuration, parse, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import corpus, update as drafter_update
 from tlt_jax.drafter.update import DrafterState, Recipe
 from tlt_jax.errors import Interrupted

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from tlt_jax import eval, plan, run_folder
-from tlt_jax.checkpoint import Preemption, Store
+from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.process import Preemption
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
