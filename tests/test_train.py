@@ -20,7 +20,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_jax import eval, run_folder
+from tlt_jax import cli, eval, run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, tasks
@@ -96,7 +96,7 @@ def whole(shared, configure):
     """A finished run over more than two epochs of three problems, every step saved. Tests copy it, none writes to it."""
     files = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer", "checkpoint.export": True}
     config = configure(shared / "whole", files | {"checkpoint.best_metric": "eval/mean@2"})
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     return config
 
 
@@ -181,7 +181,7 @@ def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, tmp_path, step):
     config = stopped_after(step, whole, tmp_path / "run")
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert completions(config) == completions(whole)
     ours, theirs = events(config), events(whole)
@@ -192,10 +192,10 @@ def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
     monkeypatch.setattr(loop, "learn", None)
-    assert loop.train(whole) == loop.DONE
+    assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
-    assert loop.train(moved) == loop.DONE
+    assert loop.train(moved) == cli.DONE
     assert configuration.read(Path(whole.run) / "config.yaml") == moved
     other = replace(whole, optim=replace(whole.optim, learning_rate=0.5), eval=replace(whole.eval, samples=4))
     other = replace(other, checkpoint=replace(other.checkpoint, best_metric=""))
@@ -203,13 +203,13 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
         loop.train(other)
     text = str(refused.value)
     assert "other values of optim.learning_rate, eval.samples, checkpoint.best_metric:" in text and "\n" not in text
-    assert loop.train(whole) == loop.DONE
+    assert loop.train(whole) == cli.DONE
 
 
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
     rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2], in_flight=1)
     config = replace(whole, run=str(tmp_path), rollout=rollout, checkpoint=replace(whole.checkpoint, export=False))
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
     assert_equal(state_of(config), state_of(whole))
 
@@ -228,12 +228,12 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
         config = replace(config, sft=replace(config.sft, steps=1, solution_column="prompt"))
     with monkeypatch.context() as patch:
         raise_at(patch, *function, number, preempt)
-        assert loop.train(config) == loop.PREEMPTED
+        assert loop.train(config) == cli.PREEMPTED
     if where == "warm start":
         assert saved_steps(config) == []
         return
     assert saved_steps(config)[-1] == {"rollout": 2, "evaluation": 2, "last evaluation": 4}[where]
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
     with Store(config.run, best_metric="eval/mean@2", create=False) as ours, Store(whole.run, create=False) as theirs:
@@ -258,10 +258,10 @@ def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
         process.send_signal(number)
         return process.wait()
 
-    assert stop("completions/000001.jsonl", signal.SIGTERM) == loop.PREEMPTED
+    assert stop("completions/000001.jsonl", signal.SIGTERM) == cli.PREEMPTED
     assert stop("checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
     assert STEPS not in saved_steps(config)
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert completions(config) == completions(whole)
     assert [step for step, _ in events(config)["reward/mean"]] == [1, 2, 3, 4]
@@ -270,7 +270,7 @@ def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
 def test_a_run_goes_on_on_another_mesh(whole, tmp_path):
     config = stopped_after(2, whole, tmp_path / "run")
     config = replace(config, mesh=replace(config.mesh, data=1, model=2))
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
     ours, theirs = (jax.tree.leaves(state_of(c).params) for c in (config, replace(whole, mesh=config.mesh)))
     for one, other in zip(ours, theirs, strict=True):
@@ -283,7 +283,7 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
     for shape in ((1, 1), (2, 2)):
         knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "checkpoint.every": 0}
         runs.append(configure(tmp_path / f"{shape}", wide | knobs))
-        assert loop.train(runs[-1]) == loop.DONE
+        assert loop.train(runs[-1]) == cli.DONE
     assert completions(runs[0]) == completions(runs[1])
     assert len(completions(runs[0])) == 2
 
@@ -291,7 +291,7 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
 def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
     wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
     plain, speculated = (configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, DRAFTED))
-    assert loop.train(plain) == loop.train(speculated) == loop.DONE
+    assert loop.train(plain) == loop.train(speculated) == cli.DONE
     assert completions(plain) == completions(speculated)
     assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
     measured = events(speculated)
@@ -304,7 +304,7 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
 def drafted(shared, configure):
     """A finished run that drafts, every step saved. Tests copy it, none writes to it."""
     config = configure(shared / "drafted", DRAFTED | {"train.steps": 3, "eval.every": 0})
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     return config
 
 
@@ -320,7 +320,7 @@ def first_state(monkeypatch, config: Config) -> dict:
     monkeypatch.setattr(
         Engine, "rollout", lambda self, *args, **rest: states.append(self.tuner_state) or function(self, *args, **rest)
     )
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     return states[0]
 
 
@@ -363,7 +363,7 @@ def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, 
     poisoned = state.replace(params=state.params.replace(final_norm=state.params.final_norm * np.nan))
     with Store(config.run, config.checkpoint.keep) as store:
         store.save(1, {"policy": poisoned})
-    assert loop.train(config) == loop.DIVERGED
+    assert loop.train(config) == cli.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: step 4: 3 updates in a row were not finite: lower optim.learning_rate")
     assert saved_steps(config) == [0, 1, 2, 3]
@@ -383,7 +383,7 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, 
         "reward.failure_score": -0.5,
     }  # fmt: skip
     config = configure(tmp_path / "run", knobs)
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     written = events(config)
     assert sum(value for _, value in written["reward/failures/timeout"]) == 3
     assert sum(value for _, value in written["reward/failures/error"]) == 9
@@ -396,7 +396,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monk
     monkeypatch.setattr(eval, "evaluate", lambda *_: {"eval/mean@2": next(measured)})
     knobs = {"eval.every": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.best_metric": "eval/mean@2"}
     config = configure(tmp_path, knobs)
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert saved_steps(config) == [2, 4]
     with Store(config.run, 1, "eval/mean@2", create=False) as store:
         assert store.best() == 2
@@ -423,7 +423,7 @@ def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp
 
 def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):
     config = stopped_after(STEPS, whole, tmp_path / "run")
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     name = "hf/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (Path(whole.run) / name).read_bytes()
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
@@ -435,7 +435,7 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
     summarize, write = step_metrics.of_update, run_folder.write_model
     monkeypatch.setattr(step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
     monkeypatch.setattr(run_folder, "write_model", lambda *args: written.append(args[1].name) or write(*args))
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     assert [len(one) for one in updates] == [2] * STEPS
     assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
     assert float(updates[-1][0]["kl"]) > 1e-4
@@ -445,7 +445,7 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
         assert float(first["importance_weight_mean"]) == pytest.approx(1, abs=1e-3)
     assert int(state_of(config).step) == 2 * STEPS
     resumed = stopped_after(2, config, tmp_path / "resumed")
-    assert loop.train(resumed) == loop.DONE
+    assert loop.train(resumed) == cli.DONE
     assert_equal(state_of(resumed), state_of(config))
     assert written == ["reference"]
 
@@ -455,7 +455,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
              "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}  # fmt: skip
     config = configure(tmp_path / "run", knobs)
     monkeypatch.setattr(sft, "SAY_EVERY", 1)
-    assert loop.train(config) == loop.DONE
+    assert loop.train(config) == cli.DONE
     losses = events(config)["sft/loss"]
     assert [step for step, _ in losses] == list(range(1, 9))
     assert losses[-1][1] < losses[0][1] - 0.2
@@ -463,11 +463,11 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
     make = sft.make_batch
     monkeypatch.setattr(sft, "make_batch", lambda *args: updates.append(1) or make(*args))
     again = replace(config, run=str(tmp_path / "again"))
-    assert loop.train(again) == loop.DONE
+    assert loop.train(again) == cli.DONE
     assert not updates
     assert_equal(state_of(again, 2), state_of(config, 2))
     resumed = stopped_after(1, config, tmp_path / "resumed")
-    assert loop.train(resumed) == loop.DONE
+    assert loop.train(resumed) == cli.DONE
     for name in ("sft/loss", "sft/lr", "reward/mean"):
         assert events(resumed)[name] == events(config)[name], name
     model = from_config.describe(config, datasets.tokenizer(config))

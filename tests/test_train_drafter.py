@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from test_train import assert_equal, events, preempt, raise_at, saved_steps
 
+from tlt_jax import cli
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing, tasks
@@ -25,7 +26,7 @@ from tlt_jax.drafter import corpus, update as drafter_update
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter, transformer
-from tlt_jax.train import drafter, loop
+from tlt_jax.train import drafter
 
 STEPS = 4
 TASK = {"min_length": 3, "max_length": 4, "modulus": 9}
@@ -85,7 +86,7 @@ def configure(shared):
 def whole(shared, configure):
     """A finished training on the policy's own answers, every step saved. Tests copy it, none writes to it."""
     config = configure(shared / "whole")
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     return config
 
 
@@ -119,7 +120,7 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least, configure, tmp_path, capsys):
     knobs = {"warmup.kind": kind, "warmup.steps": 150, "warmup.unroll": 2, "checkpoint.every": 0}
     config = configure(tmp_path, knobs)
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     written = {name: values[-1] for name, values in events(inside(config)).items()}
     for name in ("agreement@1", "agreement@2", "acceptance@1", "acceptance@2"):
         assert written[f"drafter/{name}"][0] == 150
@@ -132,7 +133,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least,
     assert_equal(params.layer, state_of(config, 150).params.layer)
     (shown,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150"))
     assert f"  loss {written['drafter/loss'][1]:.3f}  agreement {written['drafter/agreement@1'][1]:.3f}  " in shown
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
 
 
@@ -144,7 +145,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(who
         if saved > step:
             shutil.rmtree(tmp_path / "run" / "drafter" / "checkpoints" / str(saved))
     monkeypatch.setattr(corpus, "Engine", None)
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert saved_steps(inside(config)) == [1, 2, 3, 4]
     for name in ("drafter/loss", "drafter/acceptance@1"):
@@ -157,10 +158,10 @@ def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(whole, tmp_path
     target, name = {"answers": (corpus, "write"), "training": (drafter_update, "make_batch")}[where]
     with monkeypatch.context() as patch:
         raise_at(patch, target, name, 2, preempt)
-        assert drafter.train(config) == loop.PREEMPTED
+        assert drafter.train(config) == cli.PREEMPTED
     if where == "training":
         assert saved_steps(inside(config)) == [2]
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     assert texts_of(config) == texts_of(whole)
     assert_equal(state_of(config), state_of(whole))
 
@@ -201,7 +202,7 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, 
         "warmup.learning_rate": 0.0,
     }
     config = configure(tmp_path / "run", knobs)
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     names = ("config.json", "model.safetensors")
     assert [(tmp_path / "run/drafter/hf" / name).read_bytes() for name in names] == [
         (first / name).read_bytes() for name in names
@@ -225,7 +226,7 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
     config = configure(
         tmp_path, {"warmup.texts": answers, "warmup.kind": "eagle3", "warmup.vocab": 5, "warmup.unroll": 1}
     )
-    assert drafter.train(config) == loop.DONE
+    assert drafter.train(config) == cli.DONE
     model = from_config.describe(config, datasets.tokenizer(config))
     _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
     rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
@@ -242,7 +243,7 @@ def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys,
         "warmup.learning_rate": 1e30,
         "train.max_nonfinite": 1,
     }
-    assert drafter.train(configure(tmp_path, knobs)) == loop.DIVERGED
+    assert drafter.train(configure(tmp_path, knobs)) == cli.DIVERGED
     assert "updates in a row were not finite: lower warmup.learning_rate" in capsys.readouterr().err
     assert not (tmp_path / "drafter" / "hf").exists()
 

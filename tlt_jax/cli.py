@@ -37,3 +37,6 @@ def take(arguments: list[str], name: str) -> str:
     value = arguments[index + 1]
     del arguments[index : index + 2]
     return value
+
+
+DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command goes on

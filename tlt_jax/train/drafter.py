@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from tlt_jax import atomic, cli, keys, run_folder
 from tlt_jax.checkpoint import Store
+from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Encoder
@@ -28,7 +29,7 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings
 from tlt_jax.train import sft
-from tlt_jax.train.loop import DIVERGED, DONE, PREEMPTED, saves
+from tlt_jax.train.loop import saves
 
 FOLDER = "drafter"
 SAY_EVERY = 25  # also the most steps that wait on the devices

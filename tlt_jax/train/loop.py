@@ -11,6 +11,7 @@ import numpy as np
 
 from tlt_jax import eval, plan, run_folder
 from tlt_jax.checkpoint import Store
+from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Prompt
@@ -30,7 +31,6 @@ from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.train import losses, policy_update, sft, speculation_metrics, step_metrics
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
 
-DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command goes on
 TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
 
 log = logging.getLogger(__name__)
