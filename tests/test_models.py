@@ -178,7 +178,7 @@ def test_features_are_the_captured_hidden_states_in_every_forward(directories, x
     mesh = meshes.make_mesh(1, 1)
     config, params = load(directories("qwen2"), mesh)
     weights, group = rollout(params, config, mesh)
-    tokens, lengths, captures = model_cases.TOKENS, [4, 4], (1, config.num_layers, transformer.NORMED)
+    tokens, lengths, captures = model_cases.TOKENS, [4, 4], (1, config.num_layers, architecture.NORMED)
     cache = prefilled(weights, config, group, tokens[:, :4], lengths, slots=8, captures=captures)
     chain = np.broadcast_to(np.tril(np.ones((2, 2), bool)), (2, 2, 2))
     _, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures)

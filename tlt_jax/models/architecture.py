@@ -255,3 +255,12 @@ def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
     rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)
     return jax.lax.with_sharding_constraint(rollout, shardings(config, mesh, "rollout"))
+
+
+NORMED = -1  # the capture of the last hidden state after the final norm
+Captures = tuple[int, ...]  # hidden states to hand out as features: c is the residual stream after c layers, or NORMED
+
+
+def head(params: Params) -> Float[Array, "V D"]:
+    """The output embedding."""
+    return params.embed if params.head is None else params.head

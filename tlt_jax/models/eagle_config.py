@@ -21,18 +21,19 @@ from jaxtyping import Array, Float, Int32
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models.architecture import (
+    NORMED,
     Layer,
     ModelConfig,
     Params,
     Rope,
     Weight,
     check_mesh,
+    head,
     layer_weights,
     padded_vocab,
     repeat_kv,
     rollout_kv_heads,
 )
-from tlt_jax.models.transformer import NORMED, head
 
 KINDS = ("eagle", "eagle3")
 

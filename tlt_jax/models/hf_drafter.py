@@ -22,10 +22,9 @@ from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
 from tlt_jax.models import eagle_config, hf
-from tlt_jax.models.architecture import Layer, ModelConfig
+from tlt_jax.models.architecture import NORMED, Layer, ModelConfig
 from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids, weights
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
-from tlt_jax.models.transformer import NORMED
 
 WEIGHTS = "model.safetensors"
 PREFIX = {"eagle": "layers.0.", "eagle3": "midlayer."}

@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import layers as ops
 from tlt_jax.models.architecture import (
+    NORMED,
+    Captures,
     Layer,
     ModelConfig,
     Params,
@@ -20,6 +22,7 @@ from tlt_jax.models.architecture import (
     Weight,
     abstract,
     check_mesh,
+    head,
     init,
     padded_vocab,
     shardings,
@@ -28,9 +31,6 @@ from tlt_jax.models.architecture import (
 )
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
-
-NORMED = -1  # the capture of the last hidden state after the final norm
-Captures = tuple[int, ...]  # hidden states to hand out as features: c is the residual stream after c layers, or NORMED
 
 __all__ = [
     "NORMED", "Captures", "Layer", "ModelConfig", "Params", "Rope", "Weight", "abstract", "check_mesh", "hidden", "init",
@@ -148,11 +148,6 @@ def logits(params: Params, config: ModelConfig, x: Float[Array, "*batch D"]) -> 
     """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
     scores = ops.contract("...d,vd->...v", x, head(params).astype(x.dtype))
     return ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
-
-
-def head(params: Params) -> Float[Array, "V D"]:
-    """The output embedding."""
-    return params.embed if params.head is None else params.head
 
 
 @shaped

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.models import kv_cache, transformer
+from tlt_jax.models.architecture import Captures
 from tlt_jax.models.kv_cache import Scratch
-from tlt_jax.models.transformer import Captures, ModelConfig
+from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode.tree import PyTree, Target
 
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
