@@ -49,9 +49,9 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key, prefill_key
-from tlt_jax.rollout.group import block_size, bucket_width
 from tlt_jax.spec_decode.decode import Rules, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 

@@ -65,15 +65,17 @@ from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import hf, transformer
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.events import Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.rollout.state import Event, Retired, Tokens
+from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import Known, Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stopping import RUNNING
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner import arms as strategies
-from tlt_jax.tuner.goodput import Measurement
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import make
+from tlt_jax.tuner.arms import PAPER_ARMS, bucketed, parse_arms, strategies_for
+from tlt_jax.tuner.interface import Measurement
 
 STRENGTHS, TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0)
 SWEEP = [
@@ -307,13 +309,13 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
                     if one.is_timed:
                         chunks.setdefault((one.batch, one.strategy), []).append(one)
     speeds = {key: 1 / statistics.mean(one.seconds / one.tokens for one in found) for key, found in chunks.items()}  # as drawn
-    arms = strategies.pool(texts)
+    arms = parse_arms(texts)
     known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
     places = [[one for one in found if one.batch in known] for found in places]
     table("tuner", "over plain", "of the best strategy for every batch")
     for name in (*tuners, *texts):
         settings = Speculation(drafter, name, list(texts)) if name in tuners else Speculation(drafter, "fixed", [name])
-        tuner = bindings.make_tuner(settings, arms if name in tuners else strategies.pool([name]), jax.devices()[0].platform)
+        tuner = make.make_tuner(settings, arms if name in tuners else parse_arms([name]), jax.devices()[0].platform)
         state, random, plain, spent, least = tuner.init(), np.random.default_rng(0), 0.0, 0.0, 0.0
         for number, place in (pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)):
             state = tuner.renew(state) if number == 0 else state
@@ -330,16 +332,16 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
 def pool(config: Config, drafter: str) -> None:
     """Prints the size of the pool of programs."""
     buckets = (1, 2, 4, 8, 16, 32)
-    arm = Arm(config, Speculation(drafter, "fixed", list(strategies.PAPER)), 32, buckets)
-    slots, arms = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1], strategies.pool(strategies.PAPER)
+    arm = Arm(config, Speculation(drafter, "fixed", list(PAPER_ARMS)), 32, buckets)
+    slots, arms = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1], parse_arms(PAPER_ARMS)
     rules, rounds = Rules(Sampling(1.0)), config.rollout.chunk
     for batch in buckets:
         for one in (PLAIN, *arms):
             arm.engine.registry.get(Key("chunk", 0, batch, slots, (rounds,), strategy=one, rules=rules))
-    usual = strategies.bucketed(arms)
+    usual = bucketed(arms)
     table("pool", "programs", "seconds", "temporaries, MiB", "largest, MiB", "code, MiB")
     every = arm.engine.registry.compiles
-    few = [one for one in every if one.key.strategy in (PLAIN, *strategies.strategies_for(usual, one.key.batch))]
+    few = [one for one in every if one.key.strategy in (PLAIN, *strategies_for(usual, one.key.batch))]
     for name, compiled in (("every strategy for every batch", every), ("bucketed", few)):
         temporary = [one.temporary / 2**20 for one in compiled]
         row(name, len(compiled), round(sum(one.seconds for one in compiled)), sum(temporary), max(temporary),

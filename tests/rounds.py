@@ -16,7 +16,7 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings, targets
 from tlt_jax.spec_decode import decode as chunk
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Rules, Weights
-from tlt_jax.spec_decode.tree import Strategy
+from tlt_jax.spec_decode.strategy import Strategy
 
 
 def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], keys: jax.Array, limit: int) -> DecodeState:

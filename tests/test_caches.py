@@ -16,7 +16,7 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import Strategy
+from tlt_jax.spec_decode.strategy import Strategy
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
 PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [9], [36, 10]], 2, 40, 8

@@ -23,8 +23,9 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
+from tlt_jax.spec_decode.interface import NO_DRAFTER
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling
 
 ALPHA = 1e-3

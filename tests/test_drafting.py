@@ -12,8 +12,10 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter
 from tlt_jax.spec_decode.decode import Weights
-from tlt_jax.spec_decode.tree import ABSENT, Context, Strategy, score_order
-from tlt_jax.spec_decode.tree_drafter import Candidates, Coupling
+from tlt_jax.spec_decode.interface import Context
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree import ABSENT, Candidates, rerank, score_order
+from tlt_jax.spec_decode.tree_drafter import Coupling
 
 V, SLOTS = 9, 32
 TABLE = toys.table(V, seed=3)
@@ -117,7 +119,7 @@ def test_random_candidates_never_leave_an_orphan():
     arrays = [jnp.asarray(np.array(one), jnp.int32) for one in (tokens, parents, depths)]
     candidates = Candidates(*arrays, jnp.asarray(np.array(scores)), jnp.zeros((count, len(ids)), jnp.int32))
     for nodes in (2, 8, 16, 31):
-        tree = tree_drafter.rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
+        tree = rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
         assert not tree_drafter.orphans(tree).any()
         best = np.sort(np.array(scores), axis=1)[:, ::-1][:, : nodes - 1]
         np.testing.assert_allclose(np.sort(tree.scores[:, 1:], axis=1)[:, ::-1], best)

@@ -193,9 +193,9 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
     progress = console.Progress(100, 90, live=True, console=Console(file=out, width=200))
     progress.step(91, {**VALUES, "timing_s/step": 10.0})
     progress.step(92, {**VALUES, "timing_s/step": 20.0})
-    logging.getLogger("tlt_jax.rollout.engine").info("compiled chunk [4, 256]")
+    logging.getLogger("tlt_jax.rollout.executables").info("compiled chunk [4, 256]")
     progress.close()
-    logging.getLogger("tlt_jax.rollout.engine").info("after the end")
+    logging.getLogger("tlt_jax.rollout.executables").info("after the end")
     assert out.getvalue().splitlines() == [
         "step 91/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  10.0 s/step  1:30 to go",
         "step 92/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  15.0 s/step  2:00 to go",

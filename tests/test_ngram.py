@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from tlt_jax.data import tasks
+from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings, Texts
-from tlt_jax.spec_decode.tree import ABSENT, Strategy
+from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree import ABSENT
 from tlt_jax.spec_decode.tree_drafter import orphans
 from tlt_jax.spec_decode.verify import match
 

@@ -22,13 +22,16 @@ from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import hf_drafter
 from tlt_jax.rollout import bindings
+from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key, admission_size
+from tlt_jax.rollout.executables import Key
+from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import Rules
-from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train.policy_update import Recipe
-from tlt_jax.tuner import arms as strategies
-from tlt_jax.tuner.goodput import Measurement
+from tlt_jax.tuner import make
+from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.interface import Measurement
 
 TINY = [
     "--config", "configs/quickstart.yaml", "--mesh.fake_devices", "0", "--rollout.compile_cache", "off",
@@ -122,7 +125,7 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
 def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
     """By hand where it is a rule, and no tuner ever leaves it: measured speeds make every arm the best one in turn."""
     names, batches = ["2_2_4", "4_2_8", "6_4_16", "8_4_48"], [1, 4, 16, 64, 256]
-    arms = strategies.pool(names)
+    arms = parse_arms(names)
     expected = {
         "fixed": [256, None, None, None],
         "goodput": [256, 64, 64, 16],
@@ -133,7 +136,7 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
         settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
         reach = bindings.reach(settings, arms, batches)
         assert [reach.get(arm) for arm in arms] == largest, name
-        tuner = bindings.make_tuner(settings, arms, "tpu")
+        tuner = make.make_tuner(settings, arms, "tpu")
         used: dict = {}
         for best in arms:
             state = tuner.init()

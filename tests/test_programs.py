@@ -13,7 +13,7 @@ from tlt_jax.rollout import executables
 from tlt_jax.rollout.executables import Key
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 V = 12
 TABLE = toys.table(V, scale=1.0)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tlt_jax.metrics import names
-from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import speculation_metrics
-from tlt_jax.tuner import arms as strategies
-from tlt_jax.tuner.goodput import Measurement
+from tlt_jax.tuner.interface import Measurement
 
 TREE = strategies.parse("2_2_4")
 STATS = {"accept_length": 2.5, "speculated_tokens": 60, "tokens": 100, "declined": 4, "pool_programs": 3, "pool_bytes": 2**21}

@@ -17,16 +17,17 @@ import toys
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout import recorder as ledgers
-from tlt_jax.rollout.executables import admission_size
-from tlt_jax.rollout.group import block_size, blocks, bucket_width
+from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
+from tlt_jax.rollout.events import Dispatched, Retired
+from tlt_jax.rollout.group import blocks
 from tlt_jax.rollout.queue import Dealer
-from tlt_jax.rollout.state import Dispatched, GroupState, Job, Retired, View
+from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.state import GroupState, View
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner import goodput
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
@@ -275,7 +276,7 @@ def recorded(monkeypatch, *looks):
 
 @pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])
 def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
-    monkeypatch.setattr(goodput, "BUSY", math.inf)  # the drafter's catching up counts however busy this machine is
+    monkeypatch.setattr(interface, "BUSY", math.inf)  # the drafter's catching up counts however busy this machine is
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def restless(view):

@@ -26,10 +26,10 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.tuner import goodput as tuners
-from tlt_jax.tuner.arms import pool
-from tlt_jax.tuner.goodput import Choice, Tuner
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner import interface
+from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.interface import Choice, Tuner
 
 compile_cache = tiny.compile_cache
 IDS = np.array([0, 1, 2, 3, 5, 7, 8, 11, 13, 14, 20, 21, 30, 36])
@@ -155,12 +155,12 @@ def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
 
 def in_turn(strategies: list[str]) -> Tuner:
     """Every chunk has the next strategy; plain decoding is the last of them when there are several."""
-    arms = (*pool(strategies), *[PLAIN] * (len(strategies) > 1))
+    arms = (*parse_arms(strategies), *[PLAIN] * (len(strategies) > 1))
 
     def choose(state, live, batch, slots):
         return {"turn": state["turn"] + 1}, Choice(arms[state["turn"] % len(arms)], math.nan, "in turn")
 
-    return Tuner(lambda: {"turn": 0}, choose, tuners.unchanged, tuners.unchanged)
+    return Tuner(lambda: {"turn": 0}, choose, interface.unchanged, interface.unchanged)
 
 
 def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but_for_rare_near_ties():

@@ -12,18 +12,18 @@ import tuner_worlds as worlds
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
-from tlt_jax.errors import ConfigError
-from tlt_jax.rollout import bindings
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner import acceptance, arms as strategies, beg_mab, cost_model, goodput
-from tlt_jax.tuner.goodput import Measurement
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make
+from tlt_jax.tuner.arms import ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
+from tlt_jax.tuner.interface import Measurement
 
-ARMS = strategies.pool(strategies.POOL)
+ARMS = parse_arms(ARMS)
 MAKERS = {
-    "fixed": lambda: goodput.fixed("6_4_16"),
-    "threshold": lambda: goodput.threshold(strategies.PAPER),
-    "beg_mab": lambda: beg_mab.beg_mab(strategies.POOL),
-    "goodput": lambda: goodput.goodput(strategies.POOL),
+    "fixed": lambda: fixed.fixed("6_4_16"),
+    "threshold": lambda: fixed.threshold(PAPER_ARMS),
+    "beg_mab": lambda: beg_mab.beg_mab(ARMS),
+    "goodput": lambda: goodput.goodput(ARMS),
 }
 
 
@@ -53,7 +53,7 @@ def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=
 # Strategies
 
 
-@pytest.mark.parametrize("text", [*strategies.POOL, *strategies.PAPER, "1_1_2", "off"])
+@pytest.mark.parametrize("text", [*ARMS, *PAPER_ARMS, "1_1_2", "off"])
 def test_a_strategy_is_written_and_read_back(text):
     assert strategies.name(strategies.parse(text)) == text
 
@@ -72,13 +72,13 @@ def test_a_strategy_is_written_and_read_back(text):
     ],
 )
 def test_a_strategy_that_no_drafter_can_fill_is_refused_by_name(text, says):
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ValueError, match=says):
         strategies.parse(text)
 
 
 def test_the_widest_trees_belong_to_the_smallest_batches():
-    buckets = strategies.bucketed(strategies.pool(strategies.PAPER))
-    nodes = [strategies.strategies_for(buckets, batch)[0].nodes for batch in (1, 2, 4, 5, 20, 21, 500)]
+    buckets = bucketed(parse_arms(PAPER_ARMS))
+    nodes = [strategies_for(buckets, batch)[0].nodes for batch in (1, 2, 4, 5, 20, 21, 500)]
     assert nodes == [48, 32, 32, 16, 16, 8, 8]
 
 
@@ -86,19 +86,19 @@ def test_the_widest_trees_belong_to_the_smallest_batches():
     ("thresholds", "says"), [((1, 2), "for 4 different"), ((1, 5, 2, 21), "rise"), ((0, 2, 5, 21), "rise")]
 )
 def test_thresholds_that_fit_no_bucketing_are_refused(thresholds, says):
-    with pytest.raises(ConfigError, match=says):
-        beg_mab.beg_mab(strategies.PAPER, thresholds)
+    with pytest.raises(ValueError, match=says):
+        beg_mab.beg_mab(PAPER_ARMS, thresholds)
 
 
 @pytest.mark.parametrize("drafter", [schema.NONE, schema.NGRAM])
 def test_strategies_are_checked_even_when_nothing_drafts(drafter):
-    assert len(bindings.pool(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == schema.NGRAM)
-    with pytest.raises(ConfigError, match="nodes is 0"):
-        bindings.pool(Speculation(drafter=drafter, strategies=["6_4_0"]))
+    assert len(make.arms(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == schema.NGRAM)
+    with pytest.raises(ValueError, match="nodes is 0"):
+        make.arms(Speculation(drafter=drafter, strategies=["6_4_0"]))
 
 
 def test_an_empty_pool_is_refused():
-    with pytest.raises(ConfigError, match="no strategies"):
+    with pytest.raises(ValueError, match="no strategies"):
         goodput.goodput([])
 
 
@@ -197,7 +197,7 @@ def test_cells_are_forgotten_oldest_first():
 
 
 def test_fixed_never_changes_its_mind():
-    made = goodput.fixed("4_2_8")
+    made = fixed.fixed("4_2_8")
     state = made.observe(made.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
     assert made.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
 
@@ -207,7 +207,7 @@ def test_fixed_never_changes_its_mind():
     [(33, 64, "off"), (32, 64, "7_4_8"), (17, 64, "7_4_8"), (3, 4, "8_4_32"), (1, 1, "8_4_48")],
 )
 def test_threshold_speculates_when_few_are_live(live, batch, text):
-    choice = goodput.threshold(strategies.PAPER).choose({}, live, batch, 512)[1]
+    choice = fixed.threshold(PAPER_ARMS).choose({}, live, batch, 512)[1]
     assert strategies.name(choice.strategy) == text
 
 
@@ -250,7 +250,7 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
 )
 def test_goodput_comes_close_to_knowing_everything(law, quality, share):
     world = worlds.World(law, quality)
-    made = goodput.goodput(strategies.POOL, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
+    made = goodput.goodput(ARMS, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
     state, _ = decode(world, made, rollouts=4)
     _, runs = decode(world, made, rollouts=2, seed=1, state=state)
     _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
@@ -262,8 +262,8 @@ def test_goodput_comes_close_to_knowing_everything(law, quality, share):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
     world = worlds.World(law, 0.3, agreement, seed=seed)
-    _, plain = decode(world, goodput.fixed("off"), rollouts=4, seed=seed)
-    _, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=4, seed=seed)
+    _, plain = decode(world, fixed.fixed("off"), rollouts=4, seed=seed)
+    _, runs = decode(world, goodput.goodput(ARMS), rollouts=4, seed=seed)
     assert seconds(plain) / seconds(runs) > 0.97
 
 
@@ -274,7 +274,7 @@ def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
 
 
 def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
-    world, made = worlds.World(worlds.gpu, 0.3, 0.0), goodput.goodput(strategies.POOL)
+    world, made = worlds.World(worlds.gpu, 0.3, 0.0), goodput.goodput(ARMS)
 
     def speculating(runs):
         taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
@@ -331,7 +331,7 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
 
 def test_trials_are_few_and_never_two_at_a_time():
     world = worlds.World(worlds.cpu, 0.5)
-    state, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=5, renew=False)
+    state, runs = decode(world, goodput.goodput(ARMS), rollouts=5, renew=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
     assert reasons.count("trial") < 0.15 * len(reasons)
     assert all((choice.reason[:5] == "trial") == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
@@ -339,7 +339,7 @@ def test_trials_are_few_and_never_two_at_a_time():
 
 
 def test_most_nodes_bounds_the_trees_of_large_batches():
-    made = goodput.goodput(strategies.POOL, most_nodes=64)
+    made = goodput.goodput(ARMS, most_nodes=64)
     state = made.init()
     for arm in ARMS:
         state = made.observe(state, measured(arm, batch=16, accepted=5.0, per_round=0.001))
@@ -352,7 +352,7 @@ def test_most_nodes_bounds_the_trees_of_large_batches():
 def test_few_choices_are_thought_over_once_the_arms_are_known(law, quality, monkeypatch):
     thought, outlook = [], goodput.outlook
     monkeypatch.setattr(goodput, "outlook", lambda *args: thought.append(1) or outlook(*args))
-    world, made = worlds.World(law, quality), goodput.goodput(strategies.POOL)
+    world, made = worlds.World(law, quality), goodput.goodput(ARMS)
     state, _ = decode(world, made, rollouts=3)
     thought.clear()
     _, runs = decode(world, made, rollouts=4, seed=1, state=state)
@@ -392,14 +392,14 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
 
 def test_predictions_agree_with_what_is_measured():
     world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
-    _, runs = decode(world, goodput.goodput(strategies.POOL), rollouts=5)
+    _, runs = decode(world, goodput.goodput(ARMS), rollouts=5)
     ratio = [choice.predicted / (seen.tokens / seen.seconds) for choice, seen in runs[-1].chunks if seen.rounds == 16]
     assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
 
 
 def test_a_chunk_without_rounds_teaches_nothing():
-    for make in MAKERS.values():
-        made = make()
+    for new in MAKERS.values():
+        made = new()
         state = made.init()
         assert made.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
 
@@ -504,5 +504,5 @@ def test_a_state_of_another_pool_is_still_usable():
 
 
 def test_the_state_stays_small():
-    state, _ = decode(worlds.World(worlds.cpu, 0.5), goodput.goodput(strategies.POOL), rollouts=4)
+    state, _ = decode(worlds.World(worlds.cpu, 0.5), goodput.goodput(ARMS), rollouts=4)
     assert len(json.dumps(state)) < 32_000

@@ -9,8 +9,9 @@ import references
 
 from tlt_jax.spec_decode import decode as chunk, tree, verify
 from tlt_jax.spec_decode.decode import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report, Rules
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
 from tlt_jax.spec_decode.stats import BINS, Stats
-from tlt_jax.spec_decode.tree import NO_DRAFTER, DraftTree, Target
+from tlt_jax.spec_decode.tree import DraftTree
 
 
 def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,11 +17,13 @@ from tlt_jax.rollout.executables import Registry
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import RolloutResult, rollout
-from tlt_jax.rollout.state import Group, Job
+from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.state import Group
 from tlt_jax.spec_decode.decode import Rules, Weights
-from tlt_jax.spec_decode.tree import NO_DRAFTER, PLAIN, Drafter, Strategy, Target
-from tlt_jax.spec_decode.tree_drafter import Coupling, Network, learned
-from tlt_jax.tuner import goodput
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.tree_drafter import Coupling, learned
+from tlt_jax.tuner import fixed
 
 DECAY = 0.7
 TAIL = 6
@@ -176,7 +178,7 @@ def registry(groups: int, vocab: int, drafter=no_drafter) -> Registry:
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
     """The decider that always takes one strategy."""
-    return Pilot(batches, slots, goodput.fixed(strategy)).decide
+    return Pilot(batches, slots, fixed.fixed(strategy)).decide
 
 
 def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner.arms import name
-from tlt_jax.tuner.goodput import Measurement, Tuner
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+from tlt_jax.tuner.interface import Measurement, Tuner
 
 BATCHES = (1, 4, 16, 64)
 SLOTS = (256, 512, 1024, 2048)
@@ -185,7 +184,7 @@ def clocked(world: World, random, measured: Measurement, run: Run, last: Strateg
 
 def oracle(world: World, arms: Sequence[Strategy], allowed: Callable[[int], Sequence[Strategy]] | None = None) -> Tuner:
     """Knows every cost and hit rate."""
-    from tlt_jax.tuner.goodput import Choice
+    from tlt_jax.tuner.interface import Choice
 
     def choose(state, live, batch, slots):
         arm = world.best(batch, slots, allowed(batch) if allowed else arms)

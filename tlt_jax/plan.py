@@ -27,14 +27,15 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
+from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key, prefill_key
-from tlt_jax.rollout.group import block_size, bucket_width
+from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
-from tlt_jax.tuner import arms as strategies
+from tlt_jax.tuner import make
 
 GIB = 2**30
 TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
@@ -193,7 +194,7 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
     yield Program("admission", engine.registry.lower(admission), group, holds)
     key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
     yield Program("rollout chunk", engine.registry.lower(key), group, holds)
-    reach = bindings.reach(config.speculation, bindings.pool(config.speculation), engine.batches)
+    reach = bindings.reach(config.speculation, make.arms(config.speculation), engine.batches)
     if reach and engine.registry.drafters[0].catch_up:
         batch = max(reach.values())
         lowered = engine.registry.lower(Key("catch_up", 0, batch, slots, tail=rules.tail))

@@ -19,10 +19,11 @@ from tlt_jax.models.kv_cache import KVCache
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
-from tlt_jax.spec_decode.tree import NO_DRAFTER, Drafter, Strategy, Target, stateless
-from tlt_jax.spec_decode.tree_drafter import Coupling, Network, learned
-from tlt_jax.tuner import arms as strategies, beg_mab, goodput
-from tlt_jax.tuner.goodput import Tuner
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target, stateless
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree_drafter import Coupling, learned
+from tlt_jax.tuner import goodput
+from tlt_jax.tuner.arms import affordable, bucketed, strategies_for
 
 
 def load(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
@@ -144,29 +145,6 @@ def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]
     return best, jnp.take_along_axis(places, chosen, axis=-1)
 
 
-def pool(settings: Speculation) -> tuple[Strategy, ...]:
-    """The strategies that rounds may have besides plain decoding; none without a drafter. Raises ConfigError."""
-    arms = strategies.pool(settings.strategies)
-    return () if settings.drafter == NONE else arms
-
-
-def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -> Tuner:
-    """The tuner that speculation.tuner names; without strategies, plain decoding.
-
-    Until rounds were measured, `goodput` takes a node more to cost this share of a plain round: much on a CPU, which is soon
-    bound by arithmetic, little on an accelerator that waits for its memory.
-    """
-    if not arms:
-        return goodput.fixed(strategies.OFF)
-    makers = {
-        "fixed": lambda: goodput.fixed(arms[0]),
-        "threshold": lambda: goodput.threshold(arms, settings.threshold),
-        "beg_mab": lambda: beg_mab.beg_mab(arms),
-        "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
-    }
-    return makers[settings.tuner]()
-
-
 def reach(settings: Speculation, arms: Sequence[Strategy], batches: Sequence[int]) -> dict[Strategy, int]:
     """The largest of these batch buckets that the tuner may use each strategy for; without those it never uses."""
 
@@ -175,8 +153,8 @@ def reach(settings: Speculation, arms: Sequence[Strategy], batches: Sequence[int
         if settings.tuner == "fixed":
             return arms[:1]
         if settings.tuner == "goodput":
-            return strategies.affordable(arms, batch, goodput.MOST_NODES)
-        bucket = strategies.strategies_for(strategies.bucketed(arms), batch)
+            return affordable(arms, batch, goodput.MOST_NODES)
+        bucket = strategies_for(bucketed(arms), batch)
         if settings.tuner == "threshold":
             return bucket[:1] if fewest <= settings.threshold else ()
         return bucket

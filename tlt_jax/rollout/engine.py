@@ -24,19 +24,20 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, targets
-from tlt_jax.rollout.executables import Compiled, Key, Registry, time_draft, use_compile_cache
-from tlt_jax.rollout.group import bucket_width
+from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
+from tlt_jax.rollout.events import Event, Tokens
+from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
+from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
-from tlt_jax.rollout.state import Event, Group, Job, Tokens
+from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.state import Group
 from tlt_jax.spec_decode.decode import Rules, Weights
-from tlt_jax.spec_decode.ngram import Texts
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner import goodput
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import goodput, make
 
-FIRST_CACHE_BUCKET = 256
 TIMED_ROUNDS = 8
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
@@ -63,13 +64,13 @@ class Engine:
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         settings, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
         self.drafter_kind = drafter.kind if drafter else settings.drafter
-        arms = bindings.pool(settings)
+        arms = make.arms(settings)
         self.path = max(arm.path for arm in (PLAIN, *arms))
         captures = drafter.captures if drafter else ()
         bound = [targets.make(model_config, group, dtype, captures, self.path) for group in self.groups]
         guesses = [bindings.make(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
         self.registry = Registry(bound, guesses, self.groups, log_compile)
-        self.tuner = bindings.make_tuner(settings, arms, mesh.devices.flat[0].platform)
+        self.tuner = make.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state, self.is_published = self.tuner.init(), False
         self.draft_seconds: dict[Shape, float] = {}
         knobs = {"speculation": asdict(settings), "mesh": asdict(config.mesh)}
@@ -238,27 +239,3 @@ class Engine:
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
         buckets = self.config.rollout.cache_buckets or doubling(FIRST_CACHE_BUCKET, usual)
         return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
-
-
-def batch_buckets(slots: int) -> list[int]:
-    """1, and the slots divided by 4 again and again (nothing between 1 and 4: a program costs a second of compilation)."""
-    sizes = {1, slots}
-    while (slots := -(-slots // 4)) >= 4:
-        sizes.add(slots)
-    return sorted(sizes)
-
-
-def doubling(first: int, last: int) -> list[int]:
-    """first, twice that, ... below last, and last."""
-    return [*itertools.takewhile(lambda size: size < last, (first << i for i in range(64))), last]
-
-
-def log_compile(compiled: Compiled) -> None:
-    """One line per executable."""
-    key, mib = compiled.key, 2**-20
-    what = f"{key.kind} of group {key.group}, {key.batch} x {key.slots}" + (f", {key.sizes}" if key.sizes else "")
-    log.info(
-        "compiled %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
-        what, compiled.seconds, compiled.arguments * mib, compiled.outputs * mib, compiled.aliased * mib,
-        compiled.temporary * mib,
-    )  # fmt: skip

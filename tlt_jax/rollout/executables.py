@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,9 +18,13 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.spec_decode import decode as chunk
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Rules, Weights
-from tlt_jax.spec_decode.tree import PLAIN, Drafter, PyTree, Strategy, Target
+from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+
+log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
 
@@ -230,14 +235,6 @@ def time_draft(registry: Registry, key: Key, weights: Weights) -> float:
     return median(spent[1:])
 
 
-def admission_size(batch: int) -> int:
-    """Sequences that one admission brings to so many rows.
-
-    It writes, and holds twice, as many prompts: few beside the cache. Eight of them fill all rows.
-    """
-    return min(batch, max(16, -(-batch // 8)))
-
-
 def prefill_key(group: int, prompts: int, width: int) -> Key:
     """Key of the prefill of this many prompts of this many tokens."""
     return Key("prefill", group, prompts, width)
@@ -281,3 +278,14 @@ def use_compile_cache(folder: str) -> None:
         compilation_cache.reset_cache()  # JAX settles at the first compilation whether and where it has a cache
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def log_compile(compiled: Compiled) -> None:
+    """One line per executable."""
+    key, mib = compiled.key, 2**-20
+    what = f"{key.kind} of group {key.group}, {key.batch} x {key.slots}" + (f", {key.sizes}" if key.sizes else "")
+    log.info(
+        "compiled %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
+        what, compiled.seconds, compiled.arguments * mib, compiled.outputs * mib, compiled.aliased * mib,
+        compiled.temporary * mib,
+    )  # fmt: skip

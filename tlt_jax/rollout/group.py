@@ -10,29 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tlt_jax.rollout.executables import Key, admission_size, prefill_key
-from tlt_jax.rollout.state import (
-    Decided,
-    Decision,
-    Dispatched,
-    Event,
-    Flight,
-    Group,
-    GroupState,
-    Job,
-    Joining,
-    Prefilled,
-    Retired,
-    Running,
-    Tokens,
-    View,
-)
+from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
+from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
+from tlt_jax.rollout.executables import Key, prefill_key
+from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.state import Flight, Group, GroupState, Joining, Prefilled, Running, View
 from tlt_jax.spec_decode.decode import RUNNING, Admission
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner.arms import name
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
-PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
-PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
 MAX_FLIGHTS = 8  # un-awaited programs of one group: more than about 30 on fake CPU devices abort the process
 
 
@@ -187,17 +172,6 @@ def blocks(job: Job, state: GroupState, starts: Iterable[tuple[int, int]]) -> li
         sources.append(Prefilled({prompt: row for row, prompt in enumerate(new[:size])}, (size, width), None))
         new = new[size:]
     return sources
-
-
-def bucket_width(tokens: int) -> int:
-    """Tokens of a prefill that holds all but the last token of a prompt: a power of two from 16."""
-    return max(16, 1 << max(tokens - 2, 0).bit_length())
-
-
-def block_size(prompts: int, width: int) -> int:
-    """Prompts of the next prefill: the largest program that is more than half full."""
-    sizes = [size for size in PREFILL_PROMPTS if size * width <= PREFILL_TOKENS] or [1]
-    return max(size for size in sizes if size < 2 * prompts)
 
 
 def move(group: Group, state: GroupState, decision: Decision) -> GroupState:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tlt_jax.rollout.state import Decision, View
-from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.tuner.goodput import Measurement, Tuner
+from tlt_jax.rollout.events import Decision
+from tlt_jax.rollout.state import View
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner.interface import Measurement, Tuner
 
 PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
 FEW = 4  # rounds that a chunk should have room for before it needs a longer cache

@@ -13,12 +13,13 @@ import numpy as np
 
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout import group as machine
-from tlt_jax.rollout.state import Decided, Decision, Dispatched, Event, Group, GroupState, Retired, Tokens
+from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
+from tlt_jax.rollout.state import Group, GroupState
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
-from tlt_jax.spec_decode.tree import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
-from tlt_jax.tuner.goodput import Measurement, is_timed
+from tlt_jax.tuner.interface import Measurement, is_timed
 
 PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
 LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such

@@ -11,7 +11,7 @@ from tlt_jax.models import kv_cache, transformer
 from tlt_jax.models.architecture import Captures
 from tlt_jax.models.kv_cache import Scratch
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode.tree import PyTree, Target
+from tlt_jax.spec_decode.interface import PyTree, Target
 
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
 LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk

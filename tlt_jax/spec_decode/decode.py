@@ -11,10 +11,12 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
 from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, Rules, ends_sequence, shift
-from tlt_jax.spec_decode.tree import PLAIN, Context, Drafter, PyTree, Strategy, Target, ancestors, root_only
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.tree import ancestors, root_only
 
 
 class Decoder(NamedTuple):

@@ -7,7 +7,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.spec_decode import verify
-from tlt_jax.spec_decode.tree import ABSENT, PLAIN, DraftTree, Strategy, score_order
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.tree import ABSENT, DraftTree, score_order
 
 BINS = 10  # of the reliability table of scores
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +17,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.tree import ABSENT, Context, Drafter, DraftTree, PyTree, Strategy
+from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree import ABSENT, Candidates, DraftTree, chosen, rerank
 
 BLOCKS = ((16, 64), (4, 16))  # sequences and tokens of each in a step of catching up: while much is missing, and then
-
-
-class Network(NamedTuple):
-    """A learned drafter's network, as pure functions of all weights, its own and the target's.
-
-    Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
-
-    extend(weights, cache, tokens[B,W], features[B,W,F], starts[B], last[B]) -> cache, hidden[B,Z] of window place `last`:
-        slots starts.. are written
-    fill(weights, cache, tokens[R,W], features[R,W,F], rows[R], starts[R]) -> cache: slots starts.. of these rows are written
-    step(weights, cache, scratch, tokens[B,k], hidden[B,k,Z], positions[B,k], starts[B], ancestors[B,k,R], level)
-        -> scratch, hidden[B,k,Z]: `hidden` are those of the parents; the k nodes see `starts` slots, and of the first R
-        scratch rows, the last k of which are themselves, those that `ancestors` marks
-    logits(weights, hidden[...,Z]) -> [...,U]
-    ids(weights) -> token ids int32[U] of the logits, or None when they are 0, 1, ...
-    resize(cache, rows[B], slots) -> cache
-    empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a cache
-    scratch(batch, rows) -> zeros
-    params: ShapeDtypeStructs, with shardings, of its own weights
-    hidden: ShapeDtypeStruct of hidden[1,Z], with its sharding
-    top(values[...,U], k) -> the k largest of the logits' axis and their places, as lax.top_k
-    """
-
-    extend: Callable[..., tuple[PyTree, Array]]
-    fill: Callable[..., PyTree]
-    step: Callable[..., tuple[PyTree, Array]]
-    logits: Callable[..., Array]
-    ids: Callable[[PyTree], Array | None]
-    resize: Callable[..., PyTree]
-    empty: Callable[[int, int], PyTree]
-    scratch: Callable[[int, int], PyTree]
-    params: PyTree
-    hidden: jax.ShapeDtypeStruct
-    top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k
 
 
 @dataclass(frozen=True)
@@ -72,17 +39,6 @@ class Learned:
     cache: PyTree
     built: Int32[Array, " B"]
     hidden: Float[Array, "B Z"]
-
-
-@struct.dataclass
-class Candidates:
-    """Nodes to choose from. parents: index of a candidate, -1 for the root; a parent comes before its children."""
-
-    tokens: Int32[Array, "B C"]
-    parents: Int32[Array, "B C"]
-    depths: Int32[Array, "B C"]
-    scores: Float[Array, "B C"]
-    ranks: Int32[Array, "B C"]
 
 
 def learned(network: Network, coupling: Coupling) -> Drafter:
@@ -256,38 +212,6 @@ def grown(
         depths=jnp.full(flat, depth, jnp.int32),
         scores=(beams.scores[:, :, None] + scores).reshape(flat),
         ranks=places.reshape(flat),
-    )
-
-
-def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:
-    """The candidates at these places."""
-    return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, places, axis=1), candidates)
-
-
-@shaped
-def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> DraftTree:
-    """The tree of the root and the best nodes - 1 candidates, earlier ones first among equals.
-
-    A child never scores above its parent and comes after it, so a chosen node's parent is chosen too.
-    """
-    if candidates.scores.shape[1] == nodes - 1:  # a chain, say: nothing to choose
-        best, parents = candidates, 1 + candidates.parents
-    else:
-        places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
-        best = chosen(candidates, places)
-        parents = 1 + jax.vmap(jnp.searchsorted)(places, best.parents)
-    here = best.scores > -jnp.inf
-    parents = jnp.where(here & (best.parents >= 0), parents, 0).astype(jnp.int32)
-
-    def with_root(root: Array, rest: Array) -> Array:
-        return jnp.concatenate([jnp.broadcast_to(root, rest[:, :1].shape).astype(rest.dtype), rest], axis=1)
-
-    return DraftTree(
-        tokens=with_root(roots[:, None], jnp.where(here, best.tokens, ABSENT)),
-        parents=with_root(jnp.int32(0), parents),
-        depths=with_root(jnp.int32(0), jnp.where(here, best.depths, 1)),
-        scores=with_root(jnp.zeros((), best.scores.dtype), best.scores),
-        ranks=with_root(jnp.int32(0), best.ranks),
     )
 
 

@@ -12,9 +12,9 @@ from tlt_jax.config import schema
 from tlt_jax.metrics import Chunk
 from tlt_jax.rollout.engine import Engine, Shape
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.spec_decode.tree import PLAIN
-from tlt_jax.tuner import arms as strategies
-from tlt_jax.tuner.goodput import Measurement
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner.interface import Measurement
 
 
 def metrics(engine: Engine, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:

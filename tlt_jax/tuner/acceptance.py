@@ -12,8 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner.arms import name
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 HALF_LIFE = 512.0  # rounds after which a measurement counts half
 MEMORY = 2048.0  # row rounds that one source remembers at most

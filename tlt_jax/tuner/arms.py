@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from functools import lru_cache
 
-from tlt_jax.errors import ConfigError
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, check, parse
 
-OFF = "off"
-TEXT = re.compile(r"(\d+)_(\d+)_(\d+)")
-PAPER = ("8_4_48", "8_4_32", "8_4_16", "7_4_8")  # the reference system's arms (its 8_4_8 drafts a level it cannot verify)
+PAPER_ARMS = ("8_4_48", "8_4_32", "8_4_16", "7_4_8")  # the reference system's arms (its 8_4_8 drafts a level it cannot verify)
 THRESHOLDS = (1, 2, 5, 21)  # and the smallest batch of each, the widest tree first
-POOL = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")
+ARMS = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")
 
 
-@lru_cache
-def parse(text: str) -> Strategy:
-    """The strategy of "depth_topk_nodes" (nodes with the root); "off" is plain decoding. ConfigError names what is wrong."""
-    if text == OFF:
-        return PLAIN
-    match = TEXT.fullmatch(text)
-    if not match:
-        raise ConfigError(f"strategy {text!r} is not depth_topk_nodes: write three whole numbers, as in 6_4_16, or {OFF}")
-    strategy = Strategy(*map(int, match.groups()))
-    check(strategy)
-    return strategy
-
-
-def name(strategy: Strategy) -> str:
-    """The text that `parse` reads."""
-    return OFF if strategy == PLAIN else f"{strategy.depth}_{strategy.topk}_{strategy.nodes}"
-
-
-def check(strategy: Strategy) -> None:
-    """Raises ConfigError unless a drafter can fill the tree and every level of it can be reached."""
-    depth, topk, nodes = strategy.depth, strategy.topk, strategy.nodes
-    text = f"strategy {depth}_{topk}_{nodes}"
-    for what, number in (("depth", depth), ("topk", topk), ("nodes", nodes)):
-        if number < 1:
-            raise ConfigError(f"{text}: {what} is {number}: use at least 1, or {OFF} for plain decoding")
-    if nodes <= depth:
-        raise ConfigError(f"{text}: {nodes} nodes with the root never reach depth {depth}: use nodes {depth + 1} or more")
-    most = topk + (depth - 1) * topk**2
-    if nodes - 1 > most:
-        raise ConfigError(f"{text}: {depth} levels of topk {topk} make {most} candidates: use nodes {most + 1} or fewer")
-
-
-def pool(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
+def parse_arms(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
     """The strategies parsed and checked, each once, in the given order; plain decoding is left out (it is always there)."""
     if not strategies:
-        raise ConfigError(f"no strategies: give at least one, as in {POOL[0]}")
+        raise ValueError(f"no strategies: give at least one, as in {ARMS[0]}")
     parsed = [parse(one) if isinstance(one, str) else one for one in strategies]
     for one in parsed:
         if one != PLAIN:
@@ -69,11 +32,11 @@ def bucketed(strategies: Sequence[Strategy], thresholds: Sequence[int] | None = 
     usual = THRESHOLDS if len(groups) <= len(THRESHOLDS) else [2**i for i in range(len(groups))]
     starts = list(usual[: len(groups)] if thresholds is None else thresholds)
     if len(starts) != len(groups):
-        raise ConfigError(
+        raise ValueError(
             f"{len(starts)} thresholds {starts} for {len(groups)} different node counts {groups}: give one for each"
         )
     if starts != sorted(set(starts)) or starts[:1] < [1]:
-        raise ConfigError(f"thresholds {starts} do not rise from at least 1: list the smallest batch of each bucket")
+        raise ValueError(f"thresholds {starts} do not rise from at least 1: list the smallest batch of each bucket")
     return {
         start: tuple(one for one in strategies if one.nodes == nodes)
         for start, nodes in zip(starts, groups, strict=True)

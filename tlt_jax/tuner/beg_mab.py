@@ -9,10 +9,9 @@ from statistics import median
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner.arms import bucketed, name, pool, strategies_for
-from tlt_jax.tuner.exploration import State
-from tlt_jax.tuner.goodput import Choice, Measurement, Tuner
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
+from tlt_jax.tuner.interface import Choice, Measurement, State, Tuner
 
 EPSILON, WINDOW = 0.1, 300  # of the reference system
 
@@ -29,7 +28,7 @@ def beg_mab(
     A reward is tokens per second of one live row; an arm's worth is the median of its last `window` rewards in the batch.
     Every arm is tried once before any is judged, and a first pull counts as measured.
     """
-    buckets = bucketed(pool(strategies), thresholds)
+    buckets = bucketed(parse_arms(strategies), thresholds)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         arms = (PLAIN, *strategies_for(buckets, batch))

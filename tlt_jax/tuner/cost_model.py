@@ -15,8 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import Strategy
-from tlt_jax.tuner.arms import name, parse
+from tlt_jax.spec_decode.strategy import Strategy, name, parse
 
 SAMPLES = 9  # latest samples of a cell; the median of them is its cost
 CELLS = 96  # latest cells that are remembered

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
-from tlt_jax.tuner.arms import name
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+from tlt_jax.tuner.interface import TRIAL_ROUNDS, State
 
-State = dict[str, Any]
 HYSTERESIS = 0.03  # of log speed: a challenger must be predicted to be this much faster
 CAUTION = 0.5  # standard errors that a challenger's prediction is lowered by
 HORIZON = 6.0  # chunks that a trial's gain is expected to last
 WORTHWHILE = 0.01  # share of the time that a trial must be expected to save
 KNOWN = 0.12  # standard error below which an arm needs no trial
-MOST_ROUNDS, TRIAL_ROUNDS = 1 << 30, 4  # of a chunk that is no trial, whose length others decide, and of one that is
 REST = 6  # choices from one trial to the next
 PATIENCE = 16  # choices after which a trial that nobody measured is given up
 

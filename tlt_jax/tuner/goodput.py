@@ -7,19 +7,18 @@ replayed from it. All seconds are wall seconds of a chunk on the group's devices
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt_jax.spec_decode.tree import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name, parse
 from tlt_jax.tuner import acceptance, cost_model
-from tlt_jax.tuner.arms import affordable, bucketed, name, parse, pool, strategies_for
-from tlt_jax.tuner.exploration import MOST_ROUNDS, REST, TRIAL_ROUNDS, Outlook, State, decide
+from tlt_jax.tuner.arms import affordable, parse_arms
+from tlt_jax.tuner.exploration import REST, Outlook, decide
+from tlt_jax.tuner.interface import MOST_ROUNDS, TRIAL_ROUNDS, Choice, Measurement, State, Tuner
 
 VERSION = 3  # of the states
-LIMIT = 32  # of the reference system
 SHARE = 0.006  # of all seconds that trials may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
 CREDIT = 8.0  # plain rounds that trials may cost before
@@ -28,90 +27,7 @@ REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 16)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
 SHORT = 4, 0.1  # rounds and seconds below both of which what a chunk takes besides its rounds weighs too much
 SURPRISE = 0.15  # of log speed: an arm stands no longer that measures so far from its prediction, in the mean of some chunks
-BUSY = 0.02  # seconds that a host may be busy with dispatching
 MOST_NODES = 1024  # batch x nodes up to which a strategy is used
-
-
-def is_timed(seconds: float, doubt: float) -> bool:
-    """Whether these seconds, which may be off by so much, tell anything; what a host does besides compiling is let pass."""
-    return doubt < max(seconds / 2, BUSY)
-
-
-class Measurement(NamedTuple):
-    """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
-
-    hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
-    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
-    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
-    of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
-    drafter took before to learn of tokens that were decoded without it is in `catch_up`, unless that was doubtful.
-    """
-
-    group: int
-    batch: int
-    live: float
-    slots: int
-    strategy: Strategy
-    rounds: int
-    row_rounds: float
-    tokens: int
-    seconds: float
-    hits: np.ndarray
-    number: int = 0
-    predicted: float = math.nan
-    reason: str = ""
-    doubt: float = 0.0
-    is_moved: bool = False
-    catch_up: float = 0.0
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether `seconds` tells what the chunk took."""
-        return is_timed(self.seconds, self.doubt)
-
-
-class Choice(NamedTuple):
-    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds."""
-
-    strategy: Strategy
-    predicted: float
-    reason: str
-    rounds: int = MOST_ROUNDS
-
-
-class Tuner(NamedTuple):
-    """init() -> state; choose(state, live, batch, slots) -> (state, Choice); observe(state, Measurement) -> state;
-    renew(state) -> state after the policy's or the drafter's weights changed."""
-
-    init: Callable[[], State]
-    choose: Callable[[State, int, int, int], tuple[State, Choice]]
-    observe: Callable[[State, Measurement], State]
-    renew: Callable[[State], State]
-
-
-def unchanged(state: State, *_: Any) -> State:
-    """What a tuner learns that learns nothing."""
-    return state
-
-
-def fixed(strategy: Strategy | str) -> Tuner:
-    """Always the one strategy (plain decoding too)."""
-    arm = (pool([strategy]) or (PLAIN,))[0]
-    return Tuner(dict, lambda state, live, batch, slots: (state, Choice(arm, math.nan, "fixed")), unchanged, unchanged)
-
-
-def threshold(
-    strategies: Sequence[Strategy | str], limit: int = LIMIT, thresholds: Sequence[int] | None = None
-) -> Tuner:
-    """The paper's switch [b10]: speculation when at most `limit` sequences are live, the first strategy of the bucket."""
-    buckets = bucketed(pool(strategies), thresholds)
-
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
-        if live > limit:
-            return state, Choice(PLAIN, math.nan, f"more than {limit} live")
-        return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
-
-    return Tuner(dict, choose, unchanged, unchanged)
 
 
 def goodput(
@@ -129,7 +45,7 @@ def goodput(
     `node_cost` is what a node costs before anything was measured, in units of a round's fixed part: about 1/10 on a CPU,
     1/200 on an accelerator.
     """
-    arms = pool(strategies)
+    arms = parse_arms(strategies)
     allowed = {PLAIN, *arms}
     learn = partial(observe_goodput, arms=arms)
 

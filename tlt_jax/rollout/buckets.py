@@ -1,0 +1,43 @@
+"""Which sizes programs are compiled for: rows, cache slots, prompts of a prefill, rows of an admission."""
+
+from __future__ import annotations
+
+import itertools
+
+FIRST_CACHE_BUCKET = 256
+
+
+def batch_buckets(slots: int) -> list[int]:
+    """1, and the slots divided by 4 again and again (nothing between 1 and 4: a program costs a second of compilation)."""
+    sizes = {1, slots}
+    while (slots := -(-slots // 4)) >= 4:
+        sizes.add(slots)
+    return sorted(sizes)
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """first, twice that, ... below last, and last."""
+    return [*itertools.takewhile(lambda size: size < last, (first << i for i in range(64))), last]
+
+
+PREFILL_PROMPTS = (1, 4, 16)  # prompts of one prefill program
+PREFILL_TOKENS = 16384  # most tokens of one prefill program (unless a single prompt has more)
+
+
+def bucket_width(tokens: int) -> int:
+    """Tokens of a prefill that holds all but the last token of a prompt: a power of two from 16."""
+    return max(16, 1 << max(tokens - 2, 0).bit_length())
+
+
+def block_size(prompts: int, width: int) -> int:
+    """Prompts of the next prefill: the largest program that is more than half full."""
+    sizes = [size for size in PREFILL_PROMPTS if size * width <= PREFILL_TOKENS] or [1]
+    return max(size for size in sizes if size < 2 * prompts)
+
+
+def admission_size(batch: int) -> int:
+    """Sequences that one admission brings to so many rows.
+
+    It writes, and holds twice, as many prompts: few beside the cache. Eight of them fill all rows.
+    """
+    return min(batch, max(16, -(-batch // 8)))

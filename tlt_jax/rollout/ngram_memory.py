@@ -1,0 +1,91 @@
+"""The host's bounded memory of answers, by prompt, that n-gram drafts are cut from; losing it changes speed, never a token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from tlt_jax.spec_decode.ngram import SEPARATOR, Settings
+
+
+@dataclass
+class Text:
+    """An answer as it grows; uid None: one of an earlier rollout."""
+
+    uid: int | None
+    parts: list[np.ndarray]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        if len(self.parts) > 1:
+            self.parts = [np.concatenate(self.parts)]
+        return self.parts[0]
+
+
+class Texts:
+    """Answers by prompt, oldest first: those of earlier rollouts, and those that are being decoded, finished or not.
+
+    A text begins with the last `context` tokens of its prompt, so that an answer's first tokens find their like. At most
+    `capacity` tokens are kept (the prompts unused for longest go first), of earlier rollouts `room` for each prompt.
+    """
+
+    def __init__(self, room: int, capacity: int, context: int = Settings.max_match):
+        self.room, self.capacity, self.context, self.size = room, capacity, context, 0
+        self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
+        self.begin((), 1)
+
+    def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
+        """A rollout of so many samples of each prompt begins; the answers so far are of an earlier one."""
+        self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
+        self.keys = [blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest() for prompt in prompts]
+        for key, shelf in self.shelves.items():
+            self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.room)]
+            self.size += sum(len(text.tokens) for text in self.shelves[key])
+
+    def write(self, uid: int, tokens: np.ndarray) -> None:
+        """More tokens of an answer; those of one that was dropped are dropped too."""
+        key = self.keys[uid // self.samples]
+        if uid not in self.begun:
+            prompt = np.asarray(self.prompts[uid // self.samples], np.int32)
+            start = prompt[max(len(prompt) - self.context, 0) :]
+            self.begun.add(uid)
+            self.shelves.setdefault(key, []).append(Text(uid, [start]))
+            self.shelves.move_to_end(key)
+            self.reserve(len(start))
+        for text in self.shelves.get(key, ()):
+            if text.uid == uid:
+                text.parts.append(np.asarray(tokens, np.int32))
+                self.reserve(len(tokens))
+
+    def reserve(self, tokens: int) -> None:
+        """Counts new tokens, and makes room for them."""
+        self.size += tokens
+        while self.size > self.capacity:
+            _, shelf = self.shelves.popitem(last=False)
+            self.size -= sum(len(text.tokens) for text in shelf)
+
+    def pool(self, uids: Sequence[int | None]) -> np.ndarray:
+        """int32 [B, room]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
+        pools = np.full((len(uids), self.room), SEPARATOR, np.int32)
+        for row, uid in enumerate(uids):
+            shelf = () if uid is None else self.shelves.get(self.keys[uid // self.samples], ())
+            end = self.room
+            for part in reversed(newest([text for text in shelf if text.uid != uid], self.room)):
+                pools[row, end - len(part) : end] = part
+                end -= len(part) + 1
+        return pools
+
+
+def newest(texts: Sequence[Text], room: int) -> list[np.ndarray]:
+    """The last texts, oldest first, that fit into `room` tokens with separators between them; the first may be cut."""
+    parts: list[np.ndarray] = []
+    for text in reversed(texts):
+        if room <= 0:
+            break
+        parts.append(text.tokens[-room:])
+        room -= len(parts[-1]) + 1
+    return parts[::-1]

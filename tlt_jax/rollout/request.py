@@ -1,0 +1,23 @@
+"""What a rollout decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlt_jax.spec_decode.stopping import Rules
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
+
+    prompts: tuple[np.ndarray, ...]
+    samples: int
+    max_new_tokens: tuple[int, ...]
+    keys: np.ndarray
+    rules: Rules
+    rounds: int
+    in_flight: int
+    capacity: int

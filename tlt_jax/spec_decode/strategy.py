@@ -1,0 +1,60 @@
+"""Strategies: the shape of a round's trees, and their names; no JAX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Shape of a round's trees: levels below the root, children of a node, nodes with the root. Plain is (0, 0, 1)."""
+
+    depth: int = 0
+    topk: int = 0
+    nodes: int = 1
+
+    @property
+    def path(self) -> int:
+        """Most tokens that one round can emit: every level, and the token after it."""
+        return self.depth + 1
+
+
+PLAIN = Strategy()
+
+
+OFF = "off"
+TEXT = re.compile(r"(\d+)_(\d+)_(\d+)")
+
+
+@lru_cache
+def parse(text: str) -> Strategy:
+    """The strategy of "depth_topk_nodes" (nodes with the root); "off" is plain decoding. ValueError names what is wrong."""
+    if text == OFF:
+        return PLAIN
+    match = TEXT.fullmatch(text)
+    if not match:
+        raise ValueError(f"strategy {text!r} is not depth_topk_nodes: write three whole numbers, as in 6_4_16, or {OFF}")
+    strategy = Strategy(*map(int, match.groups()))
+    check(strategy)
+    return strategy
+
+
+def name(strategy: Strategy) -> str:
+    """The text that `parse` reads."""
+    return OFF if strategy == PLAIN else f"{strategy.depth}_{strategy.topk}_{strategy.nodes}"
+
+
+def check(strategy: Strategy) -> None:
+    """Raises ValueError unless a drafter can fill the tree and every level of it can be reached."""
+    depth, topk, nodes = strategy.depth, strategy.topk, strategy.nodes
+    text = f"strategy {depth}_{topk}_{nodes}"
+    for what, number in (("depth", depth), ("topk", topk), ("nodes", nodes)):
+        if number < 1:
+            raise ValueError(f"{text}: {what} is {number}: use at least 1, or {OFF} for plain decoding")
+    if nodes <= depth:
+        raise ValueError(f"{text}: {nodes} nodes with the root never reach depth {depth}: use nodes {depth + 1} or more")
+    most = topk + (depth - 1) * topk**2
+    if nodes - 1 > most:
+        raise ValueError(f"{text}: {depth} levels of topk {topk} make {most} candidates: use nodes {most + 1} or fewer")

@@ -1,0 +1,79 @@
+"""What a tuner is: measurements in, choices out, a state that is JSON; no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tlt_jax.spec_decode.strategy import Strategy
+
+State = dict[str, Any]
+MOST_ROUNDS, TRIAL_ROUNDS = 1 << 30, 4  # of a chunk that is no trial, whose length others decide, and of one that is
+
+
+BUSY = 0.02  # seconds that a host may be busy with dispatching
+
+
+def is_timed(seconds: float, doubt: float) -> bool:
+    """Whether these seconds, which may be off by so much, tell anything; what a host does besides compiling is let pass."""
+    return doubt < max(seconds / 2, BUSY)
+
+
+class Measurement(NamedTuple):
+    """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
+
+    hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
+    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
+    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
+    of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
+    drafter took before to learn of tokens that were decoded without it is in `catch_up`, unless that was doubtful.
+    """
+
+    group: int
+    batch: int
+    live: float
+    slots: int
+    strategy: Strategy
+    rounds: int
+    row_rounds: float
+    tokens: int
+    seconds: float
+    hits: np.ndarray
+    number: int = 0
+    predicted: float = math.nan
+    reason: str = ""
+    doubt: float = 0.0
+    is_moved: bool = False
+    catch_up: float = 0.0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether `seconds` tells what the chunk took."""
+        return is_timed(self.seconds, self.doubt)
+
+
+class Choice(NamedTuple):
+    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds."""
+
+    strategy: Strategy
+    predicted: float
+    reason: str
+    rounds: int = MOST_ROUNDS
+
+
+class Tuner(NamedTuple):
+    """init() -> state; choose(state, live, batch, slots) -> (state, Choice); observe(state, Measurement) -> state;
+    renew(state) -> state after the policy's or the drafter's weights changed."""
+
+    init: Callable[[], State]
+    choose: Callable[[State, int, int, int], tuple[State, Choice]]
+    observe: Callable[[State, Measurement], State]
+    renew: Callable[[State], State]
+
+
+def unchanged(state: State, *_: Any) -> State:
+    """What a tuner learns that learns nothing."""
+    return state
