@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.train import losses
+from tlt_jax.train.advantages import ADVANTAGES, answer_weights, group_advantages, zero_variance
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 0.3]])
 
@@ -21,32 +22,32 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 
     ],
 )
 def test_advantages_are_those_worked_by_hand(kind, first, second):
-    found = losses.advantages(REWARDS, kind)
+    found = group_advantages(REWARDS, kind)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found[:2], [first, second], rtol=1e-6)
     np.testing.assert_array_equal(found[2], 0.0)
 
 
-@pytest.mark.parametrize("kind", list(losses.ADVANTAGES))
+@pytest.mark.parametrize("kind", list(ADVANTAGES))
 def test_advantages_sum_to_zero_in_each_group_and_ignore_a_shift(kind):
     rewards = np.random.default_rng(0).normal(size=(5, 7))
-    found = losses.advantages(rewards, kind)
+    found = group_advantages(rewards, kind)
     np.testing.assert_allclose(found.sum(axis=1), 0.0, atol=1e-12)
-    np.testing.assert_allclose(losses.advantages(rewards + 3.0, kind), found, atol=1e-12)
+    np.testing.assert_allclose(group_advantages(rewards + 3.0, kind), found, atol=1e-12)
 
 
 def test_groups_of_equal_rewards_are_counted_and_teach_nothing():
     rewards = np.full((2, 3), 0.1)
     rewards[1, 0] = 0.2
-    assert losses.zero_variance(rewards).tolist() == [True, False]
-    assert not losses.advantages(rewards, "rloo")[0].any()
+    assert zero_variance(rewards).tolist() == [True, False]
+    assert not group_advantages(rewards, "rloo")[0].any()
 
 
 def test_rewards_without_a_group_or_not_finite_are_refused():
     with pytest.raises(ValueError, match="at least 2 samples"):
-        losses.advantages(np.ones((4, 1)), "grpo")
+        group_advantages(np.ones((4, 1)), "grpo")
     with pytest.raises(ValueError, match="1 of 4 rewards are not finite"):
-        losses.advantages(np.array([[1.0, np.nan], [0.0, 1.0]]), "grpo")
+        group_advantages(np.array([[1.0, np.nan], [0.0, 1.0]]), "grpo")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_rewards_without_a_group_or_not_finite_are_refused():
 )
 def test_token_weights_are_those_worked_by_hand(kind, weights):
     lengths = np.array([2, 3, 5])
-    np.testing.assert_allclose(losses.answer_weights(lengths, kind, max_new_tokens=16), weights)
+    np.testing.assert_allclose(answer_weights(lengths, kind, max_new_tokens=16), weights)
     if kind != "dr_grpo":
         assert np.sum(lengths * weights) == pytest.approx(1.0)
 

@@ -13,7 +13,8 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import hf, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import losses, policy_update
+from tlt_jax.train import policy_update
+from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Objective, Recipe
 
 MODEL = transformer.ModelConfig(
@@ -65,7 +66,7 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
         for uid in range(14)
     ]
     lengths = np.array([len(example.answer) for example in examples])
-    weights, advantages = losses.answer_weights(lengths, aggregation, 16), random.normal(size=len(examples))
+    weights, advantages = answer_weights(lengths, aggregation, 16), random.normal(size=len(examples))
     given = [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)] if is_given else None
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)

@@ -16,7 +16,8 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import losses, policy_update
+from tlt_jax.train import policy_update
+from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Batch, Objective, PolicyState, Recipe
 
 MODEL = transformer.ModelConfig(
@@ -47,7 +48,7 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     given = examples_of(examples)
     random = np.random.default_rng(1)
     packed = packing.pack(given, ROW, rows, recipe.mesh.shape["data"])
-    weights = losses.answer_weights(packed.answer_lengths, "sequence_mean", 8)
+    weights = answer_weights(packed.answer_lengths, "sequence_mean", 8)
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
     return policy_update.make_batch(packed, recipe.mesh, weights, advantages, sampled if recorded else None)

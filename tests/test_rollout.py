@@ -28,6 +28,7 @@ from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import interface
 
 V = 12
 TABLE = toys.table(V, scale=1.0)

@@ -28,7 +28,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import loop, policy_update, sft, step_metrics
+from tlt_jax.train import evaluation, loop, policy_update, sft, step_metrics
 from tlt_jax.train.policy_update import PolicyState
 from tlt_jax.tuner import beg_mab
 
@@ -218,8 +218,8 @@ def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
     function, number = {
         "rollout": ((loop, "roll_out"), 3),
-        "evaluation": ((eval, "evaluate"), 2),
-        "last evaluation": ((eval, "evaluate"), 3),
+        "evaluation": ((evaluation, "evaluate"), 2),
+        "last evaluation": ((evaluation, "evaluate"), 3),
         "warm start": ((loop, "begin"), 1),
     }[where]
     scratch = replace(whole.checkpoint, every=0)
@@ -393,7 +393,7 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
     measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
-    monkeypatch.setattr(eval, "evaluate", lambda *_: {"eval/mean@2": next(measured)})
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"eval/mean@2": next(measured)})
     knobs = {"eval.every": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.best_metric": "eval/mean@2"}
     config = configure(tmp_path, knobs)
     assert loop.train(config) == cli.DONE
@@ -506,8 +506,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
             answers = [i < correct for i in range(samples)]
             for k in range(1, samples + 1):
                 subsets = [any(subset) for subset in combinations(answers, k)]
-                assert eval.pass_at_k(samples, correct, k) == pytest.approx(np.mean(subsets))
-    assert eval.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
+                assert evaluation.pass_at_k(samples, correct, k) == pytest.approx(np.mean(subsets))
+    assert evaluation.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
         {"eval/mean@4": 1.9 / 8, "eval/pass@1": 0.25, "eval/pass@2": (1 - 1 / 6) / 2, "eval/pass@4": 0.5}
     )
 

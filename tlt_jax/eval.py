@@ -3,86 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 
 from tlt_jax import cli
-from tlt_jax.config import Config, load as configuration, validate
+from tlt_jax.config import load as configuration, validate
 from tlt_jax.data import dataset as datasets
-from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.errors import ConfigError
-from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.recorder import Completion
-from tlt_jax.spec_decode.sampling import Sampling
-
-
-def evaluate(
-    engine: Engine,
-    weights: Any,
-    dataset: Dataset,
-    tokenizer: Any,
-    scorer: Scorer,
-    config: Config,
-    interrupted: Callable[[], bool] | None = None,
-) -> dict[str, float]:
-    """mean@k, pass@k and answer lengths, with the evaluation's own sampling settings and key stream.
-
-    The noise does not depend on the training step, so two evaluations differ by the policy alone.
-    """
-    settings = config.eval
-    prompts = dataset.eval_prompts()
-    if not prompts:
-        raise ConfigError("the evaluation split is empty: set data.eval_size above 0, or data.eval")
-    rollout = engine.rollout(
-        weights,
-        prompts,
-        settings.samples,
-        Sampling(settings.temperature, settings.top_k, settings.top_p),
-        settings.max_new_tokens or config.rollout.max_new_tokens,
-        stream=EVAL_STREAM,
-        step=0,
-        on_finish=lambda answer: submit(scorer, tokenizer, prompts[answer.prompt], answer),
-        interrupted=interrupted,
-    )
-    results = scorer.collect()
-    scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(-1, settings.samples)
-    lengths = np.array([len(answer.tokens) for answer in rollout.completions])
-    return summarize(scores, settings.correct_at) | {
-        "eval/response_length/mean": float(lengths.mean()),
-        "eval/response_length/max": float(lengths.max()),
-        "eval/response_length/clip_ratio": float(np.mean([a.finish == "length" for a in rollout.completions])),
-    }
-
-
-def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:
-    """Sends an answer to be scored under its uid; the text that is scored, without special tokens."""
-    text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    scorer.submit(answer.uid, prompt.text, text, prompt.row)
-    return text
-
-
-def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
-    """mean@k and pass@1, pass@2, pass@4, ... of scores [prompts, k]."""
-    samples = scores.shape[1]
-    correct = (scores >= correct_at).sum(axis=1)
-    powers = [1 << i for i in range(samples.bit_length())]
-    return {f"eval/mean@{samples}": float(scores.mean())} | {
-        f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct])) for k in powers
-    }
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased probability that one of k answers is correct, given `correct` of `samples` (Chen et al. 2021, eq. 1)."""
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+from tlt_jax.train.evaluation import evaluate
 
 
 def main() -> int:

@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax import cli
-from tlt_jax.config import Config, load as configuration, schema, validate
+from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, from_config, hf, transformer
+from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import block_size, bucket_width
@@ -34,29 +33,9 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.train import policy_update
+from tlt_jax.train.memory import GIB, RESIDENT, ROLLOUT, advice, budget, cache_slots, caches, device_memory, pick, spell
 from tlt_jax.train.policy_update import Recipe
 from tlt_jax.tuner import make
-
-GIB = 2**30
-TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
-RESIDENT = ("weights", "optimizer", "drafter")
-ROLLOUT = ("rollout copy", "cache", "features", "drafter copy", "drafter cache")
-UPDATE = ("gradients", "logits chunk")
-KNOBS = {
-    "weights": "mesh.data or mesh.model (more devices)",
-    "optimizer": "mesh.data (the moments are sharded over it)",
-    "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
-    "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
-    "features": "rollout.slots, or rollout.max_new_tokens, or speculation.drafter (one that reads fewer hidden states)",
-    "drafter": "mesh.data (more devices)",
-    "drafter copy": "mesh.model (the copy is sharded over it)",
-    "drafter cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
-    "drafter optimizer": "mesh.data (the moments are sharded over it)",
-    "gradients": "mesh.data (gradients are sharded over it)",
-    "logits chunk": "train.logits_chunk",
-    "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
-    "or the nodes of speculation.strategies in the rollout",
-}
 
 
 @dataclass(frozen=True)
@@ -67,98 +46,6 @@ class Program:
     lowered: Any
     mesh: Mesh
     holds: dict[str, int]
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays on one device."""
-
-    def of(leaf: jax.ShapeDtypeStruct) -> int:
-        size = leaf.dtype.itemsize
-        for length in leaf.sharding.shard_shape(leaf.shape):
-            size *= length
-        return size
-
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
-
-
-def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
-    """Bytes on one device of each kind of large array; programs' temporaries are not among them."""
-    model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
-    state = policy_update.abstract_state(recipe)
-    vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
-    kinds = {
-        "weights": device_bytes(state.params),
-        "optimizer": device_bytes(state.opt_state),
-        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
-        **caches(config, engine, engine.capacity),
-        "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
-        "logits chunk": config.train.logits_chunk * vocab * 4,
-    }
-    if engine.drafter:
-        state = drafter_update.abstract_state(drafter_update.Recipe.of(config, model, engine.drafter, mesh))
-        kinds["drafter"], kinds["drafter optimizer"] = device_bytes(state.params), device_bytes(state.opt_state)
-        kinds["drafter copy"] = device_bytes(eagle.abstract(engine.drafter, mesh, "rollout", dtype))
-    return kinds
-
-
-def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
-    """Bytes on one device of what grows with the sequences, this many of the longest: the policy's, then the drafter's."""
-    state = engine.registry.state(Key("chunk", 0, batch, cache_slots(config)))
-    kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
-    if engine.drafter:
-        kinds["features"] = device_bytes(state.cache.features)
-    if config.speculation.drafter != schema.NONE:
-        guide = engine.registry.drafters[0].guide(batch)
-        kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
-    return kinds
-
-
-def cache_slots(config: Config) -> int:
-    """Slots of the longest cache of a training rollout."""
-    prompt = config.data.max_prompt_tokens
-    longest = max(prompt + config.rollout.max_new_tokens, bucket_width(prompt))
-    return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
-
-
-def device_memory(device: Any) -> int:
-    """Bytes of one device: measured where the device tells, known for TPUs, a share of the host's memory on a CPU."""
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count("cpu")
-    if device.device_kind in TPU_GIB:
-        return TPU_GIB[device.device_kind] * GIB
-    return (device.memory_stats() or {})["bytes_limit"]
-
-
-def phases(kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-    """What is on a device at once: in the rollout the copies and the caches, in the update the gradients and the logits."""
-    return {"rollout": pick(kinds, *RESIDENT, *ROLLOUT), "update": pick(kinds, *RESIDENT, *UPDATE)}
-
-
-def pick(kinds: dict[str, int], *names: str) -> dict[str, int]:
-    """Those of the kinds that there are."""
-    return {name: kinds[name] for name in names if name in kinds}
-
-
-def preflight(config: Config, recipe: Recipe, engine: Engine) -> None:
-    """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
-    limit = device_memory(recipe.mesh.devices.flat[0])
-    for name, kinds in phases(budget(config, recipe, engine)).items():
-        if sum(kinds.values()) > limit:
-            raise ConfigError(
-                f"the {name} does not fit: {spell(kinds)}, and a device has {limit / GIB:.2f} GiB: {advice(kinds)}"
-            )
-
-
-def spell(kinds: dict[str, int]) -> str:
-    """`weights 1.20 GiB + ... = 3.40 GiB a device`."""
-    parts = " + ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
-    return f"{parts} = {sum(kinds.values()) / GIB:.2f} GiB a device"
-
-
-def advice(kinds: dict[str, int]) -> str:
-    """Which knob makes the largest kind smaller."""
-    largest = max(kinds, key=lambda kind: kinds[kind])
-    return f"the largest are the {largest}: change {KNOBS[largest]}"
 
 
 def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[Program]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from tlt_jax import eval, plan, run_folder
+from tlt_jax import run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, validate
@@ -28,7 +28,8 @@ from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import losses, policy_update, sft, speculation_metrics, step_metrics
+from tlt_jax.train import evaluation, memory, policy_update, sft, speculation_metrics, step_metrics
+from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
 
 TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
@@ -47,7 +48,7 @@ def train(config: Config) -> int:
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = bindings.load(config, model, mesh)
     engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
-    plan.preflight(config, recipe, engine)
+    memory.preflight(config, recipe, engine)
     run_folder.enter(config)
     with (
         Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,
@@ -79,7 +80,7 @@ def train(config: Config) -> int:
                 try:
                     if is_new and evaluates(config, step, steps):
                         with watch.phase("eval"):
-                            measured = eval.evaluate(engine, weights, dataset, tokenizer, scorer, config, preempted)
+                            measured = evaluation.evaluate(engine, weights, dataset, tokenizer, scorer, config, preempted)
                         step_metrics.say_evaluation(writer, step, steps, measured, watch)
                     if is_new and (step == resumed or saves(config, step, steps) or store.improves(measured)):
                         with watch.phase("save_checkpoint"):
@@ -168,7 +169,7 @@ def roll_out(
     settings = config.rollout
 
     def finished(answer) -> None:
-        texts[answer.uid] = eval.submit(scorer, tokenizer, prompts[answer.prompt], answer)
+        texts[answer.uid] = evaluation.submit(scorer, tokenizer, prompts[answer.prompt], answer)
 
     return engine.rollout(
         weights,
@@ -196,7 +197,7 @@ def learn(
 ) -> tuple[PolicyState, dict[str, float]]:
     """The policy after the optimizer steps of one rollout, and their metrics."""
     rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(len(prompts), -1)
-    advantages = losses.advantages(rewards, config.algorithm.advantage).reshape(-1)
+    advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
     parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
     batches, fills = zip(*(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts), strict=True)
     with watch.phase("old_log_prob"):
@@ -224,6 +225,6 @@ def make_batch(
     answers = [rollout.completions[i] for i in part]
     examples = [Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers]
     packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
-    weights = losses.answer_weights(packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens)
+    weights = answer_weights(packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens)
     recorded = [answer.logprobs for answer in answers]
     return policy_update.make_batch(packed, recipe.mesh, weights, advantages[part], recorded), packed.fill

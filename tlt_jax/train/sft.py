@@ -26,7 +26,8 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import losses, policy_update
+from tlt_jax.train import policy_update
+from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Batch, Objective, Recipe
 
 FORMAT = 1  # of what the cache holds
@@ -81,7 +82,7 @@ def make_batch(config: Config, mesh: Mesh, solutions: list[tuple[np.ndarray, np.
     """Worked solutions in packed rows; every solution token has the same weight."""
     examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
     packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
-    weights = losses.answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
+    weights = answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
     return policy_update.make_batch(packed, mesh, weights, np.ones(len(examples)))
 
 
