@@ -62,8 +62,7 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import hf, transformer
-from tlt_jax.rollout import bindings
+from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key
@@ -101,7 +100,7 @@ class Arm:
         rollout = replace(config.rollout, slots=live, batch_buckets=list(buckets or [live]))
         self.config = replace(config, speculation=settings, rollout=rollout)
         model, mesh = hf.read_config(config.model.path), meshes.make_mesh(1, 1)
-        drafter, params = bindings.load(self.config, model, mesh)
+        drafter, params = from_config.load_drafter(self.config, model, mesh)
         tokenizer = datasets.tokenizer(config)
         self.engine = Engine(self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)

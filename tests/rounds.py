@@ -13,7 +13,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout import bindings, targets
+from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import decode as chunk
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Rules, Weights
 from tlt_jax.spec_decode.strategy import Strategy
@@ -76,8 +76,8 @@ def tiny(model: ModelConfig, kind: str, dtype: str, rules: Rules, strategy: Stra
     """A random policy, and a random drafter of this kind."""
     mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
-    target = targets.make(model, group, dtype, own.captures, strategy.path)
-    drafter = bindings.make(Speculation(drafter="a directory"), own, target, group, dtype)
+    target = bindings.bind_target(model, group, dtype, own.captures, strategy.path)
+    drafter = bindings.bind_drafter(Speculation(drafter="a directory"), own, target, group, dtype)
     params = transformer.init(model, mesh, jax.random.key(0), dtype), eagle.init(own, mesh, jax.random.key(7), dtype)
     reshard = (transformer.to_rollout, model), (eagle.to_rollout, own)
     parts = [

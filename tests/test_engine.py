@@ -25,11 +25,11 @@ from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.bindings import TAIL
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.ngram_memory import Texts
-from tlt_jax.rollout.targets import TAIL
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import Rules
 from tlt_jax.spec_decode.sampling import Sampling

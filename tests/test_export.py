@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     source.write_text(f"run: {folder}{MODEL}")
     config = configuration.read(source)
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     recipe = policy_update.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
     with Store(folder, keep=2) as store:
         for step in (1, 2):

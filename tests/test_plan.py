@@ -20,7 +20,7 @@ from tlt_jax.config import load as configuration, schema
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import hf_drafter
+from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
@@ -50,7 +50,7 @@ def plan_of(*overrides):
     """A tiny configuration on a (2, 2) mesh, its recipe and its engine."""
     settings = configuration.parse([*TINY, "--mesh.model", "2", *overrides])
     model, mesh = plan.sizes(settings), make_mesh(2, 2)
-    engine = Engine(settings, model, mesh, drafter=bindings.describe(settings, model))
+    engine = Engine(settings, model, mesh, drafter=from_config.drafter_config(settings, model))
     return settings, Recipe.of(settings, model, mesh, 1), engine
 
 

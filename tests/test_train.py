@@ -112,7 +112,7 @@ def stopped_after(step: int, config: Config, run: Path) -> Config:
 
 def state_of(config: Config, step: int = STEPS) -> PolicyState:
     """The state that the run saved after a step, on the mesh of the configuration."""
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     target = policy_update.abstract_state(policy_update.Recipe.of(config, model, mesh, 1))
     with Store(config.run, create=False) as store:
@@ -404,7 +404,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monk
 
 def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp_path, monkeypatch, capsys):
     exported = Path(whole.run) / "hf"
-    model = from_config.describe(whole, datasets.tokenizer(whole))
+    model = from_config.model_config(whole, datasets.tokenizer(whole))
     params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
     last = state_of(whole).params
     assert_equal(params.replace(embed=params.embed[: model.vocab_size]), last.replace(embed=last.embed[: model.vocab_size]))
@@ -470,7 +470,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
     assert loop.train(resumed) == cli.DONE
     for name in ("sft/loss", "sft/lr", "reward/mean"):
         assert events(resumed)[name] == events(config)[name], name
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     others = {"sft.learning_rate": 0.02, "sft.steps": 9, "train.seed": 1, "data.task": "scan", "mesh.data": 1}
     kept = {sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model) for name, v in others.items()}
     assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1

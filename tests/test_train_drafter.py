@@ -97,7 +97,7 @@ def inside(config: Config) -> Config:
 
 def state_of(config: Config, step: int = STEPS) -> drafter_update.DrafterState:
     """The state that was saved after a step."""
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     recipe = drafter_update.Recipe.of(config, model, drafter.eagle.for_policy(model, config.warmup.kind), mesh)
     with Store(inside(config).run, create=False) as store:
@@ -126,7 +126,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least,
         assert written[f"drafter/{name}"][0] == 150
         assert written[f"drafter/{name}"][1] > least, name
     assert ("drafter/feature_loss" in written) == (kind == "eagle")
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     directory = tmp_path / "drafter" / "hf"
     described, params = hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
     assert described.kind == kind
@@ -227,7 +227,7 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
         tmp_path, {"warmup.texts": answers, "warmup.kind": "eagle3", "warmup.vocab": 5, "warmup.unroll": 1}
     )
     assert drafter.train(config) == cli.DONE
-    model = from_config.describe(config, datasets.tokenizer(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
     _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
     rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
     counts = np.bincount(np.concatenate([row["response"] for row in rows]), minlength=model.vocab_size)

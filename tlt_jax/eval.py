@@ -11,7 +11,6 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Scorer
-from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train.evaluation import evaluate
 
@@ -22,12 +21,12 @@ def main() -> int:
     with cli.prepared(config), Scorer(config) as scorer:
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
-        model = from_config.describe(config, tokenizer)
+        model = from_config.model_config(config, tokenizer)
         validate.validate_model(config, model)
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        drafter, drafter_params = bindings.load(config, model, mesh)
+        drafter, drafter_params = from_config.load_drafter(config, model, mesh)
         engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
-        weights = engine.publish(from_config.load(config, model, mesh), drafter_params)
+        weights = engine.publish(from_config.load_policy(config, model, mesh), drafter_params)
         print(json.dumps(evaluate(engine, weights, dataset, tokenizer, scorer, config)))
     return 0
 

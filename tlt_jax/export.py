@@ -42,7 +42,7 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
     from tlt_jax.train import policy_update
 
     tokenizer = datasets.tokenizer(config)
-    model = from_config.describe(config, tokenizer)
+    model = from_config.model_config(config, tokenizer)
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     recipe = policy_update.Recipe.of(config, model, mesh, total_steps=1)
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:

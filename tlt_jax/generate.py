@@ -104,8 +104,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from tlt_jax.data.dataset import Prompt
     from tlt_jax.distributed import mesh as meshes
     from tlt_jax.keys import GENERATE_STREAM
-    from tlt_jax.models import hf
-    from tlt_jax.rollout import bindings
+    from tlt_jax.models import from_config, hf
     from tlt_jax.rollout.engine import Engine
     from tlt_jax.spec_decode.sampling import Sampling
 
@@ -116,7 +115,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     model = hf.read_config(directory, eos)
     mesh = meshes.make_mesh(1, 1)
     rollout = replace(config.rollout, prompts=len(questions))
-    drafter, drafter_params = bindings.load(config, model, mesh)
+    drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
     prompts = [Prompt(i, np.asarray(question.tokens, np.int32), {}) for i, question in enumerate(questions)]
     engine.check([prompt.tokens for prompt in prompts], rollout.max_new_tokens)

@@ -134,7 +134,7 @@ def sizes(config: Config) -> ModelConfig:
     """The model of model.init when it names a vocabulary, which needs no files; else that of the model directory."""
     if "vocab_size" in config.model.init:
         return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
-    return from_config.describe(config, datasets.tokenizer(config))
+    return from_config.model_config(config, datasets.tokenizer(config))
 
 
 def main() -> int:
@@ -152,8 +152,8 @@ def main() -> int:
         validate.validate_model(config, model)
         devices = topology_devices(topology) if topology else jax.devices()
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
-        drafter = bindings.describe(config, model)
-        if drafter and not bindings.directory(config).exists():
+        drafter = from_config.drafter_config(config, model)
+        if drafter and not from_config.drafter_directory(config).exists():
             print(f"{config.speculation.drafter} is not there: planning for the {drafter.kind} drafter of `warmup`")
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)

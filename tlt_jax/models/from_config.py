@@ -1,4 +1,4 @@
-"""The policy that a configuration names: its sizes, its weights, new or read; knows no training and no rollout."""
+"""The policy and the drafter that a configuration names: sizes and weights, new or read; knows no training, no rollout."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from jax.sharding import Mesh
 
 from tlt_jax import keys
 from tlt_jax.config import Config, parse
-from tlt_jax.models import hf, transformer
+from tlt_jax.config.schema import NGRAM, NONE
+from tlt_jax.errors import ConfigError
+from tlt_jax.models import eagle, hf, hf_drafter, transformer
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 
 
-def describe(config: Config, tokenizer: Any) -> ModelConfig:
+def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     """Sizes and features: of the model directory, or of model.init with the tokenizer's vocabulary and EOS."""
     eos_ids = (tokenizer.eos_token_id,)
     if config.model.path:
-        return hf.read_config(directory(config), eos_ids)
+        return hf.read_config(policy_directory(config), eos_ids)
     return hf.new_config(config.model.init, len(tokenizer), eos_ids)
 
 
-def load(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
+def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
     """The weights of the model directory, or new ones drawn from train.seed; "train" layout."""
     if config.model.path:
-        return hf.load(directory(config), model, mesh, config.model.param_dtype)
+        return hf.load(policy_directory(config), model, mesh, config.model.param_dtype)
     init_key = keys.weights_key(config.train.seed, keys.POLICY_WEIGHTS)
     return transformer.init(model, mesh, init_key, config.model.param_dtype)
 
 
-def directory(config: Config) -> Path:
+def policy_directory(config: Config) -> Path:
     """The local directory of model.path; a hub id is downloaded once."""
     return hf.resolve(parse.expand(config.model.path, "model.path"))
 
@@ -38,4 +41,57 @@ def fingerprint(config: Config) -> list[tuple[str, int, int]]:
     """Name, size and time of each file of the model directory: changes when its weights do."""
     if not config.model.path:
         return []
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(directory(config).iterdir())]
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(policy_directory(config).iterdir())]
+
+
+def load_drafter(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
+    """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
+
+    Raises ModelError, naming what does not fit, for the directory of another policy's drafter.
+    """
+    path = drafter_directory(config)
+    if path is None:
+        return None, None
+    return hf_drafter.load(path, model, mesh, config.model.param_dtype, longest_sequence(config, model))
+
+
+def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
+    """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
+
+    Its config.json is enough. While the directory is not there, it is the drafter that train.drafter would write.
+    Raises ModelError as `load` does.
+    """
+    path = drafter_directory(config)
+    if path is None:
+        return None
+    if not path.exists():
+        if not config.warmup.start:
+            return new_drafter_config(config, model)
+        path = Path(parse.expand(config.warmup.start, "warmup.start"))
+    return hf_drafter.read_config(path, model, longest_sequence(config, model))
+
+
+def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
+    """A new drafter, as `warmup` wants it. Raises ConfigError when its knobs clash."""
+    check_warmup(config)
+    size = min(config.warmup.vocab or model.vocab_size, model.vocab_size)
+    return eagle.for_policy(model, config.warmup.kind, draft_vocab_size=size)
+
+
+def check_warmup(config: Config) -> None:
+    """Raises ConfigError when the knobs of the warm-up clash."""
+    warmup = config.warmup
+    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
+        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
+        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
+
+
+def drafter_directory(config: Config) -> Path | None:
+    """The directory that speculation.drafter names."""
+    name = config.speculation.drafter
+    return None if name in (NONE, NGRAM) else Path(parse.expand(name, "speculation.drafter"))
+
+
+def longest_sequence(config: Config, model: ModelConfig) -> int:
+    """The length of the longest sequence that a drafter has to draft for."""
+    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, model.max_positions)

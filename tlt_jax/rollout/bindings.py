@@ -1,85 +1,31 @@
-"""What the configuration drafts with: a learned drafter or n-grams, as spec_decode takes them; knows no rollout."""
+"""The policy and the drafters of a configuration, bound to one data group as Target and Drafter; knows no rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.config import parse
-from tlt_jax.config.schema import NGRAM, NONE, Config, Speculation
-from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, hf_drafter, kv_cache
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.kv_cache import KVCache
+from tlt_jax.config.schema import NONE, Speculation
+from tlt_jax.models import eagle, kv_cache, transformer
+from tlt_jax.models.architecture import Captures
+from tlt_jax.models.eagle import DrafterConfig
+from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target, stateless
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned
 from tlt_jax.tuner import goodput
 from tlt_jax.tuner.arms import affordable, bucketed, strategies_for
 
 
-def load(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
-    """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
-
-    Raises ModelError, naming what does not fit, for the directory of another policy's drafter.
-    """
-    path = directory(config)
-    if path is None:
-        return None, None
-    return hf_drafter.load(path, model, mesh, config.model.param_dtype, positions(config, model))
-
-
-def describe(config: Config, model: ModelConfig) -> DrafterConfig | None:
-    """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
-
-    Its config.json is enough. While the directory is not there, it is the drafter that train.drafter would write.
-    Raises ModelError as `load` does.
-    """
-    path = directory(config)
-    if path is None:
-        return None
-    if not path.exists():
-        if not config.warmup.start:
-            return fresh(config, model)
-        path = Path(parse.expand(config.warmup.start, "warmup.start"))
-    return hf_drafter.read_config(path, model, positions(config, model))
-
-
-def fresh(config: Config, model: ModelConfig) -> DrafterConfig:
-    """A new drafter, as `warmup` wants it. Raises ConfigError when its knobs clash."""
-    check_warmup(config)
-    size = min(config.warmup.vocab or model.vocab_size, model.vocab_size)
-    return eagle.for_policy(model, config.warmup.kind, draft_vocab_size=size)
-
-
-def check_warmup(config: Config) -> None:
-    """Raises ConfigError when the knobs of the warm-up clash."""
-    warmup = config.warmup
-    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
-        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
-        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
-
-
-def directory(config: Config) -> Path | None:
-    """The directory that speculation.drafter names."""
-    name = config.speculation.drafter
-    return None if name in (NONE, NGRAM) else Path(parse.expand(name, "speculation.drafter"))
-
-
-def positions(config: Config, model: ModelConfig) -> int:
-    """The length of the longest sequence that a drafter has to draft for."""
-    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, model.max_positions)
-
-
-def make(
+def bind_drafter(
     settings: Speculation, config: DrafterConfig | None, target: Target, group: Mesh, dtype: str
 ) -> Drafter:
     """The drafter on one data group."""
@@ -162,3 +108,39 @@ def reach(settings: Speculation, arms: Sequence[Strategy], batches: Sequence[int
     fewest = (1, *(size + 1 for size in batches))
     found = {arm: batch for batch, least in zip(batches, fewest, strict=False) for arm in usable(batch, least)}
     return {arm: found[arm] for arm in arms if arm in found}
+
+
+TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
+LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
+
+
+def bind_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures, path: int) -> Target:
+    """The policy on one data group; a round commits at most `path` tokens."""
+    width = len(captures) * config.hidden_size
+
+    def room(slots: int) -> int:
+        """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
+        slots += max(TAIL, path)
+        return slots if group.devices.flat[0].platform == "cpu" else -(-slots // LANES) * LANES
+
+    def whole(scratch: Scratch) -> Scratch:
+        """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""
+        everywhere = NamedSharding(group, PartitionSpec())
+        return scratch.replace(features=jax.lax.with_sharding_constraint(scratch.features, everywhere))
+
+    def forward(params: PyTree, *rest: Any) -> tuple[jax.Array, Scratch]:
+        logits, scratch = transformer.tree_forward(params, config, *rest, captures)
+        return logits, whole(scratch)
+
+    return Target(
+        forward=forward,
+        keep=kv_cache.commit,
+        features=lambda cache: cache.features,
+        prefill=lambda params, tokens, lengths: whole(transformer.prefill(params, config, tokens, lengths, captures)),
+        insert=kv_cache.insert,
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
+        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), width, dtype, group),
+        room=room,
+        vocab=transformer.padded_vocab(config, group.shape["model"]),
+        params=transformer.abstract(config, group, "rollout", dtype),
+    )

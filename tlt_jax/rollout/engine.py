@@ -23,7 +23,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, targets
+from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Event, Tokens
 from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
@@ -67,8 +67,8 @@ class Engine:
         arms = make.arms(settings)
         self.path = max(arm.path for arm in (PLAIN, *arms))
         captures = drafter.captures if drafter else ()
-        bound = [targets.make(model_config, group, dtype, captures, self.path) for group in self.groups]
-        guesses = [bindings.make(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
+        bound = [bindings.bind_target(model_config, group, dtype, captures, self.path) for group in self.groups]
+        guesses = [bindings.bind_drafter(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
         self.registry = Registry(bound, guesses, self.groups, log_compile)
         self.tuner = make.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state, self.is_published = self.tuner.init(), False

@@ -27,7 +27,6 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import eagle, from_config, hf_drafter
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings
 from tlt_jax.train import sft
 from tlt_jax.train.loop import saves
 
@@ -41,9 +40,9 @@ vLLM load it."""
 def train(config: Config) -> int:
     """Trains to warmup.steps, going on from the newest checkpoint; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / FOLDER))
-    bindings.check_warmup(config)
+    from_config.check_warmup(config)
     tokenizer = datasets.tokenizer(config)
-    model = from_config.describe(config, tokenizer)
+    model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model)
     mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.warmup.steps
     dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
@@ -106,7 +105,7 @@ def describe(
     if warmup.start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         return hf_drafter.load(Path(parse.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
-    drafter = bindings.fresh(config, model)
+    drafter = from_config.new_drafter_config(config, model)
     ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)

@@ -24,7 +24,6 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config
 from tlt_jax.models.transformer import Params
 from tlt_jax.rewards import Score, Scorer
-from tlt_jax.rollout import bindings
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.sampling import Sampling
@@ -41,12 +40,12 @@ def train(config: Config) -> int:
     """Trains to the last step, going on from the newest checkpoint of the run folder; returns the exit code."""
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
-    model = from_config.describe(config, tokenizer)
+    model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model)
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
-    drafter, drafter_params = bindings.load(config, model, mesh)
+    drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
     memory.preflight(config, recipe, engine)
     run_folder.enter(config)

@@ -44,13 +44,13 @@ def warm_start(
     A warm start that was made before from the same settings is read from the cache. Raises Interrupted on demand.
     """
     if not config.sft.steps:
-        return from_config.load(config, model, mesh)
+        return from_config.load_policy(config, model, mesh)
     cache = cache_folder(config, model)
     if cache and (cache / "config.json").is_file():
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
-    state = policy_update.create(from_config.load(config, model, mesh), recipe)
+    state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
     update = policy_update.programs(recipe).update
     begin, tokens = time.perf_counter(), 0
     for step in range(config.sft.steps):
@@ -117,7 +117,7 @@ def main() -> int:
     with cli.prepared(config):
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
-        model = from_config.describe(config, tokenizer)
+        model = from_config.model_config(config, tokenizer)
         validate.validate_model(config, model)
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         with Writer(config, config.sft.steps, None) as writer:
