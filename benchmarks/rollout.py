@@ -52,7 +52,7 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key, prefill_key
-from tlt_jax.spec_decode.decode import Rules, Weights
+from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -219,7 +219,7 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     prompts = np.random.default_rng(1).integers(0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32)
     lengths = [shape.equal] * sequences
     slots = engine.cache_buckets(list(prompts), shape.equal)[0]
-    keys = {name: Key("chunk", 0, batch, slots, (rounds,), rules=Rules(Sampling(heat))) for name, heat in
+    keys = {name: Key("chunk", 0, batch, slots, (rounds,), rules=DecodingParams(Sampling(heat))) for name, heat in
             (("greedy", 0.0), ("full", 1.0))}  # fmt: skip
     programs = {name: engine.registry.get(key) for name, key in keys.items()} | {"model": forward_only(engine, rounds)}
     weights = ours.weights[0]

@@ -68,7 +68,7 @@ from tlt_jax.rollout.events import Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decode import Known, Rules
+from tlt_jax.spec_decode.decode import DecodingParams, Known
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -226,7 +226,7 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
     guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), guide)
     for text in ("off", *texts):
         strategy = strategies.parse(text)
-        key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=Rules(Sampling(1.0)))
+        key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=DecodingParams(Sampling(1.0)))
         programs[text, "round"] = arm.engine.registry.get(key)
         programs[text, "forward"] = forwards(target, strategy, rounds)
         if text != "off":
@@ -333,7 +333,7 @@ def pool(config: Config, drafter: str) -> None:
     buckets = (1, 2, 4, 8, 16, 32)
     arm = Arm(config, Speculation(drafter, "fixed", list(PAPER_ARMS)), 32, buckets)
     slots, arms = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1], parse_arms(PAPER_ARMS)
-    rules, rounds = Rules(Sampling(1.0)), config.rollout.chunk
+    rules, rounds = DecodingParams(Sampling(1.0)), config.rollout.chunk
     for batch in buckets:
         for one in (PLAIN, *arms):
             arm.engine.registry.get(Key("chunk", 0, batch, slots, (rounds,), strategy=one, rules=rules))

@@ -15,7 +15,7 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import decode as chunk
-from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Rules, Weights
+from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, DecodingParams, Report, Weights
 from tlt_jax.spec_decode.strategy import Strategy
 
 
@@ -72,7 +72,7 @@ def answers(report: Report) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
 
 
-def tiny(model: ModelConfig, kind: str, dtype: str, rules: Rules, strategy: Strategy) -> tuple[Decoder, Weights]:
+def tiny(model: ModelConfig, kind: str, dtype: str, rules: DecodingParams, strategy: Strategy) -> tuple[Decoder, Weights]:
     """A random policy, and a random drafter of this kind."""
     mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)

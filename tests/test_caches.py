@@ -14,7 +14,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -29,7 +29,7 @@ SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of bo
 @pytest.mark.parametrize("kind, blocks", [("eagle", tree_drafter.BLOCKS), ("eagle3", tree_drafter.BLOCKS), ("eagle3", SMALL)])
 def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):
     monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
-    decoder, weights = rounds.tiny(MODEL, kind, "float64", Rules(Sampling(1.0)), TREE)
+    decoder, weights = rounds.tiny(MODEL, kind, "float64", DecodingParams(Sampling(1.0)), TREE)
     target, drafter, batch = decoder.target, decoder.drafter, len(PROMPTS) * SAMPLES
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(batch)))
     run = rounds.program(decoder, PROMPTS, LIMIT, ROUNDS)
@@ -72,7 +72,7 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
 @pytest.mark.parametrize("blocks", [tree_drafter.BLOCKS, SMALL])
 def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, blocks):
     monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
-    decoder, weights = rounds.tiny(MODEL, "eagle", "float64", Rules(Sampling(1.0)), TREE)
+    decoder, weights = rounds.tiny(MODEL, "eagle", "float64", DecodingParams(Sampling(1.0)), TREE)
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     state, report = rounds.program(decoder, PROMPTS, LIMIT, 1)(weights, keys)
     assert max(map(len, PROMPTS)) - 1 > 2 * TREE.path, "a round alone does not catch up with a prompt"

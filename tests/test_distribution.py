@@ -22,7 +22,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
+from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -91,7 +91,7 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
     seen, distance = power(probs, MANY, effect)
     assert seen >= 0.9 and distance < 0.0085, f"{seen} of the errors, {distance} of total variation"
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    target, rules = toys.table_target(group, V), Rules(sampling, (EOS,))
+    target, rules = toys.table_target(group, V), DecodingParams(sampling, (EOS,))
     plain = rounds.program(Decoder(target, NO_DRAFTER, rules, PLAIN), [PROMPT], LIMIT)
     drafting = rounds.program(Decoder(target, toys.table_drafter(coupling)(group, V), rules, TREE), [PROMPT], LIMIT)
     expected = rounds.answers(plain(Weights(jnp.asarray(TABLE), ()), keys_of(MANY))[1])
@@ -123,7 +123,7 @@ def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
     probs = (first[:, None] * np.array(second)).ravel()
     seen, distance = power(probs, BATCH * BATCHES, 0.034)
     assert seen >= 0.9 and distance < 0.014, f"{seen} of the errors, {distance} of total variation"
-    decoder, weights = rounds.tiny(POLICY, "eagle", "bfloat16", Rules(Sampling(1.0)), strategy)
+    decoder, weights = rounds.tiny(POLICY, "eagle", "bfloat16", DecodingParams(Sampling(1.0)), strategy)
     run = rounds.program(decoder, [BFLOAT_PROMPT], 2)
     counts, accepted = np.zeros(64, int), 0
     for batch in range(BATCHES):

@@ -31,7 +31,7 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -255,7 +255,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
     engine = engine_of(data=1, chunk=4)
     weights = engine.publish(params_of(engine))
     full = engine.rollout(weights, prompts_of(), SAMPLES, PLAIN, LIMIT, stream=TRAIN_STREAM, step=0)
-    key = Key("chunk", 0, 12, 32, (4,), tail=1, rules=Rules(PLAIN, MODEL.eos_ids, STOPS))
+    key = Key("chunk", 0, 12, 32, (4,), tail=1, rules=DecodingParams(PLAIN, MODEL.eos_ids, STOPS))
     program, like = engine.registry.get(key), engine.registry.state(key)
     assert full.stats["programs"] == len(engine.registry.executables), "the chunk that the rollout used"
     rng = np.random.default_rng(0)
@@ -293,7 +293,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
 def test_the_cache_is_updated_in_place():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
     engine = Engine(Config(rollout=Rollout(compile_cache=CACHE.name)), model, meshes.make_mesh(1, 1))
-    key = Key("chunk", 0, 16, 512, (16,), rules=Rules(PLAIN, (0,)))
+    key = Key("chunk", 0, 16, 512, (16,), rules=DecodingParams(PLAIN, (0,)))
     engine.registry.get(key)
     compiled = engine.registry.compiles[-1]
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.registry.state(key).cache))
@@ -305,7 +305,7 @@ def test_the_drafting_that_is_timed_copies_no_features():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
     config = Config(rollout=Rollout(compile_cache=CACHE.name), speculation=Speculation("a drafter given here"))
     engine = Engine(config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3"))
-    key = Key("draft", 0, 16, 512, (8,), strategy=Strategy(3, 1, 4), rules=Rules(PLAIN))
+    key = Key("draft", 0, 16, 512, (8,), strategy=Strategy(3, 1, 4), rules=DecodingParams(PLAIN))
     engine.registry.get(key)
     compiled, known = engine.registry.compiles[-1], engine.registry.known(key)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter)))

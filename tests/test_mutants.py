@@ -15,7 +15,7 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter, verify
-from tlt_jax.spec_decode.decode import Decoder, Rules, Weights
+from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Weights
 from tlt_jax.spec_decode.interface import Target
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
@@ -25,7 +25,7 @@ V, LIMIT, SAMPLES = 12, 16, 4
 TABLE = toys.table(V, scale=1.0)
 NOISY = TABLE + toys.table(V, seed=9, scale=0.5)
 PROMPTS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9], [11, 10]]
-RULES = Rules(Sampling(1.0))
+RULES = DecodingParams(Sampling(1.0))
 TREE = Strategy(depth=2, topk=2, nodes=5)
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -26,7 +26,7 @@ from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
 from tlt_jax.train.policy_update import Recipe
@@ -169,7 +169,7 @@ def test_the_largest_kind_names_the_knob():
 
 def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see():
     """Features lie over `model`; the states that they are copies of do not, and a drafter gathers no more than its windows."""
-    key, found = Key("chunk", 0, 4, 128, (4,), rules=Rules(eos_ids=(1,))), []
+    key, found = Key("chunk", 0, 4, 128, (4,), rules=DecodingParams(eos_ids=(1,))), []
     for drafter in ((), DRAFTERS["eagle3"], DRAFTERS["eagle"]):
         engine = plan_of(*drafter)[2]
         found.append(collectives(engine.registry.lower(key).compile().as_text(), engine.groups[0]))

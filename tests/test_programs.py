@@ -11,14 +11,14 @@ import toys
 
 from tlt_jax.rollout import executables
 from tlt_jax.rollout.executables import Key
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
 PROMPTS = [[3, 1, 4], [9, 2]]
-RULES = Rules(Sampling(1.0))
+RULES = DecodingParams(Sampling(1.0))
 WANTED = Strategy(2, 2, 4)
 pytestmark = pytest.mark.usefixtures("x64")
 

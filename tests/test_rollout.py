@@ -24,7 +24,7 @@ from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.request import Job
 from tlt_jax.rollout.state import GroupState, View
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -34,7 +34,7 @@ V = 12
 TABLE = toys.table(V, scale=1.0)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
 SAMPLES = 3
-RULES = Rules(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
+RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
 LIMIT = 24
 BIN = np.ones(BINS)
 STATS = Stats(row_rounds=np.int32(1), declined=np.int32(1), hits=np.ones((1, 2, 1)), nodes=BIN, promised=BIN, held=BIN)
@@ -63,7 +63,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 
 @cache
 def reference(
-    rules: Rules, seed: int = 0, max_new_tokens: int = LIMIT
+    rules: DecodingParams, seed: int = 0, max_new_tokens: int = LIMIT
 ) -> tuple[list[tuple[int, list[int], str]], list]:
     """The same rollout by plain decoding of one sequence after the other."""
     keys = jnp.asarray(sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
@@ -87,7 +87,7 @@ def reference(
     (Sampling(1.0, 4, 0.9), "some ids"), (Sampling(1.0), "broken"), (Sampling(0.0), "noisy"), (Sampling(0.6), "some ids"),
 ])  # fmt: skip
 def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
-    rules = Rules(setting, RULES.eos_ids, RULES.stop_ids)
+    rules = DecodingParams(setting, RULES.eos_ids, RULES.stop_ids)
     if drafter == "none":
         result = toys.play(programs(), TABLE, PROMPTS, SAMPLES, rules)
     else:
@@ -114,7 +114,7 @@ def accepted(result) -> int:
      (Strategy(2, 4, 9), 0.0)],
 )  # fmt: skip
 def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy, temperature):
-    rules = Rules(Sampling(temperature), RULES.eos_ids, RULES.stop_ids)
+    rules = DecodingParams(Sampling(temperature), RULES.eos_ids, RULES.stop_ids)
     result = drafted("exact", TABLE, PROMPTS, SAMPLES, rules, strategy=strategy)
     expected = reference(rules)[0]
     assert answers(result) == expected

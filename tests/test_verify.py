@@ -8,7 +8,16 @@ import pytest
 import references
 
 from tlt_jax.spec_decode import decode as chunk, tree, verify
-from tlt_jax.spec_decode.decode import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report, Rules
+from tlt_jax.spec_decode.decode import (
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    Admission,
+    DecodeState,
+    DecodingParams,
+    Emitted,
+    Report,
+)
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.tree import DraftTree
@@ -65,7 +74,7 @@ def state_of(lengths, limits, live, tail) -> DecodeState:
 
 
 def test_an_answer_ends_inside_an_accepted_run():
-    rules = Rules(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
+    rules = DecodingParams(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
     tokens = jnp.array(
         [[1, 2, 3], [1, 0, 3], [1, 9, 0], [5, 1, 1], [1, 4, 5], [1, 7, 3], [1, 2, 3], [1, 2, 0], [0, 1, 1]]
     )

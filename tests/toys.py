@@ -19,7 +19,7 @@ from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.request import Job
 from tlt_jax.rollout.state import Group
-from tlt_jax.spec_decode.decode import Rules, Weights
+from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned
@@ -190,7 +190,7 @@ def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarra
 
 
 def play(
-    programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: Rules, *, max_new_tokens=24,
+    programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: DecodingParams, *, max_new_tokens=24,
     capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0, guess=None,
 ) -> RolloutResult:  # fmt: skip
     """A rollout of the table target; the drafter's table is `guess`, or the target's."""

@@ -30,7 +30,7 @@ from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key, prefill_key
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decode import Rules
+from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.train import policy_update
 from tlt_jax.train.memory import GIB, RESIDENT, ROLLOUT, advice, budget, cache_slots, caches, device_memory, pick, spell
@@ -73,7 +73,7 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
     """The prefill, the admission, the plain chunk, and each strategy's for the most sequences that it may be used for."""
     group, slots = engine.groups[0], cache_slots(config)
     sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    rules = Rules(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
+    rules = DecodingParams(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
     width = bucket_width(config.data.max_prompt_tokens)
     size = block_size(config.rollout.prompts, width)
     yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, holds)

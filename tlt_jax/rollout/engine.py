@@ -33,7 +33,7 @@ from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.request import Job
 from tlt_jax.rollout.state import Group
-from tlt_jax.spec_decode.decode import Rules, Weights
+from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import goodput, make
@@ -153,7 +153,7 @@ class Engine:
             samples=samples,
             max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),
             keys=sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
-            rules=Rules(
+            rules=DecodingParams(
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
                 self.stop_ids if stop_ids is None else tuple(tuple(stop) for stop in stop_ids),
@@ -200,7 +200,7 @@ class Engine:
             used[one.batch, one.slots, one.strategy] += one.rounds * (one.strategy != PLAIN)
         fresh = [shape for shape, rounds in used.most_common() if rounds and shape not in self.draft_seconds]
         for batch, slots, strategy in fresh[:1]:
-            rules = Rules(Sampling(self.config.rollout.temperature))  # drafting knows no top-k or top-p
+            rules = DecodingParams(Sampling(self.config.rollout.temperature))  # drafting knows no top-k or top-p
             key = Key("draft", 0, batch, slots, (TIMED_ROUNDS,), strategy=strategy, rules=rules)
             self.draft_seconds[batch, slots, strategy] = time_draft(self.registry, key, weights[0])
         return self.draft_seconds

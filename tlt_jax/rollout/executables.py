@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.spec_decode import decode as chunk
-from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Rules, Weights
+from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, DecodingParams, Known, Weights
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
@@ -43,7 +43,7 @@ class Key:
     sizes: tuple[int, ...] = ()
     tail: int = 0
     strategy: Strategy = PLAIN
-    rules: Rules = Rules()
+    rules: DecodingParams = DecodingParams()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_jax.spec_decode.stopping import Rules
+from tlt_jax.spec_decode.stopping import DecodingParams
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Job:
     samples: int
     max_new_tokens: tuple[int, ...]
     keys: np.ndarray
-    rules: Rules
+    rules: DecodingParams
     rounds: int
     in_flight: int
     capacity: int

@@ -14,7 +14,7 @@ from tlt_jax.spec_decode import sampling, verify
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
 from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
-from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, Rules, ends_sequence, shift
+from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, DecodingParams, ends_sequence, shift
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree import ancestors, root_only
 
@@ -24,7 +24,7 @@ class Decoder(NamedTuple):
 
     target: Target
     drafter: Drafter
-    rules: Rules
+    rules: DecodingParams
     strategy: Strategy
 
 
@@ -232,7 +232,7 @@ def remember(
 
 @shaped
 def settle(
-    rules: Rules, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
+    rules: DecodingParams, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
     """How many of a walk's tokens each row emits, and whether it ends: at EOS, a stop sequence, or its limit."""
     stops = ends_sequence(rules, state.tail, tokens)

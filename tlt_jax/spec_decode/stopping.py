@@ -14,7 +14,7 @@ RUNNING, STOPPED, TRUNCATED = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Rules:
+class DecodingParams:
     """What the tokens depend on besides weights and keys: how they are drawn, and what ends an answer."""
 
     sampling: Sampling = Sampling()
@@ -28,7 +28,7 @@ class Rules:
 
 
 @shaped
-def ends_sequence(rules: Rules, tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
+def ends_sequence(rules: DecodingParams, tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
     """Whether a stop sequence is complete with each token."""
     window = jnp.concatenate([tail, tokens], axis=1)
     hit = jnp.zeros(tokens.shape, bool)
