@@ -21,7 +21,7 @@ from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Dispatched, Retired
 from tlt_jax.rollout.group import blocks
 from tlt_jax.rollout.queue import Dealer
-from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupState, View
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import DecodingParams
@@ -427,7 +427,7 @@ def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
     random = np.random.default_rng(seed)
     lengths = random.permutation([20] * 3 + [200] + [7] * 60 + [*random.integers(2, 300, 30)])
     prompts = tuple(np.zeros(length, np.int32) for length in lengths)
-    job = Job(prompts, 1, (8,) * len(prompts), np.zeros((len(prompts), 2), np.uint32), RULES, 4, 1, len(prompts))
+    job = RolloutRequest(prompts, 1, (8,) * len(prompts), np.zeros((len(prompts), 2), np.uint32), RULES, 4, 1, len(prompts))
     sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(len(prompts))])
     assert sorted(prompt for source in sources for prompt in source.rows) == list(range(len(prompts)))
     assert all(len(prompts[prompt]) - 1 <= source.sizes[1] for source in sources for prompt in source.rows)
@@ -442,7 +442,7 @@ def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
 
 def test_a_wide_prefill_holds_the_longest_prompts():
     prompts = tuple(np.zeros(length, np.int32) for length in [7] * 30 + [26] + [9] * 30 + [21])
-    job = Job(prompts, 1, (8,) * 62, np.zeros((62, 2), np.uint32), RULES, 4, 1, 62)
+    job = RolloutRequest(prompts, 1, (8,) * 62, np.zeros((62, 2), np.uint32), RULES, 4, 1, 62)
     sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(62)])
     assert [source.sizes for source in sources] == [(16, 32), (16, 16), (16, 16), (16, 16)]
     assert {30, 61} < set(sources[0].rows)

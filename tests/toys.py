@@ -17,7 +17,7 @@ from tlt_jax.rollout.executables import Registry
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import RolloutResult, rollout
-from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import Group
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
@@ -197,7 +197,7 @@ def play(
     count = len(programs.targets)
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
     keys = sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
-    job = Job(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
+    job = RolloutRequest(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
     dealer = Dealer(LocalBoard(), "test", len(prompts), samples)
     decide = decide or bucketed(batches, slots, strategy)
     groups = [

@@ -31,7 +31,7 @@ from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.rollout.planner import Pilot
 from tlt_jax.rollout.queue import Dealer
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
-from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import Group
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.sampling import Sampling
@@ -148,7 +148,7 @@ class Engine:
         tokens = tuple(np.asarray(prompt.tokens, np.int32) for prompt in prompts)
         self.check(tokens, max_new_tokens)
         seed = self.config.train.seed if seed is None else seed
-        job = Job(
+        job = RolloutRequest(
             prompts=tokens,
             samples=samples,
             max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),

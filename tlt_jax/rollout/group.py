@@ -13,7 +13,7 @@ import numpy as np
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key, prefill_key
-from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import Flight, Group, GroupState, Joining, Prefilled, Running, View
 from tlt_jax.spec_decode.decode import RUNNING, Admission
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -135,7 +135,7 @@ def programs(group: Group, view: View, decision: Decision) -> list[Key]:
     return keys
 
 
-def begin(job: Job, prompt: int, sample: int) -> Running:
+def begin(job: RolloutRequest, prompt: int, sample: int) -> Running:
     """A sequence that has its prompt only."""
     length = len(job.prompts[prompt])
     return Running(prompt * job.samples + sample, length, length + job.max_new_tokens[prompt])
@@ -160,7 +160,7 @@ def deal(group: Group, state: GroupState) -> tuple[GroupState, list[tuple[int, i
     return replace(state, exhausted=exhausted), starts
 
 
-def blocks(job: Job, state: GroupState, starts: Iterable[tuple[int, int]]) -> list[Prefilled]:
+def blocks(job: RolloutRequest, state: GroupState, starts: Iterable[tuple[int, int]]) -> list[Prefilled]:
     """The prefills that these samples come from: those held here, and new ones of few different shapes, longest first."""
     prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
     sources = [held for held in state.held if any(prompt in held.rows for prompt in prompts)]

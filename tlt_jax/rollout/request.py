@@ -10,7 +10,7 @@ from tlt_jax.spec_decode.stopping import DecodingParams
 
 
 @dataclass(frozen=True)
-class Job:
+class RolloutRequest:
     """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
 
     prompts: tuple[np.ndarray, ...]

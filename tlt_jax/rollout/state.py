@@ -10,7 +10,7 @@ import jax
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables import Key, Registry
 from tlt_jax.rollout.queue import Dealer
-from tlt_jax.rollout.request import Job
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
@@ -52,7 +52,7 @@ class Group:
     index: int
     registry: Registry
     weights: Weights
-    job: Job
+    job: RolloutRequest
     dealer: Dealer
     decide: Decider
     guide: Guide = lambda rows: ()
