@@ -20,7 +20,7 @@ from tlt_jax.rollout import recorder as ledgers
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Dispatched, Retired
 from tlt_jax.rollout.group import blocks
-from tlt_jax.rollout.queue import Dealer
+from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupState, View
 from tlt_jax.spec_decode import noise
@@ -406,7 +406,7 @@ def test_limits_of_one_token_and_prompts_of_one_token():
 
 def test_dealing_gives_every_sample_once_and_steals_the_waiting_ones():
     board = LocalBoard()
-    one, two = (Dealer(board, "s", prompts=2, samples=3) for _ in range(2))
+    one, two = (WorkQueue(board, "s", prompts=2, samples=3) for _ in range(2))
     assert one.steal() is None
     assert [one.claim(), two.claim(), one.claim()] == [0, 1, None]
     assert one.take(0, 2) == [0, 1] and two.take(1, 5) == [0, 1, 2]

@@ -15,7 +15,7 @@ from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.executables import Registry
 from tlt_jax.rollout.planner import Pilot
-from tlt_jax.rollout.queue import Dealer
+from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import Group
@@ -198,7 +198,7 @@ def play(
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
     keys = sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
     job = RolloutRequest(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
-    dealer = Dealer(LocalBoard(), "test", len(prompts), samples)
+    dealer = WorkQueue(LocalBoard(), "test", len(prompts), samples)
     decide = decide or bucketed(batches, slots, strategy)
     groups = [
         Group(i, programs, placed(programs, i, weights, guess), job, dealer, decide) for i in range(count)

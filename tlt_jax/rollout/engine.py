@@ -29,7 +29,7 @@ from tlt_jax.rollout.events import Event, Tokens
 from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.rollout.planner import Pilot
-from tlt_jax.rollout.queue import Dealer
+from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import Group
@@ -162,7 +162,7 @@ class Engine:
             in_flight=self.config.rollout.in_flight,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
         )
-        dealer = Dealer(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
+        dealer = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
         pilot = Pilot(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
         if self.texts:
             self.texts.begin(tokens, samples)

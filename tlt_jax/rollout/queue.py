@@ -8,7 +8,7 @@ from tlt_jax.distributed.board import Board
 
 
 @dataclass(frozen=True)
-class Dealer:
+class WorkQueue:
     """The queue of one rollout: `prompts` prompts of `samples` samples each, on the counters below `scope`."""
 
     board: Board

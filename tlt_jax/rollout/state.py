@@ -9,7 +9,7 @@ import jax
 
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables import Key, Registry
-from tlt_jax.rollout.queue import Dealer
+from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.interface import PyTree
@@ -53,7 +53,7 @@ class Group:
     registry: Registry
     weights: Weights
     job: RolloutRequest
-    dealer: Dealer
+    dealer: WorkQueue
     decide: Decider
     guide: Guide = lambda rows: ()
 
