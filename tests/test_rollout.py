@@ -22,7 +22,7 @@ from tlt_jax.rollout.events import Dispatched, Retired
 from tlt_jax.rollout.group import blocks
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupState, View
+from tlt_jax.rollout.state import GroupState, GroupView
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
@@ -356,7 +356,7 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
 def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep_theirs(strategy, view, slots):
     """Sequences of 20 tokens, chunks of 3 rounds: 23 slots for plain decoding, 32 for rounds of up to 4 tokens."""
     seen = {"tokens": 20, "limit": 100, "widest": 16, "rounds": 3, "batch": 0, "slots": 0} | view
-    assert toys.bucketed((4, 8), (24, 40, 64), strategy)(View(0, 0, 4, **seen)).slots == slots
+    assert toys.bucketed((4, 8), (24, 40, 64), strategy)(GroupView(0, 0, 4, **seen)).slots == slots
 
 
 @pytest.mark.parametrize("tokens, limit, slots, rounds", [
@@ -364,7 +364,7 @@ def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep
 ])  # fmt: skip
 def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_needs(tokens, limit, slots, rounds):
     """Chunks of 16 rounds, and at most 4 tokens in each."""
-    view = View(0, 0, 4, tokens=tokens, limit=limit, widest=16, rounds=16, batch=0, slots=0)
+    view = GroupView(0, 0, 4, tokens=tokens, limit=limit, widest=16, rounds=16, batch=0, slots=0)
     decision = toys.bucketed((4,), (64, 128), Strategy(3, 1, 4))(view)
     assert (decision.slots, min(decision.rounds, view.rounds)) == (slots, rounds)
 

@@ -14,7 +14,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.executables import Registry
-from tlt_jax.rollout.planner import Pilot
+from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
@@ -178,7 +178,7 @@ def registry(groups: int, vocab: int, drafter=no_drafter) -> Registry:
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
     """The decider that always takes one strategy."""
-    return Pilot(batches, slots, fixed.fixed(strategy)).decide
+    return Planner(batches, slots, fixed.fixed(strategy)).decide
 
 
 def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:

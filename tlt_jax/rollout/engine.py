@@ -28,7 +28,7 @@ from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_wi
 from tlt_jax.rollout.events import Event, Tokens
 from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import Texts
-from tlt_jax.rollout.planner import Pilot
+from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
@@ -163,7 +163,7 @@ class Engine:
             capacity=min(self.capacity, self.share(len(tokens), samples)),
         )
         dealer = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
-        pilot = Pilot(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
+        pilot = Planner(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
         if self.texts:
             self.texts.begin(tokens, samples)
         guide = self.texts.pool if self.texts else lambda rows: ()

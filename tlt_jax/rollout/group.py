@@ -14,7 +14,7 @@ from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key, prefill_key
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import Flight, Group, GroupState, Joining, Prefilled, Running, View
+from tlt_jax.rollout.state import Flight, Group, GroupState, GroupView, Joining, Prefilled, Running
 from tlt_jax.spec_decode.decode import RUNNING, Admission
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
@@ -83,7 +83,7 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     live = [running for running in state.rows if running]
     new = [begin(job, prompt, sample) for prompt, sample in starts]
     most = sum(flight.most for flight in state.flights)
-    view = View(
+    view = GroupView(
         group.index,
         state.retired,
         len(live) + len(new),
@@ -108,7 +108,7 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
 
 
-def available(group: Group, view: View, wanted: Decision) -> Decision:
+def available(group: Group, view: GroupView, wanted: Decision) -> Decision:
     """The decision, or while its programs are compiled in the background, the nearest one whose programs are there.
 
     Without any it is the decision itself, and is waited for.
@@ -124,7 +124,7 @@ def available(group: Group, view: View, wanted: Decision) -> Decision:
     return replace(ready[0], predicted=math.nan, reason=f"{wanted.reason}, while {name(wanted.strategy)} is compiled")
 
 
-def programs(group: Group, view: View, decision: Decision) -> list[Key]:
+def programs(group: Group, view: GroupView, decision: Decision) -> list[Key]:
     """Keys of what a decision needs: the chunk, and the move to another number of rows or slots."""
     job, sizes = group.job, (decision.batch, decision.slots)
     keys = [key_of(group, decision, "chunk", sizes=(job.rounds,), strategy=decision.strategy, rules=job.rules)]
@@ -280,6 +280,6 @@ def queued(state: GroupState, flight: Flight) -> GroupState:
     return replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
 
 
-def key_of(group: Group, shape: GroupState | Decision | View, kind: str, **rest: Any) -> Key:
+def key_of(group: Group, shape: GroupState | Decision | GroupView, kind: str, **rest: Any) -> Key:
     """Key of one of this group's programs on a state of this shape."""
     return Key(kind, group.index, shape.batch, shape.slots, tail=group.job.rules.tail, **rest)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.state import View
+from tlt_jax.rollout.state import GroupView
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement, Tuner
 
@@ -14,14 +14,14 @@ PATIENCE = 64  # of the live sequences, one in so many may have ended before the
 FEW = 4  # rounds that a chunk should have room for before it needs a longer cache
 
 
-class Pilot:
+class Planner:
     """Owns the state of the tuner during a rollout; `decide` is a Decider, `observe` takes what the chunks measured."""
 
     def __init__(self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None):
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
 
-    def decide(self, view: View) -> Decision:
+    def decide(self, view: GroupView) -> Decision:
         """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch.
 
         A chunk that could fill more slots than one of plain decoding has fewer rounds, as long as these are not few.

@@ -18,7 +18,7 @@ from tlt_jax.tuner.interface import MOST_ROUNDS
 
 
 @dataclass(frozen=True)
-class View:
+class GroupView:
     """What a decision is made from.
 
     `tokens`: most that a sequence may have when the chunk begins, `limit`: that any may ever have; `widest`: slots of the
@@ -41,7 +41,7 @@ class View:
         return max(self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit))
 
 
-Decider = Callable[[View], Decision]
+Decider = Callable[[GroupView], Decision]
 Guide = Callable[[tuple[int | None, ...]], PyTree]  # uids of the rows of a chunk that drafts -> what the drafter is given
 
 
