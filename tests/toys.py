@@ -18,7 +18,7 @@ from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import Group
+from tlt_jax.rollout.state import GroupContext
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -201,6 +201,6 @@ def play(
     dealer = WorkQueue(LocalBoard(), "test", len(prompts), samples)
     decide = decide or bucketed(batches, slots, strategy)
     groups = [
-        Group(i, programs, placed(programs, i, weights, guess), job, dealer, decide) for i in range(count)
+        GroupContext(i, programs, placed(programs, i, weights, guess), job, dealer, decide) for i in range(count)
     ]
     return rollout(groups)

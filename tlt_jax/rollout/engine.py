@@ -32,7 +32,7 @@ from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import Group
+from tlt_jax.rollout.state import GroupContext
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -168,7 +168,7 @@ class Engine:
             self.texts.begin(tokens, samples)
         guide = self.texts.pool if self.texts else lambda rows: ()
         groups = [
-            Group(index, self.registry, weights[index], job, dealer, pilot.decide, guide)
+            GroupContext(index, self.registry, weights[index], job, dealer, pilot.decide, guide)
             for index in range(len(self.groups))
         ]
         before = len(self.registry.compiles)

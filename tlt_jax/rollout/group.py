@@ -14,14 +14,14 @@ from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
 from tlt_jax.rollout.executables import Key, prefill_key
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import Flight, Group, GroupState, GroupView, Joining, Prefilled, Running
+from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running
 from tlt_jax.spec_decode.decode import RUNNING, Admission
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 MAX_FLIGHTS = 8  # un-awaited programs of one group: more than about 30 on fake CPU devices abort the process
 
 
-def advance(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def advance(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read."""
     events: list[Event] = []
     while state.flights and state.flights[0].marker.is_ready():
@@ -42,7 +42,7 @@ def advance(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return state, events
 
 
-def retire(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def retire(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The oldest flight is read: its tokens become events, and ended sequences leave their rows."""
     flight, *flights = state.flights
     state = replace(state, flights=tuple(flights))
@@ -69,7 +69,7 @@ def retire(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return replace(state, rows=rows, retired=state.retired + 1), events
 
 
-def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def plan(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """Decides the next chunk, deals samples to free rows and moves the rows; no events when there is nothing to do now."""
     job = group.job
     ahead = sum(flight.kind == "decode" for flight in state.flights)
@@ -108,7 +108,7 @@ def plan(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
 
 
-def available(group: Group, view: GroupView, wanted: Decision) -> Decision:
+def available(group: GroupContext, view: GroupView, wanted: Decision) -> Decision:
     """The decision, or while its programs are compiled in the background, the nearest one whose programs are there.
 
     Without any it is the decision itself, and is waited for.
@@ -124,7 +124,7 @@ def available(group: Group, view: GroupView, wanted: Decision) -> Decision:
     return replace(ready[0], predicted=math.nan, reason=f"{wanted.reason}, while {name(wanted.strategy)} is compiled")
 
 
-def programs(group: Group, view: GroupView, decision: Decision) -> list[Key]:
+def programs(group: GroupContext, view: GroupView, decision: Decision) -> list[Key]:
     """Keys of what a decision needs: the chunk, and the move to another number of rows or slots."""
     job, sizes = group.job, (decision.batch, decision.slots)
     keys = [key_of(group, decision, "chunk", sizes=(job.rounds,), strategy=decision.strategy, rules=job.rules)]
@@ -141,7 +141,7 @@ def begin(job: RolloutRequest, prompt: int, sample: int) -> Running:
     return Running(prompt * job.samples + sample, length, length + job.max_new_tokens[prompt])
 
 
-def deal(group: Group, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
+def deal(group: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
     """(prompt, sample) for every free row: samples of prompts that are prefilled here, whole new prompts, then stolen ones."""
     if state.exhausted:
         return state, []
@@ -174,7 +174,7 @@ def blocks(job: RolloutRequest, state: GroupState, starts: Iterable[tuple[int, i
     return sources
 
 
-def move(group: Group, state: GroupState, decision: Decision) -> GroupState:
+def move(group: GroupContext, state: GroupState, decision: Decision) -> GroupState:
     """The state with the decided numbers of rows and slots; live sequences come first."""
     if state.device is not None and (state.batch, state.slots) == (decision.batch, decision.slots):
         return state
@@ -193,13 +193,13 @@ def move(group: Group, state: GroupState, decision: Decision) -> GroupState:
     )
 
 
-def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def join(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The next joining samples take their rows; their prompts are prefilled first when they are not yet."""
     joining, *rest = state.joining
     source, events = joining.source, []
     if source.values is None:
         source, marker = prefill(group, source)
-        flight = Flight(state.dispatched, "prefill", marker)
+        flight = InFlight(state.dispatched, "prefill", marker)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
         state = queued(state, flight)
     program = group.registry.get(key_of(group, state, "admit", sizes=source.sizes))
@@ -213,7 +213,7 @@ def join(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return replace(state, device=device, joining=tuple(rest), held=held, behind=behind), events
 
 
-def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
+def prefill(group: GroupContext, source: Prefilled) -> tuple[Prefilled, jax.Array]:
     """The prefill with its values, and an array that is ready when they are."""
     size, width = source.sizes
     tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
@@ -224,7 +224,7 @@ def prefill(group: Group, source: Prefilled) -> tuple[Prefilled, jax.Array]:
     return replace(source, values=values), marker
 
 
-def admissions(group: Group, state: GroupState, source: Prefilled, joining: Joining) -> Iterator[Admission]:
+def admissions(group: GroupContext, state: GroupState, source: Prefilled, joining: Joining) -> Iterator[Admission]:
     """The host arrays that put sequences into their rows, some at a time; what is left over goes to rows past the last."""
     job, remembered = group.job, group.registry.remembered(group.index, source.sizes[1])
     size = admission_size(state.batch)
@@ -243,22 +243,22 @@ def admissions(group: Group, state: GroupState, source: Prefilled, joining: Join
         yield Admission(rows=rows, keys=keys, history=history, **small)
 
 
-def most_behind(group: Group, strategy: Strategy) -> float:
+def most_behind(group: GroupContext, strategy: Strategy) -> float:
     """How many tokens the drafter may lack when a chunk of this strategy begins."""
     catches_up = strategy != PLAIN and group.registry.drafters[group.index].catch_up is not None
     return strategy.path if catches_up else math.inf
 
 
-def catch_up(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def catch_up(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The drafter learns of the tokens that it lacks for the decided chunk."""
     missing = state.decision.strategy.path
     device, marker = group.registry.get(key_of(group, state, "catch_up"))(state.device, group.weights, np.int32(missing))
-    flight = Flight(state.dispatched, "catch_up", marker)
+    flight = InFlight(state.dispatched, "catch_up", marker)
     event = Dispatched(flight.number, "catch_up", state.batch, state.slots)
     return queued(replace(state, device=device, behind=missing), flight), [event]
 
 
-def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
+def decode(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The decided chunk is dispatched."""
     decision = state.decision
     key = key_of(group, state, "chunk", sizes=(group.job.rounds,), strategy=decision.strategy, rules=group.job.rules)
@@ -267,7 +267,7 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     guide = () if decision.strategy == PLAIN else group.guide(uids)
     device, report = program(state.device, group.weights, guide, bounds)
     most = min(decision.rounds, group.job.rounds) * decision.strategy.path
-    flight = Flight(state.dispatched, "decode", report.counts, uids, report, most, key)
+    flight = InFlight(state.dispatched, "decode", report.counts, uids, report, most, key)
     expected = (decision.strategy, decision.predicted, decision.reason, state.is_moved)
     event = Dispatched(flight.number, "decode", state.batch, state.slots, *expected)
     behind = state.behind + most if decision.strategy == PLAIN else decision.strategy.path
@@ -275,11 +275,11 @@ def decode(group: Group, state: GroupState) -> tuple[GroupState, list[Event]]:
     return queued(state, flight), [event]
 
 
-def queued(state: GroupState, flight: Flight) -> GroupState:
+def queued(state: GroupState, flight: InFlight) -> GroupState:
     """The state with one program more on its way."""
     return replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
 
 
-def key_of(group: Group, shape: GroupState | Decision | GroupView, kind: str, **rest: Any) -> Key:
+def key_of(group: GroupContext, shape: GroupState | Decision | GroupView, kind: str, **rest: Any) -> Key:
     """Key of one of this group's programs on a state of this shape."""
     return Key(kind, group.index, shape.batch, shape.slots, tail=group.job.rules.tail, **rest)

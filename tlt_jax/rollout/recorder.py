@@ -14,7 +14,7 @@ import numpy as np
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout import group as machine
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
-from tlt_jax.rollout.state import Group, GroupState
+from tlt_jax.rollout.state import GroupContext, GroupState
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -183,7 +183,7 @@ class Ledger:
         if self.on_finish:
             self.on_finish(completion)
 
-    def result(self, groups: Sequence[Group]) -> RolloutResult:
+    def result(self, groups: Sequence[GroupContext]) -> RolloutResult:
         """Everything, in order of uid."""
         seconds = self.now()
         registry = groups[0].registry
@@ -218,7 +218,7 @@ def expected_work(dispatched: Dispatched, retired: Retired) -> float:
 
 
 def rollout(
-    groups: Sequence[Group],
+    groups: Sequence[GroupContext],
     on_finish: Callable[[Completion], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
     observe: Callable[[Measurement], None] = lambda measurement: None,

@@ -46,7 +46,7 @@ Guide = Callable[[tuple[int | None, ...]], PyTree]  # uids of the rows of a chun
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupContext:
     """The fixed side of the machine."""
 
     index: int
@@ -85,7 +85,7 @@ class Joining:
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlight:
     """A program that was dispatched and not read yet; `rows` are the uids that its rows hold, `most` the tokens of any.
 
     `key` names the program of a chunk.
@@ -112,7 +112,7 @@ class GroupState:
     slots: int = 0
     rows: tuple[Running | None, ...] = ()
     held: tuple[Prefilled, ...] = ()
-    flights: tuple[Flight, ...] = ()
+    flights: tuple[InFlight, ...] = ()
     decision: Decision | None = None
     joining: tuple[Joining, ...] = ()
     dispatched: int = 0
