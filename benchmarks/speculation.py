@@ -64,7 +64,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.events import Event, Retired, Tokens
+from tlt_jax.rollout.events import Emitted, Event, Retired
 from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
@@ -113,7 +113,7 @@ class Arm:
         if isinstance(event, Retired):
             self.news.append([time.perf_counter(), event.tokens, 0])
             self.is_hopeless |= stolen() > self.most
-        if isinstance(event, Tokens):
+        if isinstance(event, Emitted):
             self.news[-1][2] += event.finish != RUNNING
 
     def full_speed(self, begin: float, live: int) -> float:

@@ -269,7 +269,7 @@ def recorded(monkeypatch, *looks):
     """What a ledger makes of these looks at one group: when it looked, what it saw and dispatched, until when."""
     clock = iter([until for _, _, until in looks])
     monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
-    ledger = ledgers.Ledger(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
+    ledger = ledgers.RolloutRecorder(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
     for looked, events, _ in looks:
         ledger.record(0, events, looked)
     return ledger

@@ -25,7 +25,7 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
-from tlt_jax.rollout.events import Event, Tokens
+from tlt_jax.rollout.events import Emitted, Event
 from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.rollout.planner import Planner
@@ -207,7 +207,7 @@ class Engine:
 
     def listen(self, event: Event) -> None:
         """Remembers the answers that n-grams are drawn from."""
-        if self.texts and isinstance(event, Tokens):
+        if self.texts and isinstance(event, Emitted):
             self.texts.write(event.uid, event.tokens)
 
     def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:

@@ -64,7 +64,7 @@ class Retired:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Emitted:
     """New tokens of a sequence; `finish` is RUNNING or why it ended."""
 
     uid: int
@@ -80,4 +80,4 @@ class Decided:
     decision: Decision
 
 
-Event = Dispatched | Retired | Tokens | Decided
+Event = Dispatched | Retired | Emitted | Decided

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
-from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
+from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired
 from tlt_jax.rollout.executables import Key, prefill_key
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running
@@ -56,7 +56,7 @@ def retire(group: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     for row, uid in enumerate(flight.rows):
         count = int(report.counts[row])
         if uid is not None and count:
-            news[uid] = Tokens(uid, report.tokens[row, :count], report.logprobs[row, :count], int(report.finish[row]))
+            news[uid] = Emitted(uid, report.tokens[row, :count], report.logprobs[row, :count], int(report.finish[row]))
     events += news.values()
 
     def settle(running: Running | None) -> Running | None:

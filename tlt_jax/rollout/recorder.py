@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout import group as machine
-from tlt_jax.rollout.events import Decided, Decision, Dispatched, Event, Retired, Tokens
+from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired
 from tlt_jax.rollout.state import GroupContext, GroupState
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
@@ -66,7 +66,7 @@ class RolloutResult:
 
 
 @dataclass
-class Ledger:
+class RolloutRecorder:
     """What the events add up to; the only part of a rollout that reads a clock."""
 
     groups: int
@@ -75,7 +75,7 @@ class Ledger:
     observe: Callable[[Measurement], None]
     listen: Callable[[Event], None]
     begin: float = field(default_factory=time.perf_counter)
-    parts: dict[int, list[Tokens]] = field(default_factory=dict)
+    parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Ledger:
                     self.open[group, number] = (event, looked, now)
                 case Retired(number):
                     self.retire(group, event, self.open.pop((group, number))[0], *times[number], doubt)
-                case Tokens(uid):
+                case Emitted(uid):
                     self.parts.setdefault(uid, []).append(event)
                     self.totals["tokens"] += len(event.tokens)
                     if event.finish != RUNNING:
@@ -229,7 +229,7 @@ def rollout(
     `observe` gets what every chunk measured, `listen` every event.
     """
     states = [GroupState() for _ in groups]
-    ledger = Ledger(len(groups), groups[0].job.samples, on_finish, observe, listen)
+    ledger = RolloutRecorder(len(groups), groups[0].job.samples, on_finish, observe, listen)
     busy, pause = True, PAUSE[0]
     while busy:
         if interrupted and interrupted():
