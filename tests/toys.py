@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout.executables import Registry
+from tlt_jax.rollout.executables import Executables
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult, rollout
@@ -168,12 +168,12 @@ def no_drafter(group: Mesh, vocab: int) -> Drafter:
     return NO_DRAFTER
 
 
-def registry(groups: int, vocab: int, drafter=no_drafter) -> Registry:
+def registry(groups: int, vocab: int, drafter=no_drafter) -> Executables:
     """Executables of the table target on this many data groups of one device."""
     mesh = meshes.make_mesh(groups, 1)
     parts = [meshes.data_group(mesh, index) for index in range(groups)]
     targets, drafters = [table_target(part, vocab) for part in parts], [drafter(part, vocab) for part in parts]
-    return Registry(targets, drafters, parts, lambda compiled: None)
+    return Executables(targets, drafters, parts, lambda compiled: None)
 
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
@@ -181,7 +181,7 @@ def bucketed(batches, slots, strategy: Strategy = PLAIN):
     return Planner(batches, slots, fixed.fixed(strategy)).decide
 
 
-def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:
+def placed(programs: Executables, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:
     """The tables on a data group."""
     whole = NamedSharding(programs.meshes[group], PartitionSpec())
     if not programs.drafters[group].remembers:
@@ -190,7 +190,7 @@ def placed(programs: Registry, group: int, weights: np.ndarray, guess: np.ndarra
 
 
 def play(
-    programs: Registry, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: DecodingParams, *, max_new_tokens=24,
+    programs: Executables, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: DecodingParams, *, max_new_tokens=24,
     capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0, guess=None,
 ) -> RolloutResult:  # fmt: skip
     """A rollout of the table target; the drafter's table is `guess`, or the target's."""

@@ -26,7 +26,7 @@ from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Emitted, Event
-from tlt_jax.rollout.executables import Key, Registry, log_compile, time_draft, use_compile_cache
+from tlt_jax.rollout.executables import Executables, Key, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import Texts
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
@@ -69,7 +69,7 @@ class Engine:
         captures = drafter.captures if drafter else ()
         bound = [bindings.bind_target(model_config, group, dtype, captures, self.path) for group in self.groups]
         guesses = [bindings.bind_drafter(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
-        self.registry = Registry(bound, guesses, self.groups, log_compile)
+        self.registry = Executables(bound, guesses, self.groups, log_compile)
         self.tuner = make.make_tuner(settings, arms, mesh.devices.flat[0].platform)
         self.tuner_state, self.is_published = self.tuner.init(), False
         self.draft_seconds: dict[Shape, float] = {}

@@ -59,7 +59,7 @@ class Compiled:
     code: int
 
 
-class Registry:
+class Executables:
     """Owns the executables of every data group; `compiles` is the log.
 
     On accelerators programs that can be waited for are compiled in a thread, one at a time: compiling occupies the host
@@ -218,10 +218,10 @@ def compile_now(key: Key, lowered: jax.stages.Lowered, begin: float) -> tuple[Ca
     Lowering is not done here: in a thread it would miss JAX's local settings.
     """
     executable = lowered.compile()
-    return executable, describe(key, time.perf_counter() - begin, executable.memory_analysis())
+    return executable, compile_record(key, time.perf_counter() - begin, executable.memory_analysis())
 
 
-def time_draft(registry: Registry, key: Key, weights: Weights) -> float:
+def time_draft(registry: Executables, key: Key, weights: Weights) -> float:
     """Seconds of a round of the "draft" program of this key, on sequences that are half full of zeros."""
     spec = registry.known(key), registry.drafters[key.group].guide(key.batch)
     known, guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
@@ -255,7 +255,7 @@ def shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def describe(key: Key, seconds: float, memory: Any) -> Compiled:
+def compile_record(key: Key, seconds: float, memory: Any) -> Compiled:
     """The log line of a compilation."""
     return Compiled(
         key,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.executables import Key, Registry
+from tlt_jax.rollout.executables import Executables, Key
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
@@ -50,7 +50,7 @@ class GroupContext:
     """The fixed side of the machine."""
 
     index: int
-    registry: Registry
+    registry: Executables
     weights: Weights
     job: RolloutRequest
     dealer: WorkQueue
