@@ -29,7 +29,7 @@ from tlt_jax.rollout.bindings import TAIL
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import Key
-from tlt_jax.rollout.ngram_memory import Texts
+from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
@@ -337,8 +337,8 @@ def drafting(**speculation) -> Engine:
 
 
 def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monkeypatch, x64):
-    gather, gathered = Texts.pool, []
-    monkeypatch.setattr(Texts, "pool", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
+    gather, gathered = NGramMemory.pool, []
+    monkeypatch.setattr(NGramMemory, "pool", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
     plain, drafted = (drafting(tuner="fixed", strategies=[text]) for text in ("off", "2_2_4"))
     expected = answers(play(plain, PLAIN))
     assert not gathered and plain.texts.size > 0, "what was decoded plainly is remembered too"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.data import tasks
-from tlt_jax.rollout.ngram_memory import Texts
+from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
 from tlt_jax.spec_decode.strategy import Strategy
@@ -223,7 +223,7 @@ def test_scores_are_the_probabilities_that_proposals_hold():
 
 
 def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
-    texts = Texts(room=12, capacity=1000, context=2)
+    texts = NGramMemory(room=12, capacity=1000, context=2)
     texts.begin([np.array(prompt) for prompt in ([1, 2, 3], [1, 2, 3], [8], [1, 2, 3])], samples=1)
     texts.write(0, np.array([10]))
     texts.write(1, np.array([20, 21]))
@@ -240,7 +240,7 @@ def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
 
 
 def test_answers_of_earlier_rollouts_come_first_and_the_oldest_are_cut():
-    texts, prompts = Texts(room=8, capacity=1000, context=1), [np.array([5, 6])]
+    texts, prompts = NGramMemory(room=8, capacity=1000, context=1), [np.array([5, 6])]
     texts.begin(prompts, samples=1)
     texts.write(0, np.arange(10, 16))
     texts.begin(prompts, samples=2)
@@ -255,7 +255,7 @@ def test_answers_of_earlier_rollouts_come_first_and_the_oldest_are_cut():
 
 
 def test_the_memory_is_bounded_and_forgets_the_prompts_unused_for_longest():
-    texts = Texts(room=8, capacity=20, context=0)
+    texts = NGramMemory(room=8, capacity=20, context=0)
     for step in range(3):
         texts.begin([np.array([1]), np.array([2 + step])], samples=1)
         for uid in range(2):

@@ -312,13 +312,13 @@ def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
         Example(uid, random.integers(0, 9, 3), np.full(random.integers(20, 40), uid, np.int32)) for uid in range(23)
     ]
     config = configure(tmp_path, {"train.rows": 2})
-    rows = corpus.Rows(examples, config)
+    rows = corpus.PackedCorpus(examples, config)
     count = len(rows.arrays["tokens"])
     dealt = np.concatenate([rows.batch(step)["tokens"] for step in range(count)])  # two passes
     for part in (dealt[:count], dealt[count:]):
         assert sorted(map(tuple, part)) == sorted(map(tuple, rows.arrays["tokens"]))
     assert (dealt[:count] != dealt[count:]).any()
-    again = corpus.Rows(examples, config)
+    again = corpus.PackedCorpus(examples, config)
     np.testing.assert_array_equal(again.batch(3)["segments"], rows.batch(3)["segments"])
     assert rows.arrays["answers"].sum() == sum(len(one.answer) for one in examples)
     batch = rows.batch(0)

@@ -128,7 +128,7 @@ def frequent(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndar
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 
-class Rows:
+class PackedCorpus:
     """Packed rows of all examples [n, T], dealt in an order that is shuffled anew in every pass."""
 
     def __init__(self, examples: Sequence[Example], config: Config):

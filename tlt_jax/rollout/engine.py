@@ -27,7 +27,7 @@ from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Emitted, Event
 from tlt_jax.rollout.executables import Executables, Key, log_compile, time_draft, use_compile_cache
-from tlt_jax.rollout.ngram_memory import Texts
+from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
@@ -77,7 +77,7 @@ class Engine:
         self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
         self.basis["version"] = goodput.VERSION
         self.basis["devices"] = mesh.devices.flat[0].device_kind
-        texts = Texts(settings.pool, settings.memory, settings.max_match)
+        texts = NGramMemory(settings.pool, settings.memory, settings.max_match)
         self.texts = texts if settings.drafter == schema.NGRAM else None
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)

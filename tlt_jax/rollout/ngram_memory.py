@@ -26,7 +26,7 @@ class Text:
         return self.parts[0]
 
 
-class Texts:
+class NGramMemory:
     """Answers by prompt, oldest first: those of earlier rollouts, and those that are being decoded, finished or not.
 
     A text begins with the last `context` tokens of its prompt, so that an answer's first tokens find their like. At most

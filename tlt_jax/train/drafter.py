@@ -59,7 +59,7 @@ def train(config: Config) -> int:
             except Interrupted:
                 return PREEMPTED
             recipe, state = begin(config, model, mesh, examples, store, resumed)
-            rows = corpus.Rows(examples, config)
+            rows = corpus.PackedCorpus(examples, config)
             state, code = learn(config, recipe, state, params, rows, store, writer, preempted)
         if code == DONE:
             write(config, recipe, state.params)
@@ -116,7 +116,7 @@ def learn(
     recipe: Recipe,
     state: DrafterState,
     params: Params,
-    rows: corpus.Rows,
+    rows: corpus.PackedCorpus,
     store: Store,
     writer: Writer,
     interrupted: Callable[[], bool],
