@@ -77,7 +77,7 @@ class Adam:
 
 
 @struct.dataclass
-class Learner:
+class TrainState:
     """Weights and their optimizer. `step` counts updates, skipped ones too; `skips` those skipped in a row."""
 
     params: PyTree
@@ -87,7 +87,7 @@ class Learner:
     skipped: Int32[Array, ""]
 
 
-def advance(learner: Learner, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam) -> tuple[Learner, ArrayLike]:
+def advance(learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam) -> tuple[TrainState, ArrayLike]:
     """The learner after AdamW's step, and the rate of the step.
 
     The same weights and moments, and one more skip, when the update is not finite.
@@ -125,16 +125,16 @@ def init(adam: Adam, params: PyTree) -> optax.OptState:
     return adam.transformation().init(widen(params))
 
 
-def create(adam: Adam, params: PyTree, mesh: Mesh) -> Learner:
+def create(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
     """A learner before its first update. It owns `params`: the first update donates them."""
     target = abstract(adam, params, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target.opt_state)
     opt_state = jax.jit(partial(init, adam), out_shardings=shardings)(params)
     zeros = [jax.device_put(np.int32(0), target.step.sharding) for _ in range(3)]
-    return Learner(params, opt_state, *zeros)
+    return TrainState(params, opt_state, *zeros)
 
 
-def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> Learner:
+def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
     """Shape, dtype and sharding of a learner of (abstract) params: moments live where their weights do."""
     shapes = jax.eval_shape(partial(init, adam), params)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -149,4 +149,4 @@ def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> Learner:
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return Learner(params, opt_state, count, count, count)
+    return TrainState(params, opt_state, count, count, count)

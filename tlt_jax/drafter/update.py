@@ -24,12 +24,12 @@ from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams, Shared
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.optimizer import Adam, Learner
+from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.shapes import shaped
 
 TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}  # of the token loss; eagle's feature loss has weight 1
 ETA = 3.0  # of the "acceptance" loss (arXiv 2602.23881): how fast cross-entropy gives way to the acceptance itself
-DrafterState = Learner  # its params are DrafterParams, its moments those of the trained leaves: all but the ids
+DrafterState = TrainState  # its params are DrafterParams, its moments those of the trained leaves: all but the ids
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tlt_jax.data.packing import Packed
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.optimizer import Adam, Learner
+from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.train import losses
 
 
@@ -66,7 +66,7 @@ class Recipe:
         )  # fmt: skip
 
 
-PolicyState = Learner  # its params are transformer.Params
+PolicyState = TrainState  # its params are transformer.Params
 
 
 @struct.dataclass
