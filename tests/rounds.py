@@ -61,7 +61,7 @@ def program(
         bounds, state = jnp.array([1, limit]), begin(decoder, weights, prompts, keys, limit)
         if decoder.drafter.catch_up:
             state, _ = chunk.catch_up(decoder.target, decoder.drafter, state, weights, jnp.int32(decoder.strategy.path))
-        return chunk.chunk(decoder, rounds or limit, state, weights, (), bounds)
+        return chunk.decode_chunk(decoder, rounds or limit, state, weights, (), bounds)
 
     return run
 

@@ -151,7 +151,7 @@ class Executables:
         if key.kind == "chunk":
             decoder = Decoder(target, drafter, key.rules, key.strategy)
             program = jax.jit(
-                partial(chunk.chunk, decoder, key.sizes[0]),
+                partial(chunk.decode_chunk, decoder, key.sizes[0]),
                 donate_argnums=0,
                 out_shardings=(shardings(state), self.replicated(key)),
             )

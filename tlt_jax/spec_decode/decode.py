@@ -83,7 +83,7 @@ class Report:
     stats: Stats
 
 
-def chunk(
+def decode_chunk(
     decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, bounds: Int32[Array, " L"]
 ) -> tuple[DecodeState, Report]:
     """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
