@@ -44,14 +44,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key, prefill_key
+from tlt_jax.rollout.programs import Decode, Prefill, Start, StateShape
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.sampling import Sampling
 
@@ -129,10 +128,10 @@ class Ours:
 
     def decode(self, prompts: np.ndarray, lengths: Sequence[int], turn: int) -> dict[str, float]:
         """One rollout; the engine's totals."""
-        wanted = [Prompt(i, tokens, {}) for i, tokens in enumerate(prompts)]
-        result = self.engine.rollout(
-            self.weights, wanted, 1, PLAIN, lengths, stream=GENERATE_STREAM, step=turn, eos_ids=()
+        request = self.engine.request(
+            list(prompts), 1, PLAIN, lengths, stream=GENERATE_STREAM, step=turn, eos_ids=()
         )
+        result, _ = self.engine.run(request, self.weights)
         if [len(one.tokens) for one in result.completions] != list(lengths):
             raise RuntimeError("the engine made other lengths than asked for")
         return result.stats
@@ -196,7 +195,7 @@ def compare(ours: Ours, theirs: Theirs, shape: Shape, kind: str, sequences: int,
 
 def forward_only(engine: Engine, rounds: int) -> Callable[..., Any]:
     """The chunk without a choice: forward and commit, the next root taken from the maximum of the logits."""
-    target = engine.registry.targets[0]
+    target = engine.programs.shapes[0].target
 
     def chunk(state: Any, weights: Weights) -> Any:
         def step(_: int, state: Any) -> Any:
@@ -219,13 +218,16 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     prompts = np.random.default_rng(1).integers(0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32)
     lengths = [shape.equal] * sequences
     slots = engine.cache_buckets(list(prompts), shape.equal)[0]
-    keys = {name: Key("chunk", 0, batch, slots, (rounds,), rules=DecodingParams(Sampling(heat))) for name, heat in
-            (("greedy", 0.0), ("full", 1.0))}  # fmt: skip
-    programs = {name: engine.registry.get(key) for name, key in keys.items()} | {"model": forward_only(engine, rounds)}
+    shape_of_state = StateShape(0, batch, slots)
+    chunks = {
+        name: Decode(shape_of_state, rounds, params=DecodingParams(Sampling(heat)))
+        for name, heat in (("greedy", 0.0), ("full", 1.0))
+    }
+    programs = {name: engine.programs.get(chunk) for name, chunk in chunks.items()} | {"model": forward_only(engine, rounds)}
     weights = ours.weights[0]
     far = jnp.full(batch, 1 << 30, jnp.int32)
 
-    state = engine.registry.get(Key("start", 0, batch, slots))()
+    state = Start(shape_of_state)(engine.programs)
     state = state.replace(lengths=jnp.full(batch, PROMPT_TOKENS, jnp.int32), limits=far, live=far > 0)
     states = dict.fromkeys(programs)
 
@@ -265,7 +267,8 @@ def prefill(ours: Ours, prompts: np.ndarray) -> None:
     while left > 0:
         size = block_size(left, width)
         tokens, lengths = np.zeros((size, width), np.int32), np.full(size, PROMPT_TOKENS - 1, np.int32)
-        jax.block_until_ready(ours.engine.registry.get(prefill_key(0, size, width))(ours.weights[0].target, tokens, lengths))
+        program = Prefill(0, size, width)
+        jax.block_until_ready(program(ours.engine.programs, ours.weights[0].target, tokens, lengths))
         left -= size
 
 

@@ -64,8 +64,8 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.events import Emitted, Event, Retired
-from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.events import Emitted, Look, Retired
+from tlt_jax.rollout.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import DecodingParams, Known
@@ -104,17 +104,18 @@ class Arm:
         tokenizer = datasets.tokenizer(config)
         self.engine = Engine(self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
         self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
-        self.remember, self.engine.listen, self.news = self.engine.listen, self.listen, []
-        self.is_hopeless, self.most = False, math.inf
+        self.remember, self.engine.remember, self.news = self.engine.remember, self.listen, []
+        self.tuner, self.is_hopeless, self.most = self.engine.tuner.init(), False, math.inf
 
-    def listen(self, event: Event) -> None:
+    def listen(self, look: Look) -> None:
         """Notes when tokens came, and whether they ended their answer."""
-        self.remember(event)
-        if isinstance(event, Retired):
-            self.news.append([time.perf_counter(), event.tokens, 0])
-            self.is_hopeless |= stolen() > self.most
-        if isinstance(event, Emitted):
-            self.news[-1][2] += event.finish != RUNNING
+        self.remember(look)
+        for event in look.events:
+            if isinstance(event, Retired):
+                self.news.append([time.perf_counter(), event.tokens, 0])
+                self.is_hopeless |= stolen() > self.most
+            if isinstance(event, Emitted):
+                self.news[-1][2] += event.finish != RUNNING
 
     def full_speed(self, begin: float, live: int) -> float:
         """Tokens per second of a rollout that began then, for as long as so many were live."""
@@ -130,8 +131,10 @@ class Arm:
     ) -> RolloutResult:
         """One answer to each prompt; raises Interrupted when more than `most` processor seconds are `stolen`."""
         limit, self.news, self.is_hopeless, self.most = self.config.rollout.max_new_tokens, [], False, most
-        where = {"stream": GENERATE_STREAM, "step": step, "interrupted": lambda: self.is_hopeless}
-        return self.engine.rollout(self.weights, prompts, 1, Sampling(temperature), limit, **where)
+        tokens = [prompt.tokens for prompt in prompts]
+        request = self.engine.request(tokens, 1, Sampling(temperature), limit, stream=GENERATE_STREAM, step=step)
+        result, self.tuner = self.engine.run(request, self.weights, self.tuner, interrupted=lambda: self.is_hopeless)
+        return result
 
 
 class Peer:
@@ -217,20 +220,22 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
     table("live", "drafter", "strategy", "round / plain", "forward / plain", "outside the forward", "a level / plain")
     rounds = config.rollout.chunk
     programs, arm = {}, Arm(config, Speculation(drafter, "fixed", list(texts)), live)
-    target = arm.engine.registry.targets[0]
+    shapes = arm.engine.programs.shapes[0]
+    target = shapes.target
     slots = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1]
-    state = arm.engine.registry.get(Key("start", 0, live, slots))()
+    shape = StateShape(0, live, slots)
+    state = Start(shape)(arm.engine.programs)
     far = jnp.full(live, 1 << 30, jnp.int32)
     state = state.replace(lengths=jnp.full(live, FILLED, jnp.int32), limits=far, live=far > 0)
-    guide = arm.engine.registry.drafters[0].guide(live)
+    guide = shapes.drafter.guide(live)
     guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), guide)
     for text in ("off", *texts):
         strategy = strategies.parse(text)
-        key = Key("chunk", 0, live, slots, (rounds,), strategy=strategy, rules=DecodingParams(Sampling(1.0)))
-        programs[text, "round"] = arm.engine.registry.get(key)
+        chunk = Decode(shape, rounds, strategy, DecodingParams(Sampling(1.0)))
+        programs[text, "round"] = arm.engine.programs.get(chunk)
         programs[text, "forward"] = forwards(target, strategy, rounds)
         if text != "off":
-            programs[text, "draft"] = arm.engine.registry.get(replace(key, kind="draft"))
+            programs[text, "draft"] = arm.engine.programs.get(DraftOnly(shape, rounds, strategy, 1.0))
     spent: dict[tuple[str, str], list[float]] = {name: [] for name in programs}
     begin = time.perf_counter()
     while len(spent["off", "round"]) < 5 or time.perf_counter() - begin < seconds:
@@ -336,11 +341,11 @@ def pool(config: Config, drafter: str) -> None:
     rules, rounds = DecodingParams(Sampling(1.0)), config.rollout.chunk
     for batch in buckets:
         for one in (PLAIN, *arms):
-            arm.engine.registry.get(Key("chunk", 0, batch, slots, (rounds,), strategy=one, rules=rules))
+            arm.engine.programs.get(Decode(StateShape(0, batch, slots), rounds, one, rules))
     usual = bucketed(arms)
     table("pool", "programs", "seconds", "temporaries, MiB", "largest, MiB", "code, MiB")
-    every = arm.engine.registry.compiles
-    few = [one for one in every if one.key.strategy in (PLAIN, *strategies_for(usual, one.key.batch))]
+    every = arm.engine.programs.compiles
+    few = [one for one in every if one.program.strategy in (PLAIN, *strategies_for(usual, one.program.state.batch))]
     for name, compiled in (("every strategy for every batch", every), ("bucketed", few)):
         temporary = [one.temporary / 2**20 for one in compiled]
         row(name, len(compiled), round(sum(one.seconds for one in compiled)), sum(temporary), max(temporary),

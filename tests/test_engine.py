@@ -19,7 +19,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Model as ModelSection, Rollout, Speculation
-from tlt_jax.data.dataset import Prompt
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
@@ -28,12 +27,13 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.bindings import TAIL
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key
 from tlt_jax.rollout.ngram_memory import NGramMemory
+from tlt_jax.rollout.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.train.run_state import resumed_tuner
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
 STOPS = ((7, 7), (11,))
@@ -66,15 +66,17 @@ def params_of(engine: Engine, seed: int = 0):
     return transformer.init(engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
 
 
-def prompts_of(prompts=PROMPTS) -> list[Prompt]:
-    return [Prompt(index, np.asarray(tokens, np.int32), {}) for index, tokens in enumerate(prompts)]
-
-
 def play(
     engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, limits=LIMIT, **rest
 ):
     weights = engine.publish(params_of(engine, seed))
-    return engine.rollout(weights, prompts_of(), SAMPLES, setting, limits, stream=stream, step=step, **rest)
+    return roll_out(engine, weights, PROMPTS, SAMPLES, setting, limits, stream=stream, step=step, **rest)
+
+
+def roll_out(engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, **which):
+    """The rollout of a request of these prompts, by a tuner that knows nothing before."""
+    request = engine.request([np.asarray(prompt, np.int32) for prompt in prompts], *shape, **which)
+    return engine.run(request, weights, on_finish=on_finish, interrupted=interrupted)[0]
 
 
 def answers(result) -> list[tuple[int, list[int], str]]:
@@ -209,9 +211,10 @@ def long_rollouts():
             score, LONG_PROMPTS, [LONG_LIMIT] * len(LONG_PROMPTS), keys, setting, LONG.eos_ids, LONG_STOPS
         )
         return law, [
-            engine.rollout(
+            roll_out(
+                engine,
                 parts,
-                prompts_of(LONG_PROMPTS),
+                LONG_PROMPTS,
                 2,
                 setting,
                 LONG_LIMIT,
@@ -236,12 +239,12 @@ def test_float32_rollouts_of_any_shape_are_the_same_but_for_rare_near_ties(setti
 def test_float32_logprobs_equal_a_fresh_forward():
     engine = engine_of(dtype="float32")
     params = params_of(engine)
-    result = engine.rollout(
-        engine.publish(params), prompts_of(), SAMPLES, Sampling(0.8, 9, 0.9), LIMIT, stream=TRAIN_STREAM, step=1
+    result = roll_out(
+        engine, engine.publish(params), PROMPTS, SAMPLES, Sampling(0.8, 9, 0.9), LIMIT, stream=TRAIN_STREAM, step=1
     )
     rows, segments = np.zeros((2, len(result.completions), 32), np.int32)
     for row, segment, one in zip(rows, segments, result.completions, strict=True):
-        whole = np.concatenate([prompts_of()[one.prompt].tokens, one.tokens])
+        whole = np.concatenate([np.asarray(PROMPTS[one.prompt]), one.tokens])
         row[: len(whole)], segment[: len(whole)] = whole, 1
     positions = np.broadcast_to(np.arange(32), rows.shape)
     x, _ = transformer.hidden(params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32")
@@ -254,10 +257,11 @@ def test_float32_logprobs_equal_a_fresh_forward():
 def test_rows_that_are_not_live_change_nothing(x64):
     engine = engine_of(data=1, chunk=4)
     weights = engine.publish(params_of(engine))
-    full = engine.rollout(weights, prompts_of(), SAMPLES, PLAIN, LIMIT, stream=TRAIN_STREAM, step=0)
-    key = Key("chunk", 0, 12, 32, (4,), tail=1, rules=DecodingParams(PLAIN, MODEL.eos_ids, STOPS))
-    program, like = engine.registry.get(key), engine.registry.state(key)
-    assert full.stats["programs"] == len(engine.registry.executables), "the chunk that the rollout used"
+    full = roll_out(engine, weights, PROMPTS, SAMPLES, PLAIN, LIMIT, stream=TRAIN_STREAM, step=0)
+    shape = StateShape(0, 12, 32, stop_window=1)
+    chunk = Decode(shape, 4, params=DecodingParams(PLAIN, MODEL.eos_ids, STOPS))
+    program, like = engine.programs.get(chunk), engine.programs.shapes[0].state(shape)
+    assert full.stats["programs"] == len(engine.programs.executables), "the chunk that the rollout used"
     rng = np.random.default_rng(0)
 
     def junk(leaf):
@@ -293,10 +297,10 @@ def test_rows_that_are_not_live_change_nothing(x64):
 def test_the_cache_is_updated_in_place():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
     engine = Engine(Config(rollout=Rollout(compile_cache=CACHE.name)), model, meshes.make_mesh(1, 1))
-    key = Key("chunk", 0, 16, 512, (16,), rules=DecodingParams(PLAIN, (0,)))
-    engine.registry.get(key)
-    compiled = engine.registry.compiles[-1]
-    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.registry.state(key).cache))
+    chunk = Decode(StateShape(0, 16, 512), 16, params=DecodingParams(PLAIN, (0,)))
+    engine.programs.get(chunk)
+    compiled = engine.programs.compiles[-1]
+    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.shapes[0].state(chunk.state).cache))
     assert compiled.aliased >= cache
     assert compiled.temporary < cache / 4, f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
 
@@ -305,9 +309,9 @@ def test_the_drafting_that_is_timed_copies_no_features():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
     config = Config(rollout=Rollout(compile_cache=CACHE.name), speculation=Speculation("a drafter given here"))
     engine = Engine(config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3"))
-    key = Key("draft", 0, 16, 512, (8,), strategy=Strategy(3, 1, 4), rules=DecodingParams(PLAIN))
-    engine.registry.get(key)
-    compiled, known = engine.registry.compiles[-1], engine.registry.known(key)
+    draft = DraftOnly(StateShape(0, 16, 512), 8, Strategy(3, 1, 4), 1.0)
+    engine.programs.get(draft)
+    compiled, known = engine.programs.compiles[-1], engine.programs.shapes[0].known(draft.state)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter)))
     assert compiled.aliased >= size
 
@@ -315,7 +319,7 @@ def test_the_drafting_that_is_timed_copies_no_features():
 def test_steps_compile_once_and_streams_differ():
     engine = engine_of(data=2, dtype="float32", batch_buckets=[6])
     first = play(engine, PLAIN)
-    assert first.stats["compiles"] == len(engine.registry.compiles) > 0
+    assert first.stats["compiles"] == len(engine.programs.compiles) > 0
     others = [play(engine, PLAIN, seed=1, step=1), play(engine, PLAIN, stream=EVAL_STREAM), play(engine, PLAIN)]
     assert {result.stats["compiles"] for result in others} == {0}
     assert len({str(answers(result)) for result in (first, *others)}) == 3
@@ -326,7 +330,7 @@ def test_executables_are_kept_on_disk_also_when_something_was_compiled_before(tm
     jax.jit(lambda x: x + 1)(jnp.ones(3))
     for folder in (tmp_path / "a", tmp_path / "b"):
         engine = engine_of(dtype="float32", compile_cache=str(folder))
-        engine.registry.get(Key("start", 0, 2, 32))
+        engine.programs.get(Start(StateShape(0, 2, 32)))
         assert any(folder.iterdir())
 
 
@@ -341,9 +345,9 @@ def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monk
     monkeypatch.setattr(NGramMemory, "pool", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
     plain, drafted = (drafting(tuner="fixed", strategies=[text]) for text in ("off", "2_2_4"))
     expected = answers(play(plain, PLAIN))
-    assert not gathered and plain.texts.size > 0, "what was decoded plainly is remembered too"
+    assert not gathered and plain.ngram_memory.size > 0, "what was decoded plainly is remembered too"
     assert answers(play(drafted, PLAIN)) == expected
-    assert gathered and drafted.texts.size == plain.texts.size
+    assert gathered and drafted.ngram_memory.size == plain.ngram_memory.size
 
 
 @pytest.mark.parametrize(
@@ -358,28 +362,19 @@ def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monk
     ],
 )
 def test_a_tuner_goes_on_from_what_was_learned_in_the_same_way_only(change, reason, caplog):
-    learned = drafting().learned()
-    learned["state"] = {**learned["state"], "clock": 99}
-    learned = json.loads(json.dumps(learned))
+    engine = drafting()
+    saved = {"basis": engine.basis, "state": {**engine.tuner.init(), "clock": 99}}
+    saved = json.loads(json.dumps(saved))
     if change == "devices":
-        learned["basis"]["devices"] = "another"
+        saved["basis"]["devices"] = "another"
     elif change == "version":
-        del learned["state"]["evidence"]
+        del saved["state"]["evidence"]
     engine = drafting(**change if isinstance(change, dict) else {})
     with caplog.at_level(logging.INFO, "tlt_jax"):
-        engine.resume(None if change == "absence" else learned)
+        state = resumed_tuner(None if change == "absence" else saved, engine.tuner, engine.basis)
     said = [record.getMessage() for record in caplog.records]
     assert said == ([f"the tuner starts anew: what it had learned is {reason}"] if reason else [])
-    assert engine.tuner_state == (engine.tuner.init() if reason else learned["state"])
-
-
-def test_the_tuner_hears_of_new_weights_and_not_of_those_that_its_state_was_saved_with(x64):
-    engine = drafting()
-    clocks = []
-    for _ in range(3):
-        engine.publish(params_of(engine))
-        clocks.append(engine.tuner_state["clock"])
-    assert clocks[0] == 0 < clocks[1] < clocks[2]
+    assert state == (engine.tuner.init() if reason else saved["state"])
 
 
 def test_published_weights_are_views():
@@ -418,7 +413,7 @@ def test_prompts_that_do_not_fit_are_refused():
         ([[1] * 60, [1]], [5, 62], "prompt of 60 tokens and an answer of 5 exceed the model's 64 .* at most 4 new"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
-            engine.rollout([], prompts_of(prompts), 1, PLAIN, limits, stream=0, step=0)
+            engine.request([np.asarray(prompt, np.int32) for prompt in prompts], 1, PLAIN, limits, stream=0, step=0)
     with pytest.raises(ValueError, match="add 12"):
         engine_of(batch_buckets=[2, 4])
 

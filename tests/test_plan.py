@@ -24,7 +24,7 @@ from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, StateShape
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -135,9 +135,9 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
     }
     for name, largest in expected.items():
         settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
-        reach = bindings.reach(settings, arms, batches)
-        assert [reach.get(arm) for arm in arms] == largest, name
         tuner = make.make_tuner(settings, arms, "tpu")
+        reach = make.largest_batches(tuner, batches)
+        assert [reach.get(arm) for arm in arms] == largest, name
         used: dict = {}
         for best in arms:
             state = tuner.init()
@@ -169,12 +169,12 @@ def test_the_largest_kind_names_the_knob():
 
 def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see():
     """Features lie over `model`; the states that they are copies of do not, and a drafter gathers no more than its windows."""
-    key, found = Key("chunk", 0, 4, 128, (4,), rules=DecodingParams(eos_ids=(1,))), []
+    key, found = Decode(StateShape(0, 4, 128), 4, params=DecodingParams(eos_ids=(1,))), []
     for drafter in ((), DRAFTERS["eagle3"], DRAFTERS["eagle"]):
         engine = plan_of(*drafter)[2]
-        found.append(collectives(engine.registry.lower(key).compile().as_text(), engine.groups[0]))
+        found.append(collectives(engine.programs.lower(key).compile().as_text(), engine.groups[0]))
         if drafter:
-            drafting = engine.registry.lower(replace(key, strategy=strategies.parse("2_2_4"))).compile()
+            drafting = engine.programs.lower(replace(key, strategy=strategies.parse("2_2_4"))).compile()
             crossed = collectives(drafting.as_text(), engine.groups[0])
             assert {name.split(" over ")[0] for name in crossed} == {"all-reduce", "all-gather"}
     assert {name.split(" over ")[0] for name in found[0]} == {"all-reduce"}
@@ -206,14 +206,14 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
     sizes = {}
     for slots in (16, 64):
         settings, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", str(slots))
-        key = Key("catch_up", 0, slots, 1024)
-        sizes[slots] = engine.registry.lower(key).compile().memory_analysis().temp_size_in_bytes
+        key = CatchUp(StateShape(0, slots, 1024))
+        sizes[slots] = engine.programs.lower(key).compile().memory_analysis().temp_size_in_bytes
     assert sizes[64] < 1.5 * sizes[16]
 
 
 def test_an_admission_holds_the_prompts_that_join_and_no_cache():
     _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
-    memory = engine.registry.lower(Key("admit", 0, 64, 1024, (1, 128))).compile().memory_analysis()
+    memory = engine.programs.lower(Admit(StateShape(0, 64, 1024), Prefill(0, 1, 128))).compile().memory_analysis()
     joining = memory.argument_size_in_bytes * admission_size(64) / 64 * 128 / 1024
     assert joining < memory.argument_size_in_bytes / 30 and memory.temp_size_in_bytes < 1.5 * joining
 

@@ -10,7 +10,7 @@ import pytest
 import toys
 
 from tlt_jax.rollout import executables
-from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.programs import Decode, Program, Start, StateShape
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -23,23 +23,28 @@ WANTED = Strategy(2, 2, 4)
 pytestmark = pytest.mark.usefixtures("x64")
 
 
+def is_held(program: Program) -> bool:
+    """Whether its compilation waits until it is allowed: all but plain programs of 6 rows."""
+    return program.state.batch != 6 or isinstance(program, Decode) and program.strategy != PLAIN
+
+
 class Slow:
-    """A registry as on an accelerator, whose background compilations end once `allowed` is set."""
+    """Executables as on an accelerator, whose background compilations end once `allowed` is set."""
 
     def __init__(self, monkeypatch):
-        self.registry, self.allowed, self.asked = toys.registry(1, V, toys.table_drafter()), threading.Event(), []
-        self.registry.waits, compile_now = False, executables.compile_now
+        self.executables, self.allowed, self.asked = toys.executables(1, V, toys.table_drafter()), threading.Event(), []
+        self.executables.waits, compile_now = False, executables.compile_now
 
-        def gated(key: Key, lowered, begin):
-            if threading.current_thread() is not threading.main_thread() and (key.batch, key.strategy) != (6, PLAIN):
-                self.asked.append(key)
+        def gated(program: Program, lowered, begin):
+            if threading.current_thread() is not threading.main_thread() and is_held(program):
+                self.asked.append(program)
                 assert self.allowed.wait(20)
-            return compile_now(key, lowered, begin)
+            return compile_now(program, lowered, begin)
 
         monkeypatch.setattr(executables, "compile_now", gated)
 
 
-def play(registry, first: Strategy, after=lambda: None, **rest):
+def play(programs, first: Strategy, after=lambda: None, **rest):
     """A rollout that wants `first` for its first chunk and WANTED from then on; `after` is called before each choice."""
 
     def decide(view):
@@ -48,7 +53,7 @@ def play(registry, first: Strategy, after=lambda: None, **rest):
         return toys.bucketed((batch,), (64,), first if view.retired == 0 else WANTED)(view)
 
     shape = {"capacity": 6, "batches": (6,), "rounds": 2, "in_flight": 1, "decide": decide} | rest
-    return toys.play(registry, TABLE, PROMPTS, 3, RULES, **shape)
+    return toys.play(programs, TABLE, PROMPTS, 3, RULES, **shape)
 
 
 def answers(result):
@@ -56,29 +61,29 @@ def answers(result):
 
 
 def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(monkeypatch):
-    expected = answers(toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+    expected = answers(toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
     slow, choices = Slow(monkeypatch), []
 
     def after():
         choices.append(1)
         if len(choices) >= 4:
             slow.allowed.set()
-            for future in list(slow.registry.ahead.values()):
+            for future in list(slow.executables.ahead.values()):
                 future.result()
 
-    result = play(slow.registry, PLAIN, after)
+    result = play(slow.executables, PLAIN, after)
     assert answers(result) == expected
     used = [decision.strategy for decision in result.decisions]
     assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {WANTED}  # after the chunk it is the catching up that is missing
     assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
-    assert [key.strategy for key in slow.asked] == [WANTED]  # asked for once, compiled once
-    assert len({one.key for one in slow.registry.compiles}) == len(slow.registry.compiles)
+    assert [program.strategy for program in slow.asked] == [WANTED]  # asked for once, compiled once
+    assert len({one.program for one in slow.executables.compiles}) == len(slow.executables.compiles)
 
 
 def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(monkeypatch):
     slow = Slow(monkeypatch)
-    result = play(slow.registry, PLAIN, batches=(2, 6), max_new_tokens=40)
-    expected = toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,), max_new_tokens=40)
+    result = play(slow.executables, PLAIN, batches=(2, 6), max_new_tokens=40)
+    expected = toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,), max_new_tokens=40)
     assert answers(result) == answers(expected)
     assert {(decision.batch, decision.strategy) for decision in result.decisions} == {(6, PLAIN)}
     slow.allowed.set()
@@ -87,27 +92,27 @@ def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(
 def test_without_anything_else_the_program_is_waited_for(monkeypatch):
     slow = Slow(monkeypatch)
     threading.Timer(0.5, slow.allowed.set).start()
-    used = [decision.strategy for decision in play(slow.registry, WANTED).decisions]
+    used = [decision.strategy for decision in play(slow.executables, WANTED).decisions]
     assert used[0] == WANTED
 
 
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
-    registry = toys.registry(1, V)
-    registry.waits = False
-    monkeypatch.setattr(executables, "compile_now", lambda key, lowered, begin: np.zeros(0)[1])
-    key = Key("start", 0, 2, 64)
-    while not registry.is_ready(key):
+    programs = toys.executables(1, V)
+    programs.waits = False
+    monkeypatch.setattr(executables, "compile_now", lambda program, lowered, begin: np.zeros(0)[1])
+    start = Start(StateShape(0, 2, 64))
+    while not programs.is_ready(start):
         pass
     with pytest.raises(IndexError):
-        registry.get(key)
+        programs.get(start)
 
 
 def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(monkeypatch):
-    expected = answers(toys.play(toys.registry(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+    expected = answers(toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
     monkeypatch.setattr(executables, "MAX_PROGRAMS", 2)
-    registry = toys.registry(1, V, toys.table_drafter())
+    programs = toys.executables(1, V, toys.table_drafter())
     for first in (PLAIN, Strategy(1, 2, 3)):
-        assert answers(play(registry, first)) == expected
-        assert len(registry.executables) <= 2 and registry.ran <= registry.executables.keys()
-    times = Counter(one.key for one in registry.compiles)
+        assert answers(play(programs, first)) == expected
+        assert len(programs.executables) <= 2 and programs.ran <= programs.executables.keys()
+    times = Counter(one.program for one in programs.compiles)
     assert len(times) > 2 and max(times.values()) > 1

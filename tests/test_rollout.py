@@ -16,11 +16,12 @@ import toys
 
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout import recorder as ledgers
+from tlt_jax.rollout import driver
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
-from tlt_jax.rollout.events import Dispatched, Retired
-from tlt_jax.rollout.group import blocks
+from tlt_jax.rollout.events import Decision, Dispatched, Look, Retired
+from tlt_jax.rollout.group import prefill_sources
 from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.recorder import RolloutRecorder
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupState, GroupView
 from tlt_jax.spec_decode import noise
@@ -37,6 +38,7 @@ SAMPLES = 3
 RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
 LIMIT = 24
 BIN = np.ones(BINS)
+CHUNK = Decision(0, 0, 4, 64, PLAIN)
 STATS = Stats(row_rounds=np.int32(1), declined=np.int32(1), hits=np.ones((1, 2, 1)), nodes=BIN, promised=BIN, held=BIN)
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 def programs(groups: int = 1, drafter: str = "none"):
     """Executables that the tests share; shapes that one test compiled serve the next."""
     drafters = {"none": toys.no_drafter, "some ids": toys.table_drafter(ids=np.array([0, 2, 3, 5, 7, 9]))}
-    return toys.registry(groups, V, drafters.get(drafter, toys.table_drafter()))
+    return toys.executables(groups, V, drafters.get(drafter, toys.table_drafter()))
 
 
 GUESSES = {"exact": TABLE, "wrong": -TABLE, "noisy": toys.table(V, seed=9, scale=0.5) + TABLE, "broken": TABLE * np.nan}
@@ -170,13 +172,13 @@ def test_more_sequences_join_than_one_admission_takes():
 
 
 @pytest.mark.parametrize("second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)])
-def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(monkeypatch, second, share):
+def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(second, share):
     rounds, strategy, batch = second
+    other = replace(CHUNK, strategy=strategy)
     ledger = recorded(
-        monkeypatch,
         (0.0, [Dispatched(0, "prefill", 1, 64)], 1.0),
-        (1.0, [Dispatched(1, "decode", 4, 64, PLAIN), Dispatched(2, "decode", batch, 64, strategy)], 2.0),
-        (5.0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64)], 5.0),
+        (1.0, [Dispatched(1, "decode", 4, 64, CHUNK), Dispatched(2, "decode", batch, 64, other)], 2.0),
+        (5.0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64, CHUNK)], 5.0),
         (7.0, [Retired(1, "decode", 16, 64, STATS), Retired(2, "decode", rounds, 32, STATS)], 7.0),
         (8.0, [Retired(3, "decode", 16, 64, STATS)], 8.0),
     )
@@ -186,26 +188,24 @@ def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(monkeypat
     assert [(span.start, span.end) for span in ledger.spans][::3] == [(1.0, 5.0), (7.0, 8.0)]
 
 
-def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time(monkeypatch):
+def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time():
     ledger = recorded(
-        monkeypatch,
-        (0.0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (0.0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         (3.0, [Retired(0, "prefill"), Retired(1, "decode", 16, 64, STATS)], 3.0),
     )
     (chunk,) = ledger.measurements
     assert 1.0 < chunk.seconds < 2.0
 
 
-def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch):
+def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
     """Chunks of two seconds, read at the next look; at 3.1 the host compiled until 9.0, before or after it queued the third."""
     ledger = recorded(
-        monkeypatch,
-        (0.9, [Dispatched(0, "decode", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (0.9, [Dispatched(0, "decode", 4, 64, CHUNK), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         (2.9, [], 2.9),
         (3.0, [Retired(0, "decode", 16, 64, STATS)], 3.0),
-        (3.1, [Dispatched(2, "decode", 4, 64)], 9.0),
+        (3.1, [Dispatched(2, "decode", 4, 64, CHUNK)], 9.0),
         (9.1, [Retired(1, "decode", 16, 64, STATS)], 9.1),
-        (10.9, [Dispatched(3, "decode", 4, 64)], 10.9),
+        (10.9, [Dispatched(3, "decode", 4, 64, CHUNK)], 10.9),
         (11.0, [Retired(2, "decode", 16, 64, STATS)], 11.0),
         (12.9, [], 12.9),
         (13.0, [Retired(3, "decode", 16, 64, STATS)], 13.0),
@@ -216,11 +216,10 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatc
 
 
 @pytest.mark.parametrize("before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)])
-def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(monkeypatch, before, looked, seconds):
+def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(before, looked, seconds):
     """It takes two seconds, and is read at the next look, or when the host has compiled from 2.1 to 9.0; then a chunk."""
     (chunk,) = recorded(
-        monkeypatch,
-        (0.9, [Dispatched(0, "catch_up", 4, 64), Dispatched(1, "decode", 4, 64)], 1.0),
+        (0.9, [Dispatched(0, "catch_up", 4, 64), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         before,
         (looked, [Retired(0, "catch_up")], looked),
         (10.0, [Retired(1, "decode", 16, 64, STATS)], 10.0),
@@ -236,19 +235,20 @@ def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_whe
         waits[-1].append(seconds)
         clock[0] += seconds
 
-    def advance(group, state):
+    def advance(context, state, is_stopping):
         if waits and clock[0] < ready[0]:
             return state, []
         wait = next(due, None)
         waits.append([])
         ready[0] = clock[0] + (wait or 0)
-        return SimpleNamespace(is_done=wait is None), ["something"]
+        return SimpleNamespace(is_released=wait is None), ["something"]
 
     ready = [0.0]
-    monkeypatch.setattr(ledgers.machine, "advance", advance)
-    monkeypatch.setattr(ledgers.time, "sleep", sleep)
-    job, registry = SimpleNamespace(samples=1), SimpleNamespace(executables={})
-    ledgers.rollout([SimpleNamespace(job=job, registry=registry)])
+    monkeypatch.setattr(driver.machine, "advance", advance)
+    planner = SimpleNamespace(observe=None)
+    context = SimpleNamespace(index=0, request=SimpleNamespace(samples=1), planner=planner)
+    time = SimpleNamespace(now=lambda: clock[0], sleep=sleep)
+    driver.run(driver.start([context], clock=time))
     *waits, last = waits
     assert last == []
     for parts, wait, most in zip(waits, (0.001, 0.05, 0.8), (6, 92, 320), strict=True):
@@ -256,7 +256,7 @@ def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_whe
 
 
 def test_the_first_round_that_a_program_runs_is_not_timed():
-    registry, seen = toys.registry(1, V, toys.no_drafter), set()
+    registry, seen = toys.executables(1, V, toys.no_drafter), set()
     for measured in toys.play(registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5)).measurements:
         shape = measured.batch, measured.slots, measured.strategy
         assert math.isinf(measured.doubt) == (shape not in seen)
@@ -265,14 +265,12 @@ def test_the_first_round_that_a_program_runs_is_not_timed():
     assert len(seen) > 1 and all(math.isfinite(measured.doubt) for measured in again.measurements)
 
 
-def recorded(monkeypatch, *looks):
-    """What a ledger makes of these looks at one group: when it looked, what it saw and dispatched, until when."""
-    clock = iter([until for _, _, until in looks])
-    monkeypatch.setattr(ledgers.time, "perf_counter", lambda: next(clock))
-    ledger = ledgers.RolloutRecorder(1, 1, None, lambda one: None, lambda event: None, begin=0.0)
-    for looked, events, _ in looks:
-        ledger.record(0, events, looked)
-    return ledger
+def recorded(*looks):
+    """What a recorder makes of these looks at one group: when it looked, what it saw and dispatched, until when."""
+    recorder = RolloutRecorder(1, begin=0.0)
+    for began, events, ended in looks:
+        recorder.record(Look(0, began, ended, tuple(events)))
+    return recorder
 
 
 @pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])
@@ -327,8 +325,8 @@ def test_no_row_idles_while_a_sample_waits_and_rows_that_others_need_not_keep_ar
         started += len(decision.joining)
         assert view.waiting or started == ended
         smaller = max((size for size in batches if size < decision.batch), default=0)
-        assert decision.floor == (view.live if view.waiting else smaller + 1)
-        assert measured.row_rounds >= measured.rounds * decision.floor
+        assert decision.min_live == (view.live if view.waiting else smaller + 1)
+        assert measured.row_rounds >= measured.rounds * decision.min_live
         if view.waiting:
             assert measured.row_rounds == measured.rounds * view.live
     assert {decision.batch for decision in result.decisions} > {4}
@@ -404,16 +402,22 @@ def test_limits_of_one_token_and_prompts_of_one_token():
     assert {len(one.tokens) for one in result.completions} == {1}
 
 
-def test_dealing_gives_every_sample_once_and_steals_the_waiting_ones():
+def test_the_queue_gives_every_sample_once_and_then_single_ones_of_others():
     board = LocalBoard()
     one, two = (WorkQueue(board, "s", prompts=2, samples=3) for _ in range(2))
-    assert one.steal() is None
-    assert [one.claim(), two.claim(), one.claim()] == [0, 1, None]
-    assert one.take(0, 2) == [0, 1] and two.take(1, 5) == [0, 1, 2]
-    assert two.steal() == (0, 2)
-    assert one.take(0, 2) == [] and one.steal() is None
+    assert one.take(2) == ([(0, 0), (0, 1)], set(), False), "a whole prompt, of which a sample waits"
+    assert two.take(3) == ([(1, 0), (1, 1), (1, 2)], {1}, False), "the next one, all of it"
+    assert two.take(2, prefilled=[1]) == ([(0, 2)], {1}, True), "what the other group has not started"
+    assert one.take(2, prefilled=[0]) == ([], {0}, True)
     one.close()
     assert board.get("s/claimed") == 0
+
+
+def test_the_samples_of_prefilled_prompts_go_before_new_prompts():
+    queue = WorkQueue(LocalBoard(), "s", prompts=3, samples=2)
+    assert queue.take(1).samples == [(0, 0)]
+    assert queue.take(2, prefilled=[0]) == ([(0, 1), (1, 0)], {0}, False)
+    assert queue.take(9, prefilled=[1]) == ([(1, 1), (2, 0), (2, 1)], {1, 2}, True)
 
 
 def test_prefills_come_in_few_shapes():
@@ -428,7 +432,7 @@ def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
     lengths = random.permutation([20] * 3 + [200] + [7] * 60 + [*random.integers(2, 300, 30)])
     prompts = tuple(np.zeros(length, np.int32) for length in lengths)
     job = RolloutRequest(prompts, 1, (8,) * len(prompts), np.zeros((len(prompts), 2), np.uint32), RULES, 4, 1, len(prompts))
-    sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(len(prompts))])
+    sources = prefill_sources(job, GroupState(), [(prompt, 0) for prompt in range(len(prompts))])
     assert sorted(prompt for source in sources for prompt in source.rows) == list(range(len(prompts)))
     assert all(len(prompts[prompt]) - 1 <= source.sizes[1] for source in sources for prompt in source.rows)
     assert all(len(source.rows) <= source.sizes[0] for source in sources)
@@ -443,6 +447,6 @@ def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
 def test_a_wide_prefill_holds_the_longest_prompts():
     prompts = tuple(np.zeros(length, np.int32) for length in [7] * 30 + [26] + [9] * 30 + [21])
     job = RolloutRequest(prompts, 1, (8,) * 62, np.zeros((62, 2), np.uint32), RULES, 4, 1, 62)
-    sources = blocks(job, GroupState(), [(prompt, 0) for prompt in range(62)])
+    sources = prefill_sources(job, GroupState(), [(prompt, 0) for prompt in range(62)])
     assert [source.sizes for source in sources] == [(16, 32), (16, 16), (16, 16), (16, 16)]
     assert {30, 61} < set(sources[0].rows)

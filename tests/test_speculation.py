@@ -91,7 +91,6 @@ def speculating(
         own, params = eagle.for_policy(policy, **KINDS[drafter]), drafter_of(drafter, mesh, policy, dtype)
     engine = Engine(config, policy, mesh, tiny.STOPS, own)
     engine.tuner = in_turn(strategies)
-    engine.tuner_state = engine.tuner.init()
     return engine, engine.publish(tiny.params_of(engine), params)
 
 
@@ -138,8 +137,8 @@ def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slo
 
 def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
     """Drafted tokens that a row took per speculating round, after a rollout whose tokens are those of plain decoding."""
-    result = engine.rollout(
-        weights, tiny.prompts_of(), tiny.SAMPLES, setting, tiny.LIMIT, stream=TRAIN_STREAM, step=0
+    result = tiny.roll_out(
+        engine, weights, tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT, stream=TRAIN_STREAM, step=0
     )
     expected, logprobs = tiny.reference(setting)
     assert tiny.answers(result) == expected
@@ -160,7 +159,7 @@ def in_turn(strategies: list[str]) -> Tuner:
     def choose(state, live, batch, slots):
         return {"turn": state["turn"] + 1}, Choice(arms[state["turn"] % len(arms)], math.nan, "in turn")
 
-    return Tuner(lambda: {"turn": 0}, choose, interface.unchanged, interface.unchanged)
+    return Tuner(lambda: {"turn": 0}, choose, interface.unchanged, interface.unchanged, lambda batch, fewest: arms)
 
 
 def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but_for_rare_near_ties():
@@ -176,9 +175,8 @@ def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but
     for drafter, strategies in (("eagle", ["3_2_7", "2_1_3"]), ("ngram", ["1_2_2", "3_3_9"])):
         pairs.append(speculating(drafter, strategies, 1, 1, chunk=6, **shape))
     results = [
-        engine.rollout(
-            weights, tiny.prompts_of(prompts), samples, tiny.PLAIN, limit, stream=TRAIN_STREAM, step=0, eos_ids=(),
-            stop_ids=(),
+        tiny.roll_out(
+            engine, weights, prompts, samples, tiny.PLAIN, limit, stream=TRAIN_STREAM, step=0, eos_ids=(), stop_ids=()
         )
         for engine, weights in pairs
     ]  # fmt: skip

@@ -316,10 +316,13 @@ def tuner_of(config: Config, step: int) -> dict:
 
 def first_state(monkeypatch, config: Config) -> dict:
     """The tuner's state at the first rollout of a run."""
-    states, function = [], Engine.rollout
-    monkeypatch.setattr(
-        Engine, "rollout", lambda self, *args, **rest: states.append(self.tuner_state) or function(self, *args, **rest)
-    )
+    states, run = [], Engine.run
+
+    def watched(engine, request, weights, tuner=None, **rest):
+        states.append(tuner)
+        return run(engine, request, weights, tuner, **rest)
+
+    monkeypatch.setattr(Engine, "run", watched)
     assert loop.train(config) == cli.DONE
     return states[0]
 

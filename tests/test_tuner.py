@@ -15,10 +15,10 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make
-from tlt_jax.tuner.arms import ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
+from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Measurement
 
-ARMS = parse_arms(ARMS)
+ARMS = parse_arms(EXAMPLE_ARMS)
 MAKERS = {
     "fixed": lambda: fixed.fixed("6_4_16"),
     "threshold": lambda: fixed.threshold(PAPER_ARMS),
@@ -53,7 +53,7 @@ def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=
 # Strategies
 
 
-@pytest.mark.parametrize("text", [*ARMS, *PAPER_ARMS, "1_1_2", "off"])
+@pytest.mark.parametrize("text", [*EXAMPLE_ARMS, *PAPER_ARMS, "1_1_2", "off"])
 def test_a_strategy_is_written_and_read_back(text):
     assert strategies.name(strategies.parse(text)) == text
 
@@ -333,9 +333,9 @@ def test_trials_are_few_and_never_two_at_a_time():
     world = worlds.World(worlds.cpu, 0.5)
     state, runs = decode(world, goodput.goodput(ARMS), rollouts=5, renew=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
-    assert reasons.count("trial") < 0.15 * len(reasons)
-    assert all((choice.reason[:5] == "trial") == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
-    assert not any(pair == ("trial", "trial") for pair in zip(reasons, reasons[1:], strict=False))
+    assert reasons.count("exploring") < 0.15 * len(reasons)
+    assert all(choice.is_exploring == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
+    assert not any(pair == ("exploring", "exploring") for pair in zip(reasons, reasons[1:], strict=False))
 
 
 def test_most_nodes_bounds_the_trees_of_large_batches():

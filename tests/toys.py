@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,17 +15,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
+from tlt_jax.rollout import driver
+from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables import Executables
 from tlt_jax.rollout.planner import Planner
+from tlt_jax.rollout.programs import GroupShapes
 from tlt_jax.rollout.queue import WorkQueue
-from tlt_jax.rollout.recorder import RolloutResult, rollout
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext
+from tlt_jax.rollout.state import GroupContext, GroupView
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned
 from tlt_jax.tuner import fixed
+from tlt_jax.tuner.interface import Measurement
 
 DECAY = 0.7
 TAIL = 6
@@ -168,39 +174,58 @@ def no_drafter(group: Mesh, vocab: int) -> Drafter:
     return NO_DRAFTER
 
 
-def registry(groups: int, vocab: int, drafter=no_drafter) -> Executables:
+def executables(groups: int, vocab: int, drafter=no_drafter) -> Executables:
     """Executables of the table target on this many data groups of one device."""
     mesh = meshes.make_mesh(groups, 1)
     parts = [meshes.data_group(mesh, index) for index in range(groups)]
-    targets, drafters = [table_target(part, vocab) for part in parts], [drafter(part, vocab) for part in parts]
-    return Executables(targets, drafters, parts, lambda compiled: None)
+    shapes = [GroupShapes(table_target(part, vocab), drafter(part, vocab), part) for part in parts]
+    return Executables(shapes, lambda compiled: None)
 
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
-    """The decider that always takes one strategy."""
+    """The decisions that always take one strategy."""
     return Planner(batches, slots, fixed.fixed(strategy)).decide
+
+
+@dataclass
+class Decided:
+    """A planner that decides with a function and learns nothing."""
+
+    decide: Callable[[GroupView], Decision]
+
+    def observe(self, measurement: Measurement) -> None:
+        pass
 
 
 def placed(programs: Executables, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:
     """The tables on a data group."""
-    whole = NamedSharding(programs.meshes[group], PartitionSpec())
-    if not programs.drafters[group].remembers:
-        return Weights(jax.device_put(weights, whole), ())
-    return Weights(*(jax.device_put(one, whole) for one in (weights, weights if guess is None else guess)))
+    shapes = programs.shapes[group]
+    if not shapes.drafter.remembers:
+        return Weights(jax.device_put(weights, shapes.replicated), ())
+    return Weights(*(jax.device_put(one, shapes.replicated) for one in (weights, weights if guess is None else guess)))
 
 
-def play(
-    programs: Executables, weights: np.ndarray, prompts: list[list[int]], samples: int, rules: DecodingParams, *, max_new_tokens=24,
-    capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0, guess=None,
-) -> RolloutResult:  # fmt: skip
-    """A rollout of the table target; the drafter's table is `guess`, or the target's."""
-    count = len(programs.targets)
+def contexts(
+    programs: Executables, weights: np.ndarray, prompts: list[list[int]], samples: int, params: DecodingParams, *,
+    max_new_tokens=24, capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
+    guess=None,
+) -> list[GroupContext]:  # fmt: skip
+    """The fixed side of every group for a rollout of the table target; the drafter's table is `guess`, or the target's."""
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
     keys = sequence_keys(seed, 0, 0, np.arange(len(prompts) * samples))
-    job = RolloutRequest(tokens, samples, (max_new_tokens,) * len(tokens), keys, rules, rounds, in_flight, capacity)
-    dealer = WorkQueue(LocalBoard(), "test", len(prompts), samples)
-    decide = decide or bucketed(batches, slots, strategy)
-    groups = [
-        GroupContext(i, programs, placed(programs, i, weights, guess), job, dealer, decide) for i in range(count)
-    ]
-    return rollout(groups)
+    limits = (max_new_tokens,) * len(tokens)
+    request = RolloutRequest(tokens, samples, limits, keys, params, rounds, in_flight, capacity)
+    queue = WorkQueue(LocalBoard(), "test", len(prompts), samples)
+    planner = Decided(decide or bucketed(batches, slots, strategy))
+    return [
+        GroupContext(
+            i, programs, placed(programs, i, weights, guess), request, queue, planner,
+            remembers=shapes.drafter.remembers, catches_up=shapes.drafter.catch_up is not None,
+        )
+        for i, shapes in enumerate(programs.shapes)
+    ]  # fmt: skip
+
+
+def play(*arguments, **rest) -> RolloutResult:
+    """A rollout of the table target, of the arguments that `contexts` has."""
+    return driver.run(driver.start(contexts(*arguments, **rest)))

@@ -190,7 +190,7 @@ def oracle(world: World, arms: Sequence[Strategy], allowed: Callable[[int], Sequ
         arm = world.best(batch, slots, allowed(batch) if allowed else arms)
         return state, Choice(arm, live * world.speed(batch, slots, arm), "oracle")
 
-    return Tuner(dict, choose, lambda state, seen: state, lambda state: state)
+    return Tuner(dict, choose, lambda state, seen: state, lambda state: state, lambda batch, fewest_live: arms)
 
 
 def describe(run: Run) -> dict[str, int]:

@@ -27,7 +27,8 @@ def main() -> int:
         drafter, drafter_params = from_config.load_drafter(config, model, mesh)
         engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
         weights = engine.publish(from_config.load_policy(config, model, mesh), drafter_params)
-        print(json.dumps(evaluate(engine, weights, dataset, tokenizer, scorer, config)))
+        metrics, _ = evaluate(engine, weights, dataset, tokenizer, scorer, config)
+        print(json.dumps(metrics))
     return 0
 
 

@@ -101,7 +101,6 @@ def configure(arguments: argparse.Namespace) -> Config:
 
 def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     """Decodes the prompts; what `--json` prints."""
-    from tlt_jax.data.dataset import Prompt
     from tlt_jax.distributed import mesh as meshes
     from tlt_jax.keys import GENERATE_STREAM
     from tlt_jax.models import from_config, hf
@@ -117,13 +116,16 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     rollout = replace(config.rollout, prompts=len(questions))
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
-    prompts = [Prompt(i, np.asarray(question.tokens, np.int32), {}) for i, question in enumerate(questions)]
-    engine.check([prompt.tokens for prompt in prompts], rollout.max_new_tokens)
-    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype), drafter_params)
-    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
-    result = engine.rollout(
-        weights, prompts, rollout.samples, sampling, rollout.max_new_tokens, stream=GENERATE_STREAM, step=0
+    request = engine.request(
+        [np.asarray(question.tokens, np.int32) for question in questions],
+        rollout.samples,
+        Sampling.of(rollout),
+        rollout.max_new_tokens,
+        stream=GENERATE_STREAM,
+        step=0,
     )
+    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype), drafter_params)
+    result, _ = engine.run(request, weights)
     seconds = result.stats["seconds"] - result.stats["compile_seconds"]
     return {
         "completions": [

@@ -25,21 +25,17 @@ from tlt_jax.drafter import update as drafter_update
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout import bindings
-from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key, prefill_key
-from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decode import DecodingParams
+from tlt_jax.rollout.programs import CatchUp, Decode
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import DecodingParams
 from tlt_jax.train import policy_update
 from tlt_jax.train.memory import GIB, RESIDENT, ROLLOUT, advice, budget, cache_slots, caches, device_memory, pick, spell
 from tlt_jax.train.policy_update import Recipe
-from tlt_jax.tuner import make
 
 
 @dataclass(frozen=True)
-class Program:
+class PlannedProgram:
     """One program, lowered; `holds` are the bytes, by kind, that are on a device while it runs."""
 
     name: str
@@ -48,48 +44,36 @@ class Program:
     holds: dict[str, int]
 
 
-def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[Program]:
+def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[PlannedProgram]:
     """The programs of a step at their largest: prefill, rollout chunks, reshards, updates."""
     resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
     yield from lower_rollout(config, recipe, engine, rollout)
     params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
     copy = resident | pick(kinds, "rollout copy")
-    yield Program("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
+    yield PlannedProgram("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
     given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
     batch = policy_update.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
     update = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch)
-    yield Program("policy update", update, recipe.mesh, resident)
+    yield PlannedProgram("policy update", update, recipe.mesh, resident)
     if engine.drafter:
         recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_update.abstract_state(recipe)
         reshard = engine.reshard_drafter.lower(state.params)
-        yield Program("drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy"))
+        yield PlannedProgram("drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy"))
         batch = drafter_update.abstract_batch(recipe, packing.rows(config), packing.row_tokens(config))
         update = drafter_update.program(recipe).lower(state, params, batch)
-        yield Program("drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer"))
+        yield PlannedProgram("drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer"))
 
 
-def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[Program]:
-    """The prefill, the admission, the plain chunk, and each strategy's for the most sequences that it may be used for."""
-    group, slots = engine.groups[0], cache_slots(config)
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p)
-    rules = DecodingParams(sampling, tuple(recipe.model.eos_ids), engine.stop_ids)
-    width = bucket_width(config.data.max_prompt_tokens)
-    size = block_size(config.rollout.prompts, width)
-    yield Program("prefill", engine.registry.lower(prefill_key(0, size, width)), group, holds)
-    admission = Key("admit", 0, engine.capacity, slots, (size, width), rules.tail)
-    yield Program("admission", engine.registry.lower(admission), group, holds)
-    key = Key("chunk", 0, engine.capacity, slots, (config.rollout.chunk,), rules.tail, rules=rules)
-    yield Program("rollout chunk", engine.registry.lower(key), group, holds)
-    reach = bindings.reach(config.speculation, make.arms(config.speculation), engine.batches)
-    if reach and engine.registry.drafters[0].catch_up:
-        batch = max(reach.values())
-        lowered = engine.registry.lower(Key("catch_up", 0, batch, slots, tail=rules.tail))
-        yield Program(f"catching up of {batch}", lowered, group, holds | caches(config, engine, batch))
-    for strategy, batch in reach.items():
-        name = f"rollout chunk {strategies.name(strategy)} of {batch}"
-        lowered = engine.registry.lower(replace(key, batch=batch, strategy=strategy))
-        yield Program(name, lowered, group, holds | caches(config, engine, batch))
+def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[PlannedProgram]:
+    """The largest program of each kind that a rollout runs, drafting chunks for each strategy."""
+    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids)
+    sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
+    for name, program in engine.largest_programs(params, *sizes).items():
+        now = holds
+        if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
+            now = holds | caches(config, engine, program.state.batch)
+        yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now)
 
 
 def accumulation(config: Config) -> int:
@@ -100,7 +84,7 @@ def accumulation(config: Config) -> int:
     return 1 << (needed - 1).bit_length()
 
 
-def report(program: Program, limit: int) -> bool:
+def print_report(program: PlannedProgram, limit: int) -> bool:
     """Compiles a program and prints what it takes; True when it fits."""
     begin = time.perf_counter()
     compiled = program.lowered.compile()
@@ -161,7 +145,7 @@ def main() -> int:
         print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():
             print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
-        return 0 if all([report(program, limit) for program in lower(config, recipe, engine, kinds)]) else 1
+        return 0 if all([print_report(program, limit) for program in lower(config, recipe, engine, kinds)]) else 1
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
-"""The folder of a run: its resolved configuration, the frozen reference and the export; knows no step."""
+"""The folder of a run: where its parts are, and its resolved configuration; knows no step and no model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import jax
-from jax.sharding import Mesh
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import hf
-from tlt_jax.models.transformer import ModelConfig, Params
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
 
@@ -20,7 +14,7 @@ RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answer
 def enter(config: Config) -> None:
     """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's.
 
-    A run that stopped before its first step is nobody's loss: its configuration may be corrected in place.
+    A run that stopped before its first step lost nothing: its configuration may be corrected in place.
     """
     path = Path(config.run) / RESOLVED
     if path.exists() and has_begun(config):
@@ -53,22 +47,6 @@ def is_exported(config: Config) -> bool:
     return not config.checkpoint.export or export(config).is_dir()
 
 
-def write_model(
-    config: Config, directory: Path, params: Params, model: ModelConfig, mesh: Mesh, tokenizer: Any = None
-) -> None:
-    """Writes a Hugging Face directory, which is there whole or not at all."""
-    is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
-    atomic.write_directory(directory, lambda at: hf.save(params, model, at, mesh, tokenizer, dtype), is_owner)
-
-
-def reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:
-    """The frozen start policy of the KL term, saved once in the run folder; None when algorithm.kl_coef is 0.
-
-    It is read back from the folder, so that it never shares buffers with the policy, which every update donates.
-    """
-    if not config.algorithm.kl_coef:
-        return None
-    directory = Path(config.run) / REFERENCE
-    if is_new:
-        write_model(config, directory, params, model, mesh)
-    return hf.load(directory, model, mesh, config.model.param_dtype)
+def reference(config: Config) -> Path:
+    """Where the frozen start policy of the KL term is kept."""
+    return Path(config.run) / REFERENCE

@@ -51,15 +51,14 @@ def answer(
     plain = replace(config, speculation=replace(config.speculation, drafter="none"))
     engine = Engine(plain, model, mesh, datasets.stop_ids(config, tokenizer))
     weights, settings = engine.publish(params), config.rollout
-    sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+    sampling = Sampling.of(settings)
     for step in missing:
         if interrupted():
             raise Interrupted("the drafter's texts were interrupted")
         prompts = dataset.prompts(step)
-        rollout = engine.rollout(
-            weights, prompts, settings.samples, sampling, settings.max_new_tokens,
-            stream=DRAFTER_STREAM, step=step, interrupted=interrupted,
-        )  # fmt: skip
+        tokens, limit = [prompt.tokens for prompt in prompts], settings.max_new_tokens
+        request = engine.request(tokens, settings.samples, sampling, limit, stream=DRAFTER_STREAM, step=step)
+        rollout, _ = engine.run(request, weights, interrupted=interrupted)
         write(paths[step], prompts, rollout.completions)
         speed = rollout.stats["tokens_per_second"]
         log.info("texts %d/%d: %d answers, %.0f tokens/s", step + 1, len(paths), len(rollout.completions), speed)

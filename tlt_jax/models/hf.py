@@ -235,6 +235,19 @@ def save(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def save_whole(
+    params: Params,
+    config: ModelConfig,
+    directory: Path,
+    mesh: Mesh,
+    tokenizer: Any = None,
+    dtype: DTypeLike = "float32",
+) -> None:
+    """As `save`, but the directory is there whole or not at all."""
+    is_owner = jax.process_index() == 0
+    atomic.write_directory(directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner)
+
+
 def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
     """One tensor on the host, without vocabulary padding."""
     if tensor.layer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,6 @@ from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned
-from tlt_jax.tuner import goodput
-from tlt_jax.tuner.arms import affordable, bucketed, strategies_for
 
 
 def bind_drafter(
@@ -89,25 +87,6 @@ def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]
     )
     best, chosen = jax.lax.top_k(best, k)
     return best, jnp.take_along_axis(places, chosen, axis=-1)
-
-
-def reach(settings: Speculation, arms: Sequence[Strategy], batches: Sequence[int]) -> dict[Strategy, int]:
-    """The largest of these batch buckets that the tuner may use each strategy for; without those it never uses."""
-
-    def usable(batch: int, fewest: int) -> Sequence[Strategy]:
-        """What the tuner may choose for a batch with at least this many live rows."""
-        if settings.tuner == "fixed":
-            return arms[:1]
-        if settings.tuner == "goodput":
-            return affordable(arms, batch, goodput.MOST_NODES)
-        bucket = strategies_for(bucketed(arms), batch)
-        if settings.tuner == "threshold":
-            return bucket[:1] if fewest <= settings.threshold else ()
-        return bucket
-
-    fewest = (1, *(size + 1 for size in batches))
-    found = {arm: batch for batch, least in zip(batches, fewest, strict=False) for arm in usable(batch, least)}
-    return {arm: found[arm] for arm in arms if arm in found}
 
 
 TAIL = 8  # cache slots past the bucket: a round may commit this many tokens

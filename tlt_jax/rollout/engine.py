@@ -1,4 +1,4 @@
-"""Publishes weights to the data groups and rolls prompts out."""
+"""Binds policy and drafters to the data groups, owns their executables, publishes weights and runs rollouts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax.config import Config, schema
-from tlt_jax.data.dataset import Prompt
+from tlt_jax.config import Config
+from tlt_jax.config.schema import NGRAM
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.errors import ConfigError
@@ -23,20 +22,23 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings
-from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
-from tlt_jax.rollout.events import Emitted, Event
-from tlt_jax.rollout.executables import Executables, Key, log_compile, time_draft, use_compile_cache
+from tlt_jax.rollout import bindings, driver
+from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, block_size, bucket_width, doubling
+from tlt_jax.rollout.events import Emitted, Look
+from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, DraftOnly, GroupShapes, Prefill, Program, StateShape
 from tlt_jax.rollout.queue import WorkQueue
-from tlt_jax.rollout.recorder import Completion, RolloutResult, rollout
+from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext
-from tlt_jax.spec_decode.decode import DecodingParams, Weights
+from tlt_jax.rollout.state import GroupContext, no_context
+from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import goodput, make
+from tlt_jax.tuner.interface import State as TunerState
 
 TIMED_ROUNDS = 8
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
@@ -45,9 +47,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Owns the executables of every data group, the queue that deals prompts to them, and what speculation learned.
+    """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
-    `drafter` is the learned drafter's configuration, when there is one.
+    `drafter` is the learned drafter's configuration, when there is one; `tuner` holds the functions of the tuner, whose state
+    a rollout is given and returns. Losing an engine costs compilations and speed.
     """
 
     def __init__(
@@ -62,23 +65,28 @@ class Engine:
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
-        settings, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
-        self.drafter_kind = drafter.kind if drafter else settings.drafter
-        arms = make.arms(settings)
-        self.path = max(arm.path for arm in (PLAIN, *arms))
+        speculation, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
+        self.drafter_kind = drafter.kind if drafter else speculation.drafter
+
+        self.arms = make.arms(speculation)
+        path = max(arm.path for arm in (PLAIN, *self.arms))
         captures = drafter.captures if drafter else ()
-        bound = [bindings.bind_target(model_config, group, dtype, captures, self.path) for group in self.groups]
-        guesses = [bindings.bind_drafter(settings, drafter, *pair, dtype) for pair in zip(bound, self.groups, strict=True)]
-        self.registry = Executables(bound, guesses, self.groups, log_compile)
-        self.tuner = make.make_tuner(settings, arms, mesh.devices.flat[0].platform)
-        self.tuner_state, self.is_published = self.tuner.init(), False
+        targets = [bindings.bind_target(model_config, group, dtype, captures, path) for group in self.groups]
+        shapes = [
+            GroupShapes(target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group)
+            for target, group in zip(targets, self.groups, strict=True)
+        ]
+        self.programs = Executables(shapes, log_compile)
         self.draft_seconds: dict[Shape, float] = {}
-        knobs = {"speculation": asdict(settings), "mesh": asdict(config.mesh)}
+        memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
+        self.ngram_memory = memory if speculation.drafter == NGRAM else None
+
+        self.tuner = make.make_tuner(speculation, self.arms, mesh.devices.flat[0].platform)
+        knobs = {"speculation": asdict(speculation), "mesh": asdict(config.mesh)}
         self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
         self.basis["version"] = goodput.VERSION
         self.basis["devices"] = mesh.devices.flat[0].device_kind
-        texts = NGramMemory(settings.pool, settings.memory, settings.max_match)
-        self.texts = texts if settings.drafter == schema.NGRAM else None
+
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
         self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
@@ -87,6 +95,7 @@ class Engine:
                 f"rollout.batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
                 f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
             )
+
         reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=config.model.compute_dtype)
         self.reshard = jax.jit(reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout"))
         if drafter:
@@ -98,35 +107,13 @@ class Engine:
         return -(-prompts // len(self.groups)) * samples
 
     def publish(self, params: Params, drafter: DrafterParams | None = None) -> list[Weights]:
-        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views.
-
-        The tuner hears of every change of weights; the first ones are those that its state was saved with.
-        """
-        if self.is_published:
-            self.tuner_state = self.tuner.renew(self.tuner_state)
-        self.is_published = True
+        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views."""
         weights = Weights(self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ())
         return [meshes.view(weights, group) for group in self.groups]
 
-    def learned(self) -> dict[str, Any]:
-        """What the tuner learned and what it depends on, for a checkpoint: plain JSON."""
-        return {"basis": self.basis, "state": self.tuner_state}
-
-    def resume(self, learned: Mapping[str, Any] | None) -> None:
-        """Goes on from what was `learned` before; anew, and says so, when there is none or it was learned in other ways."""
-        saved = learned or {"basis": {}, "state": {}}
-        other = [name for name, value in self.basis.items() if saved["basis"].get(name) != value]
-        if learned and not other and saved["state"].keys() == self.tuner.init().keys():
-            self.tuner_state = saved["state"]
-        elif self.path > 1:
-            reason = "of another version" if learned else "not in the checkpoint"
-            reason = f"of another {', '.join(other)}" if learned and other else reason
-            log.info("the tuner starts anew: what it had learned is %s", reason)
-
-    def rollout(
+    def request(
         self,
-        weights: Sequence[Weights],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[np.ndarray],
         samples: int,
         sampling: Sampling,
         max_new_tokens: int | Sequence[int],
@@ -136,24 +123,22 @@ class Engine:
         seed: int | None = None,
         eos_ids: Sequence[int] | None = None,
         stop_ids: Sequence[Sequence[int]] | None = None,
-        on_finish: Callable[[Completion], None] | None = None,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> RolloutResult:
-        """`samples` answers to each prompt; the tokens are a function of (weights, prompt, sampling, seed, stream, step, uid).
+    ) -> RolloutRequest:
+        """`samples` answers to each prompt int32[P]; `max_new_tokens` may differ by prompt.
 
-        uid = position of the prompt in `prompts` * samples + sample. `max_new_tokens` may differ by prompt. Seed, EOS and
-        stop sequences default to those of the configuration, the model and the engine. Raises Interrupted soon after
-        `interrupted()` is true.
+        The tokens of its rollout are a function of (weights, prompt, sampling, seed, stream, step, uid), where uid = position
+        of the prompt * samples + sample. Seed, EOS and stop sequences default to those of the configuration, the model and
+        the engine. Raises ConfigError for prompts that cannot be decoded.
         """
-        tokens = tuple(np.asarray(prompt.tokens, np.int32) for prompt in prompts)
+        tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
         self.check(tokens, max_new_tokens)
         seed = self.config.train.seed if seed is None else seed
-        job = RolloutRequest(
+        return RolloutRequest(
             prompts=tokens,
             samples=samples,
             max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),
             keys=sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
-            rules=DecodingParams(
+            params=DecodingParams(
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
                 self.stop_ids if stop_ids is None else tuple(tuple(stop) for stop in stop_ids),
@@ -162,34 +147,88 @@ class Engine:
             in_flight=self.config.rollout.in_flight,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
         )
-        dealer = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(tokens), samples)
-        pilot = Planner(self.batches, self.cache_buckets(tokens, max_new_tokens), self.tuner, self.tuner_state)
-        if self.texts:
-            self.texts.begin(tokens, samples)
-        guide = self.texts.pool if self.texts else lambda rows: ()
-        groups = [
-            GroupContext(index, self.registry, weights[index], job, dealer, pilot.decide, guide)
-            for index in range(len(self.groups))
-        ]
-        before = len(self.registry.compiles)
-        try:
-            result = rollout(groups, on_finish, interrupted, pilot.observe, self.listen)
-        finally:
-            dealer.close()
-            self.tuner_state = pilot.state
-        new = self.registry.compiles[before:]
-        result.stats.update(compiles=len(new), compile_seconds=sum(compiled.seconds for compiled in new), **self.held())
-        return result
 
-    def held(self) -> dict[str, int]:
+    def run(
+        self,
+        request: RolloutRequest,
+        weights: Sequence[Weights],
+        tuner: TunerState | None = None,
+        *,
+        on_finish: Callable[[Completion], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> tuple[RolloutResult, TunerState]:
+        """The rollout of a request, and the tuner's state after it; without one before it the tuner knows nothing.
+
+        Raises Interrupted soon after `interrupted()` is true: what the tuner learned meanwhile is lost.
+        """
+        queue = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples)
+        slots = self.cache_buckets(request.prompts, request.max_new_tokens)
+        planner = Planner(self.batches, slots, self.tuner, tuner)
+        if self.ngram_memory:
+            self.ngram_memory.begin(request.prompts, request.samples)
+        before = len(self.programs.compiles)
+        try:
+            rollout = driver.start(self.contexts(request, weights, queue, planner), [self.remember], on_finish)
+            result = driver.run(rollout, interrupted)
+        finally:
+            queue.close()
+
+        new = self.programs.compiles[before:]
+        result.stats.update(
+            programs=len(self.programs.executables),
+            compiles=len(new),
+            compile_seconds=sum(compiled.seconds for compiled in new),
+            **self.memory_held(),
+        )
+        return result, planner.state
+
+    def contexts(
+        self, request: RolloutRequest, weights: Sequence[Weights], queue: WorkQueue, planner: Planner
+    ) -> list[GroupContext]:
+        """The fixed side of every data group in a rollout."""
+        host_context = self.ngram_memory.pool if self.ngram_memory else no_context
+        drafters = [shapes.drafter for shapes in self.programs.shapes]
+        return [
+            GroupContext(
+                index, self.programs, weights[index], request, queue, planner, host_context,
+                remembers=drafter.remembers, catches_up=drafter.catch_up is not None,
+            )
+            for index, drafter in enumerate(drafters)
+        ]  # fmt: skip
+
+    def memory_held(self) -> dict[str, int]:
         """Programs that draft, and the most memory that those of one data group take beyond their arguments and results."""
-        held = {one.key: one for one in self.registry.compiles if one.key in self.registry.executables}
-        drafting = [one for one in held.values() if one.key.kind == "chunk" and one.key.strategy != PLAIN]
-        groups = [[one for one in drafting if one.key.group == index] for index in range(len(self.groups))]
+        held = {one.program: one for one in self.programs.compiles if one.program in self.programs.executables}
+        drafting = [one for one in held.values() if isinstance(one.program, Decode) and one.program.strategy != PLAIN]
+        groups = [[one for one in drafting if one.program.group == index] for index in range(len(self.groups))]
         sizes = [sum(one.code for one in group) + max((one.temporary for one in group), default=0) for group in groups]
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
-    def time_drafting(self, weights: Sequence[Weights], result: RolloutResult) -> dict[Shape, float]:
+    def largest_programs(self, params: DecodingParams, prompt_tokens: int, prompts: int, slots: int) -> dict[str, Program]:
+        """Of each kind of program of data group 0 the largest, by name: prefill, admission, chunks, catching up.
+
+        Of drafting chunks that is one for each strategy, with the most rows that the tuner may use it for.
+        """
+        width, rounds = bucket_width(prompt_tokens), self.config.rollout.chunk
+        prefill = Prefill(0, block_size(prompts, width), width)
+        state = StateShape(0, self.capacity, slots, params.tail)
+        found: dict[str, Program] = {
+            "prefill": prefill,
+            "admission": Admit(state, prefill),
+            "rollout chunk": Decode(state, rounds, PLAIN, params),
+        }
+
+        largest = make.largest_batches(self.tuner, self.batches)
+        if largest and self.programs.shapes[0].drafter.catch_up:
+            batch = max(largest.values())
+            found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots, params.tail))
+        for arm in self.arms:
+            if arm in largest:
+                shape = StateShape(0, largest[arm], slots, params.tail)
+                found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(shape, rounds, arm, params)
+        return found
+
+    def time_drafting(self, weights: Sequence[Weights], result: RolloutResult) -> Mapping[Shape, float]:
         """Seconds of a round's drafting alone, by shape.
 
         Of the shapes that drafted in the rollout the most used one that was not timed yet is timed now: a compilation of the
@@ -197,18 +236,19 @@ class Engine:
         """
         used = Counter()
         for one in result.measurements:
-            used[one.batch, one.slots, one.strategy] += one.rounds * (one.strategy != PLAIN)
+            if one.strategy != PLAIN:
+                used[one.batch, one.slots, one.strategy] += one.rounds
         fresh = [shape for shape, rounds in used.most_common() if rounds and shape not in self.draft_seconds]
         for batch, slots, strategy in fresh[:1]:
-            rules = DecodingParams(Sampling(self.config.rollout.temperature))  # drafting knows no top-k or top-p
-            key = Key("draft", 0, batch, slots, (TIMED_ROUNDS,), strategy=strategy, rules=rules)
-            self.draft_seconds[batch, slots, strategy] = time_draft(self.registry, key, weights[0])
+            draft = DraftOnly(StateShape(0, batch, slots), TIMED_ROUNDS, strategy, self.config.rollout.temperature)
+            self.draft_seconds[batch, slots, strategy] = time_draft(self.programs, draft, weights[0])
         return self.draft_seconds
 
-    def listen(self, event: Event) -> None:
-        """Remembers the answers that n-grams are drawn from."""
-        if self.texts and isinstance(event, Emitted):
-            self.texts.write(event.uid, event.tokens)
+    def remember(self, look: Look) -> None:
+        """Keeps the answers that n-grams are drawn from."""
+        for event in look.events:
+            if self.ngram_memory and isinstance(event, Emitted):
+                self.ngram_memory.write(event.uid, event.tokens)
 
     def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
         """Raises ConfigError for prompts that cannot be decoded."""

@@ -1,8 +1,9 @@
-"""What happens in a rollout, as data: decisions, and programs that were dispatched and read."""
+"""What happens in a rollout, as data: looks at the groups, decisions, programs dispatched and read, tokens."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ from tlt_jax.tuner.interface import MOST_ROUNDS
 class Decision:
     """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
 
-    The chunk ends once less than `floor` sequences are live, as others may then take their rows, or fewer rows do, and after
-    `rounds` if those are fewer than the job's. It is data: a rollout can be replayed from its decisions.
+    The chunk ends once fewer than `min_live` sequences are live, as others may then take their
+    rows, or fewer rows do, and after `rounds` if those are fewer than the request's. It is data: a
+    rollout can be replayed from its decisions. `predicted`: tokens per second, nan when unknown.
     """
 
     group: int
@@ -25,27 +27,39 @@ class Decision:
     batch: int
     slots: int
     strategy: Strategy
-    floor: int = 1
+    min_live: int = 1
     rounds: int = MOST_ROUNDS
     joining: tuple[int, ...] = ()
-    predicted: float = math.nan  # tokens per second
+    predicted: float = math.nan
     reason: str = ""
+    is_exploring: bool = False
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision was taken."""
+
+    decision: Decision
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A program was queued on the group's devices; of a chunk also its strategy, what was predicted of it and why, and
-    whether its rows were moved to other numbers of rows or slots before.
+    """A program was queued on the group's devices: "prefill", "catch_up", "decode", or a kind of idle work.
+
+    `decision` is that of a chunk, and `is_moved` whether its rows were moved to other numbers of
+    rows or slots before.
     """
 
     number: int
     kind: str
     batch: int
     slots: int
-    strategy: Strategy = PLAIN
-    predicted: float = math.nan
-    reason: str = ""
+    decision: Decision | None = None
     is_moved: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.decision.strategy if self.decision else PLAIN
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class Retired:
 
 @dataclass(frozen=True)
 class Emitted:
-    """New tokens of a sequence; `finish` is RUNNING or why it ended."""
+    """New tokens int32[n] of a sequence, their log-probs, and RUNNING or why it ended."""
 
     uid: int
     tokens: np.ndarray
@@ -74,10 +88,24 @@ class Emitted:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A decision was taken."""
-
-    decision: Decision
+class WentIdle:
+    """The group has nothing left to do in this rollout; its decoding state is released."""
 
 
-Event = Dispatched | Retired | Emitted | Decided
+Event = Decided | Dispatched | Retired | Emitted | WentIdle
+
+
+@dataclass(frozen=True)
+class Look:
+    """One pass over one group, in seconds of the rollout's clock; looks without events are reported too.
+
+    How far a measurement may be off is the time since the look before.
+    """
+
+    group: int
+    began: float
+    ended: float
+    events: tuple[Event, ...]
+
+
+Listener = Callable[[Look], None]  # called after the dispatches of the look

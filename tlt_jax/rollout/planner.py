@@ -10,12 +10,13 @@ from tlt_jax.rollout.state import GroupView
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement, Tuner
 
-PATIENCE = 64  # of the live sequences, one in so many may have ended before the others wait for the next to be admitted
+# Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
+ADMISSION_PATIENCE = 64
 FEW = 4  # rounds that a chunk should have room for before it needs a longer cache
 
 
 class Planner:
-    """Owns the state of the tuner during a rollout; `decide` is a Decider, `observe` takes what the chunks measured."""
+    """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them."""
 
     def __init__(self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None):
         self.batches, self.slots, self.tuner = batches, slots, tuner
@@ -39,9 +40,9 @@ class Planner:
             rounds = fit
         slots = room(choice.strategy, rounds)
         fewer = max((size for size in self.batches if size < batch), default=0)
-        floor = max(view.live - view.live // PATIENCE if view.waiting else 1, fewer + 1)
-        expected = {"predicted": choice.predicted, "reason": choice.reason}
-        return Decision(view.group, view.retired, batch, slots, choice.strategy, floor, rounds, **expected)
+        min_live = max(view.live - view.live // ADMISSION_PATIENCE if view.waiting else 1, fewer + 1)
+        expected = {"predicted": choice.predicted, "reason": choice.reason, "is_exploring": choice.is_exploring}
+        return Decision(view.group, view.retired, batch, slots, choice.strategy, min_live, rounds, **expected)
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""

@@ -1,9 +1,8 @@
-"""The one loop that drives every data group of a process, and what a rollout returns; knows no network."""
+"""What the looks at the groups add up to: completions, timeline, measurements; the only part of a rollout that tells time."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from tlt_jax.errors import Interrupted
-from tlt_jax.rollout import group as machine
-from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired
-from tlt_jax.rollout.state import GroupContext, GroupState
+from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Look, Retired
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Measurement, is_timed
 
-PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
-LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
 IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
 
 
@@ -53,6 +47,7 @@ class Span:
 class RolloutResult:
     """All completions, ordered by uid, with the timeline, the decisions, and totals.
 
+    `partial`: uid -> int32[n], the tokens so far of the sequences that a stopped rollout did not finish.
     `measurements` are of the chunks that ran a round. `reliability` is float[3, bins]: drafted nodes by the probability that
     their score promises, the sum of those probabilities, and how many of the nodes were accepted (see Stats).
     """
@@ -63,18 +58,21 @@ class RolloutResult:
     measurements: list[Measurement]
     reliability: np.ndarray
     stats: dict[str, float]
+    partial: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
 class RolloutRecorder:
-    """What the events add up to; the only part of a rollout that reads a clock."""
+    """Takes note of every look; `begin` is the rollout's first moment on its clock.
 
-    groups: int
+    `observe` gets what every chunk measured, `on_finish` every sequence that is complete. Programs of kinds that it does not
+    know make spans of the timeline.
+    """
+
     samples: int
-    on_finish: Callable[[Completion], None] | None
-    observe: Callable[[Measurement], None]
-    listen: Callable[[Event], None]
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float
+    on_finish: Callable[[Completion], None] | None = None
+    observe: Callable[[Measurement], None] = lambda measurement: None
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -85,18 +83,14 @@ class RolloutRecorder:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.looked, self.free_at, self.doubt, self.catch_up = ([0.0] * self.groups for _ in range(4))
+        self.looked, self.free_at, self.doubt, self.catch_up = (Counter() for _ in range(4))  # by group
 
-    def now(self) -> float:
-        """Seconds since the rollout began."""
-        return time.perf_counter() - self.begin
-
-    def record(self, group: int, events: Sequence[Event], looked: float) -> None:
-        """Takes note of the events of one `advance`, which looked then what is ready, and dispatched until now."""
-        now = self.now()
-        times, doubt = self.shares(group, [event for event in events if isinstance(event, Retired)], looked)
-        for event in events:
-            self.listen(event)
+    def record(self, look: Look) -> None:
+        """Takes note of one look, which saw at `began` what is ready, and dispatched until `ended`."""
+        group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
+        retired = [event for event in look.events if isinstance(event, Retired)]
+        times, doubt = self.shares(group, retired, looked)
+        for event in look.events:
             match event:
                 case Decided(decision):
                     self.decisions.append(decision)
@@ -144,6 +138,7 @@ class RolloutRecorder:
             self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
             return
+        decision = dispatched.decision
         live_rounds = int(retired.stats.row_rounds)
         measurement = Measurement(
             group=group,
@@ -158,10 +153,11 @@ class RolloutRecorder:
             doubt=math.inf if retired.is_first else doubt,
             hits=np.asarray(retired.stats.hits),
             number=retired.number,
-            predicted=dispatched.predicted,
-            reason=dispatched.reason,
+            predicted=decision.predicted,
+            reason=decision.reason,
             is_moved=dispatched.is_moved,
             catch_up=self.catch_up[group],
+            is_exploring=decision.is_exploring,
         )
         self.catch_up[group] = 0.0
         self.measurements.append(measurement)
@@ -183,10 +179,9 @@ class RolloutRecorder:
         if self.on_finish:
             self.on_finish(completion)
 
-    def result(self, groups: Sequence[GroupContext]) -> RolloutResult:
-        """Everything, in order of uid."""
-        seconds = self.now()
-        registry = groups[0].registry
+    def result(self, end: float) -> RolloutResult:
+        """Everything until `end` on the rollout's clock, in order of uid."""
+        seconds = end - self.begin
         speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
         drafted = sum(measured.tokens for measured in speculated)
         stats = {
@@ -200,10 +195,12 @@ class RolloutRecorder:
             "chunks": self.totals["decode"],
             "prefills": self.totals["prefill"],
             "declined": self.totals["declined"],
-            "programs": len(registry.executables),
         }
         completions = [self.completions[uid] for uid in sorted(self.completions)]
-        return RolloutResult(completions, self.spans, self.decisions, self.measurements, self.reliability, stats)
+        partial = {uid: np.concatenate([part.tokens for part in parts]) for uid, parts in self.parts.items()}
+        return RolloutResult(
+            completions, self.spans, self.decisions, self.measurements, self.reliability, stats, partial
+        )
 
 
 def expected_work(dispatched: Dispatched, retired: Retired) -> float:
@@ -215,33 +212,3 @@ def expected_work(dispatched: Dispatched, retired: Retired) -> float:
     if retired.kind == "catch_up":
         rounds = 1
     return rounds * math.exp(cost_model.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0])
-
-
-def rollout(
-    groups: Sequence[GroupContext],
-    on_finish: Callable[[Completion], None] | None = None,
-    interrupted: Callable[[], bool] | None = None,
-    observe: Callable[[Measurement], None] = lambda measurement: None,
-    listen: Callable[[Event], None] = lambda event: None,
-) -> RolloutResult:
-    """Decodes the groups' job to its end; one thread, no group waits for another.
-
-    `observe` gets what every chunk measured, `listen` every event.
-    """
-    states = [GroupState() for _ in groups]
-    ledger = RolloutRecorder(len(groups), groups[0].job.samples, on_finish, observe, listen)
-    busy, pause = True, PAUSE[0]
-    while busy:
-        if interrupted and interrupted():
-            raise Interrupted("the rollout was interrupted")
-        happened = False
-        for i, group in enumerate(groups):
-            looked = ledger.now()
-            states[i], events = machine.advance(group, states[i])
-            ledger.record(i, events, looked)
-            happened |= bool(events)
-        busy = not all(state.is_done for state in states)
-        if busy and not happened:
-            time.sleep(pause)
-        pause = PAUSE[0] if happened else min((1 + LATE) * pause, PAUSE[1])
-    return ledger.result(groups)

@@ -1,4 +1,4 @@
-"""What a rollout decodes."""
+"""What a rollout decodes: prompts, limits and keys, as plain arrays; knows no configuration and no data set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from tlt_jax.spec_decode.stopping import DecodingParams
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What a rollout decodes, the same for every group: prompts, longest answer and samples of each, keys by uid."""
+    """The same for every data group. The uid of a sequence is prompt * samples + sample.
+
+    prompts: int32[P] each, with at least one token. max_new_tokens: longest answer to each prompt.
+    keys: uint32[prompts * samples, 2], the key of each sequence's noise. rounds: most rounds of a
+    chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group.
+    """
 
     prompts: tuple[np.ndarray, ...]
     samples: int
     max_new_tokens: tuple[int, ...]
     keys: np.ndarray
-    rules: DecodingParams
+    params: DecodingParams
     rounds: int
     in_flight: int
     capacity: int

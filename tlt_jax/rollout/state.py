@@ -1,20 +1,21 @@
-"""What the host side of a rollout writes down: the job, views and decisions, what a group knows, events. Data only."""
+"""What the host knows of one data group: the fixed context of a rollout, and the state that `advance` replaces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.executables import Executables, Key
+from tlt_jax.rollout.programs import Decode, Programs
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.tuner.interface import MOST_ROUNDS
+from tlt_jax.tuner.interface import MOST_ROUNDS, Measurement
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,36 @@ class GroupView:
         return max(self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit))
 
 
-Decider = Callable[[GroupView], Decision]
-Guide = Callable[[tuple[int | None, ...]], PyTree]  # uids of the rows of a chunk that drafts -> what the drafter is given
+class Decider(Protocol):
+    """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
+
+    def decide(self, view: GroupView) -> Decision: ...
+
+    def observe(self, measurement: Measurement) -> None: ...
+
+
+def no_context(rows: Sequence[int | None]) -> PyTree:
+    """What a drafter is given that reads nothing of the host."""
+    return ()
 
 
 @dataclass(frozen=True)
 class GroupContext:
-    """The fixed side of the machine."""
+    """The fixed side of a group in a rollout.
+
+    `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> what the drafter is given;
+    `remembers` and `catches_up`: whether the drafter reads the history, and must learn of tokens decoded without it.
+    """
 
     index: int
-    registry: Executables
+    programs: Programs
     weights: Weights
-    job: RolloutRequest
-    dealer: WorkQueue
-    decide: Decider
-    guide: Guide = lambda rows: ()
+    request: RolloutRequest
+    queue: WorkQueue
+    planner: Decider
+    host_context: Callable[[Sequence[int | None]], PyTree] = no_context
+    remembers: bool = False
+    catches_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Keys and values of prompts, on the device; `rows` says where each prompt is."""
+    """Keys and values of prompts, on the device; `rows` says where each prompt is, `sizes` prompts and width."""
 
     rows: dict[int, int]
     sizes: tuple[int, int]
@@ -86,41 +102,52 @@ class Joining:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A program that was dispatched and not read yet; `rows` are the uids that its rows hold, `most` the tokens of any.
+    """A program that was dispatched and not read yet, and how many `programs` are done when it is.
 
-    `key` names the program of a chunk.
+    Of a chunk: `rows` are the uids that its rows hold, `most` the tokens of any, `program` its name.
     """
 
     number: int
     kind: str
     marker: jax.Array
+    programs: int = 1
     rows: tuple[int | None, ...] = ()
     report: Report | None = None
     most: int = 0
-    key: Key | None = None
+    program: Decode | None = None
 
 
 @dataclass(frozen=True)
 class GroupState:
     """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it.
 
-    `behind` is the most tokens that the drafter may lack of any row.
+    `drafter_lag` is the most tokens that the drafter may lack of any row; `started` the prompts whose samples are all
+    started; `unmarked` counts programs on `device` since the last one in flight that took it: they end when `device` is there.
     """
 
     device: DecodeState | None = None
     batch: int = 0
     slots: int = 0
     rows: tuple[Running | None, ...] = ()
-    held: tuple[Prefilled, ...] = ()
+    prefills: tuple[Prefilled, ...] = ()
     flights: tuple[InFlight, ...] = ()
     decision: Decision | None = None
     joining: tuple[Joining, ...] = ()
     dispatched: int = 0
     retired: int = 0
-    exhausted: bool = False
-    behind: int = 0
+    started: frozenset[int] = frozenset()
+    is_exhausted: bool = False
+    drafter_lag: int = 0
+    unmarked: int = 0
     is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
+    is_released: bool = False  # nothing was left to do, and `device` is gone
 
     @property
-    def is_done(self) -> bool:
-        return not (self.flights or self.decision or any(self.rows))
+    def unawaited(self) -> int:
+        """Programs that were dispatched and may not be done."""
+        return sum(flight.programs for flight in self.flights) + self.unmarked
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing in flight, no live row, nothing left to take."""
+        return self.is_exhausted and not (self.flights or self.decision or any(self.rows))

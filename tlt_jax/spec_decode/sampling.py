@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,11 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+
+    @classmethod
+    def of(cls, section: Any) -> Sampling:
+        """The sampling of a configuration's section: rollout or eval."""
+        return cls(section.temperature, section.top_k, section.top_p)
 
     @property
     def is_greedy(self) -> bool:

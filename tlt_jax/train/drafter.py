@@ -27,8 +27,8 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import eagle, from_config, hf_drafter
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.train import sft
-from tlt_jax.train.loop import saves
+from tlt_jax.train import run_state, sft
+from tlt_jax.train.run_state import RunState
 
 FOLDER = "drafter"
 SAY_EVERY = 25  # also the most steps that wait on the devices
@@ -60,7 +60,7 @@ def train(config: Config) -> int:
                 return PREEMPTED
             recipe, state = begin(config, model, mesh, examples, store, resumed)
             rows = corpus.PackedCorpus(examples, config)
-            state, code = learn(config, recipe, state, params, rows, store, writer, preempted)
+            state, code = train_drafter(config, recipe, state, params, rows, store, writer, preempted)
         if code == DONE:
             write(config, recipe, state.params)
     return code
@@ -89,15 +89,14 @@ def begin(
     config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example], store: Store, resumed: int | None
 ) -> tuple[Recipe, DrafterState]:
     """The recipe, and the state to go on from: that of the checkpoint, of warmup.start, or a new one."""
-    drafter, params = describe(config, model, mesh, examples)
+    drafter, params = initial_drafter(config, model, mesh, examples)
     recipe = Recipe.of(config, model, drafter, mesh)
     if resumed is not None:
-        target = drafter_update.abstract_state(recipe)
-        return recipe, store.restore(resumed, {"drafter": target}).items["drafter"]
+        return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
     return recipe, drafter_update.create(params, recipe)
 
 
-def describe(
+def initial_drafter(
     config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example]
 ) -> tuple[DrafterConfig, DrafterParams]:
     """The drafter to start from: of warmup.start, or a new one that proposes the most frequent tokens of the texts."""
@@ -111,7 +110,7 @@ def describe(
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
 
-def learn(
+def train_drafter(
     config: Config,
     recipe: Recipe,
     state: DrafterState,
@@ -126,7 +125,7 @@ def learn(
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
         if interrupted():
-            store.save(step, {"drafter": state})
+            run_state.save(store, RunState(step, drafter=state))
             return state, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch["answers"].sum())
@@ -139,8 +138,8 @@ def learn(
                       "warmup.learning_rate", file=sys.stderr)  # fmt: skip
                 return state, DIVERGED
             begin, tokens, reported = time.perf_counter(), 0, step
-        if saves(config, step, steps):
-            store.save(step, {"drafter": state})
+        if run_state.is_due(config, step, steps):
+            run_state.save(store, RunState(step, drafter=state))
     return state, DONE
 
 

@@ -16,6 +16,7 @@ from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.tuner.interface import State as TunerState
 
 
 def evaluate(
@@ -25,35 +26,40 @@ def evaluate(
     tokenizer: Any,
     scorer: Scorer,
     config: Config,
+    tuner: TunerState | None = None,
     interrupted: Callable[[], bool] | None = None,
-) -> dict[str, float]:
-    """mean@k, pass@k and answer lengths, with the evaluation's own sampling settings and key stream.
+) -> tuple[dict[str, float], TunerState]:
+    """mean@k, pass@k and answer lengths, with the evaluation's own sampling and key stream; and the tuner's state.
 
-    The noise does not depend on the training step, so two evaluations differ by the policy alone.
+    The noise does not depend on the training step, so two evaluations differ by the policy alone. What the tuner learns here
+    is kept when the sampling is that of training: else other programs ran, and other drafts held.
     """
     settings = config.eval
     prompts = dataset.eval_prompts()
     if not prompts:
         raise ConfigError("the evaluation split is empty: set data.eval_size above 0, or data.eval")
-    rollout = engine.rollout(
+
+    sampling = Sampling.of(settings)
+    limit = settings.max_new_tokens or config.rollout.max_new_tokens
+    tokens = [prompt.tokens for prompt in prompts]
+    request = engine.request(tokens, settings.samples, sampling, limit, stream=EVAL_STREAM, step=0)
+    rollout, learned = engine.run(
+        request,
         weights,
-        prompts,
-        settings.samples,
-        Sampling(settings.temperature, settings.top_k, settings.top_p),
-        settings.max_new_tokens or config.rollout.max_new_tokens,
-        stream=EVAL_STREAM,
-        step=0,
+        tuner,
         on_finish=lambda answer: submit(scorer, tokenizer, prompts[answer.prompt], answer),
         interrupted=interrupted,
     )
+
     results = scorer.collect()
     scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(-1, settings.samples)
     lengths = np.array([len(answer.tokens) for answer in rollout.completions])
-    return summarize(scores, settings.correct_at) | {
+    metrics = summarize(scores, settings.correct_at) | {
         "eval/response_length/mean": float(lengths.mean()),
         "eval/response_length/max": float(lengths.max()),
         "eval/response_length/clip_ratio": float(np.mean([a.finish == "length" for a in rollout.completions])),
     }
+    return metrics, learned if sampling == Sampling.of(config.rollout) else tuner
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:

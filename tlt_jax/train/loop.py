@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from tlt_jax import run_folder
 from tlt_jax.checkpoint import Store
@@ -21,17 +23,18 @@ from tlt_jax.distributed.process import Preemption
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
-from tlt_jax.models import from_config
-from tlt_jax.models.transformer import Params
+from tlt_jax.models import from_config, hf
+from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.train import evaluation, memory, policy_update, sft, speculation_metrics, step_metrics
+from tlt_jax.train import evaluation, memory, policy_update, run_state, sft, speculation_metrics, step_metrics
 from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
-
-TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
+from tlt_jax.train.run_state import RunState
+from tlt_jax.tuner.interface import State as TunerState
 
 log = logging.getLogger(__name__)
 
@@ -60,60 +63,72 @@ def train(config: Config) -> int:
         if resumed is not None and resumed >= steps and not is_due and run_folder.is_exported(config):
             print(f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder.")
             return DONE
+
         with Writer(config, steps, resumed) as writer, step_metrics.Profiler(config) as profiler:
             try:
-                state = begin(config, recipe, dataset, store, writer, resumed, preempted)
+                state = begin(config, recipe, engine, dataset, store, writer, resumed, preempted)
             except Interrupted:
                 return PREEMPTED
-            if resumed is not None:
-                engine.resume(store.describe(resumed)["meta"].get(TUNER))
-            reference = run_folder.reference(config, state.params, model, mesh, is_new=resumed is None)
+            reference = kl_reference(config, state.policy.params, model, mesh, is_new=resumed is None)
             programs = policy_update.programs(recipe)
-            step = resumed or 0
             while True:
                 watch = step_metrics.Stopwatch()
                 with watch.phase("update_weights"):
-                    weights = engine.publish(state.params, drafter_params)
+                    weights = engine.publish(state.policy.params, drafter_params)
                 measured: dict[str, float] = {}
-                is_new = step != resumed or is_due
+                is_new = state.step != resumed or is_due
                 try:
-                    if is_new and evaluates(config, step, steps):
+                    if is_new and evaluates(config, state.step, steps):
                         with watch.phase("eval"):
-                            measured = evaluation.evaluate(engine, weights, dataset, tokenizer, scorer, config, preempted)
-                        step_metrics.say_evaluation(writer, step, steps, measured, watch)
-                    if is_new and (step == resumed or saves(config, step, steps) or store.improves(measured)):
+                            measured, tuner = evaluation.evaluate(
+                                engine, weights, dataset, tokenizer, scorer, config, state.tuner, preempted
+                            )
+                        state = state.replace(tuner=tuner)
+                        step_metrics.say_evaluation(writer, state.step, steps, measured, watch)
+                    if is_new and (
+                        state.step == resumed
+                        or run_state.is_due(config, state.step, steps)
+                        or store.improves(measured)
+                    ):
                         with watch.phase("save_checkpoint"):
-                            store.save(step, {"policy": state}, {TUNER: engine.learned()}, measured)
-                    if step >= steps:
+                            run_state.save(store, state, engine.basis, measured)
+                    if state.step >= steps:
                         break
-                    profiler.enter(step + 1)
-                    prompts, texts = dataset.prompts(step), {}
+                    profiler.enter(state.step + 1)
+                    prompts, texts = dataset.prompts(state.step), {}
                     with watch.phase("rollout"):
-                        rollout = roll_out(config, engine, weights, prompts, step, tokenizer, scorer, texts, preempted)
+                        rollout, tuner = roll_out(
+                            config, engine, weights, prompts, state, tokenizer, scorer, texts, preempted
+                        )
                 except Interrupted:
-                    store.save(step, {"policy": state}, {TUNER: engine.learned()}, measured)
+                    run_state.save(store, state, engine.basis, measured)
                     return PREEMPTED
+
                 with watch.phase("reward"):
                     scores = scorer.collect()
                 drafting = engine.time_drafting(weights, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
-                state, learned = learn(config, recipe, programs, state, reference, prompts, rollout, scores, watch)
-                step += 1
-                profiler.leave(step)
+                policy, learned = update_policy(
+                    config, recipe, programs, state.policy, reference, prompts, rollout, scores, watch
+                )
+                state = RunState(state.step + 1, policy, state.drafter, engine.tuner.renew(tuner))
+
+                profiler.leave(state.step)
                 scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
                 scalars |= speculation_metrics.metrics(engine, rollout, drafting)
-                scalars |= step_metrics.of_step(dataset, config, step, scalars, watch)
+                scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
                 answers = step_metrics.records(prompts, rollout, scores, texts)
-                writer.step(step, scalars, answers, rollout.spans, speculation_metrics.chunks(engine, rollout))
-                if int(state.skips) >= config.train.max_nonfinite:
+                writer.step(state.step, scalars, answers, rollout.spans, speculation_metrics.chunks(engine, rollout))
+                if int(state.policy.skips) >= config.train.max_nonfinite:
                     print(
-                        f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
+                        f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: lower "
                         "optim.learning_rate, or look at the rewards and completions in the run folder",
                         file=sys.stderr,
                     )
                     return DIVERGED
         if config.checkpoint.export:
-            run_folder.write_model(config, run_folder.export(config), state.params, model, mesh, tokenizer)
+            params, dtype = state.policy.params, config.model.param_dtype
+            hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
     return DONE
 
 
@@ -131,59 +146,64 @@ def evaluates(config: Config, step: int, steps: int) -> bool:
     return config.eval.every > 0 and (step % config.eval.every == 0 or step == steps)
 
 
-def saves(config: Config, step: int, steps: int) -> bool:
-    """True after every checkpoint.every-th step and after the last."""
-    return step == steps or (config.checkpoint.every > 0 and step > 0 and step % config.checkpoint.every == 0)
-
-
 def begin(
     config: Config,
     recipe: Recipe,
+    engine: Engine,
     dataset: Dataset,
     store: Store,
     writer: Writer,
     resumed: int | None,
     interrupted: Callable[[], bool],
-) -> PolicyState:
+) -> RunState:
     """The state to go on from: that of the checkpoint, or the warm-started policy with a new optimizer."""
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
-        return store.restore(resumed, {"policy": policy_update.abstract_state(recipe)}).items["policy"]
+        return run_state.restore(store, run_state.abstract(resumed, recipe), engine.tuner, engine.basis)
     params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
-    return policy_update.create(params, recipe)
+    return RunState(0, policy_update.create(params, recipe), tuner=engine.tuner.init())
+
+
+def kl_reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:
+    """The frozen start policy of the KL term, saved once in the run folder; None when algorithm.kl_coef is 0.
+
+    It is read back from the folder, so that it never shares buffers with the policy, which every update donates.
+    """
+    if not config.algorithm.kl_coef:
+        return None
+    directory, dtype = run_folder.reference(config), config.model.param_dtype
+    if is_new:
+        hf.save_whole(params, model, directory, mesh, dtype=dtype)
+    return hf.load(directory, model, mesh, dtype)
 
 
 def roll_out(
     config: Config,
     engine: Engine,
-    weights: Sequence[Params],
+    weights: Sequence[Weights],
     prompts: Sequence[Prompt],
-    step: int,
-    tokenizer,
+    state: RunState,
+    tokenizer: Any,
     scorer: Scorer,
     texts: dict[int, str],
     interrupted: Callable[[], bool],
-) -> RolloutResult:
-    """The answers of a step; each is sent to be scored, and its text noted, while others are still being decoded."""
-    settings = config.rollout
+) -> tuple[RolloutResult, TunerState]:
+    """The answers of a step, and the tuner's state after them.
 
-    def finished(answer) -> None:
+    Each answer is sent to be scored, and its text noted, while others are still being decoded.
+    """
+
+    def finished(answer: Completion) -> None:
         texts[answer.uid] = evaluation.submit(scorer, tokenizer, prompts[answer.prompt], answer)
 
-    return engine.rollout(
-        weights,
-        prompts,
-        settings.samples,
-        Sampling(settings.temperature, settings.top_k, settings.top_p),
-        settings.max_new_tokens,
-        stream=TRAIN_STREAM,
-        step=step,
-        on_finish=finished,
-        interrupted=interrupted,
+    rollout, tokens = config.rollout, [prompt.tokens for prompt in prompts]
+    request = engine.request(
+        tokens, rollout.samples, Sampling.of(rollout), rollout.max_new_tokens, stream=TRAIN_STREAM, step=state.step
     )
+    return engine.run(request, weights, state.tuner, on_finish=finished, interrupted=interrupted)
 
 
-def learn(
+def update_policy(
     config: Config,
     recipe: Recipe,
     programs: Programs,

@@ -14,7 +14,7 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables import Key
+from tlt_jax.rollout.programs import StateShape
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 
@@ -74,12 +74,13 @@ def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
 
 def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
     """Bytes on one device of what grows with the sequences, this many of the longest: the policy's, then the drafter's."""
-    state = engine.registry.state(Key("chunk", 0, batch, cache_slots(config)))
+    shapes = engine.programs.shapes[0]
+    state = shapes.state(StateShape(0, batch, cache_slots(config)))
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
     if engine.drafter:
         kinds["features"] = device_bytes(state.cache.features)
     if config.speculation.drafter != schema.NONE:
-        guide = engine.registry.drafters[0].guide(batch)
+        guide = shapes.drafter.guide(batch)
         kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
     return kinds
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import cli, run_folder
+from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
@@ -68,7 +68,7 @@ def warm_start(
                 step + 1, config.sft.steps, metrics["loss"], metrics["tokens_per_second"],
             )  # fmt: skip
     if cache:
-        run_folder.write_model(config, cache, state.params, model, mesh)
+        hf.save_whole(state.params, model, cache, mesh, dtype=config.model.param_dtype)
     return state.params
 
 

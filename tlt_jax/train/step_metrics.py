@@ -18,6 +18,7 @@ from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.metrics import Record, Writer, idle_share
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.train.advantages import zero_variance
 
 
 class Stopwatch:
@@ -78,7 +79,7 @@ def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advan
     merged = {name: merge.get(name, mean)([float(update[name]) for update in updates]) for name in updates[0]}
     return {
         **{f"actor/{name}": value for name, value in merged.items()},
-        "groups/zero_variance": float(advantages.zero_variance(rewards).mean()),
+        "groups/zero_variance": float(zero_variance(rewards).mean()),
         **statistics("advantages", advantages, ("mean", "min", "max")),
     }
 

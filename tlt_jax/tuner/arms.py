@@ -8,13 +8,13 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, check, parse
 
 PAPER_ARMS = ("8_4_48", "8_4_32", "8_4_16", "7_4_8")  # the reference system's arms (its 8_4_8 drafts a level it cannot verify)
 THRESHOLDS = (1, 2, 5, 21)  # and the smallest batch of each, the widest tree first
-ARMS = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")
+EXAMPLE_ARMS = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")
 
 
 def parse_arms(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
     """The strategies parsed and checked, each once, in the given order; plain decoding is left out (it is always there)."""
     if not strategies:
-        raise ValueError(f"no strategies: give at least one, as in {ARMS[0]}")
+        raise ValueError(f"no strategies: give at least one, as in {EXAMPLE_ARMS[0]}")
     parsed = [parse(one) if isinstance(one, str) else one for one in strategies]
     for one in parsed:
         if one != PLAIN:

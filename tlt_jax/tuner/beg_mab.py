@@ -50,7 +50,10 @@ def beg_mab(
     def renew(state: State) -> State:
         return {**state, "tried": []}  # a pull that was never read is taken again
 
-    return Tuner(begin_beg_mab, choose, partial(observe_beg_mab, window=window), renew)
+    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+        return strategies_for(buckets, batch)
+
+    return Tuner(begin_beg_mab, choose, partial(observe_beg_mab, window=window), renew, usable)
 
 
 def begin_beg_mab() -> State:

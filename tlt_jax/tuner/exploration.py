@@ -39,7 +39,7 @@ def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[Stat
     is_waiting = trial and state["choices"] - trial["since"] < (PATIENCE if trial["open"] else REST)
     tried = i if best != i or is_waiting else worth_trying(state, view, i, credit)
     j = best if best != i else tried
-    reason = "kept" if j == i else "faster" if j == best else f"trial against {texts[i]}"
+    reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
     if j != i and (j == tried or view.error[j] > KNOWN):
         trial = {"batch": batch, "arm": texts[j], "speed": float(view.speed[i])}
         trial |= {"since": state["choices"], "open": True}

@@ -15,7 +15,14 @@ LIMIT = 32  # of the reference system
 def fixed(strategy: Strategy | str) -> Tuner:
     """Always the one strategy (plain decoding too)."""
     arm = (parse_arms([strategy]) or (PLAIN,))[0]
-    return Tuner(dict, lambda state, live, batch, slots: (state, Choice(arm, math.nan, "fixed")), unchanged, unchanged)
+
+    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+        return state, Choice(arm, math.nan, "fixed")
+
+    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+        return () if arm == PLAIN else (arm,)
+
+    return Tuner(dict, choose, unchanged, unchanged, usable)
 
 
 def threshold(
@@ -29,4 +36,7 @@ def threshold(
             return state, Choice(PLAIN, math.nan, f"more than {limit} live")
         return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
 
-    return Tuner(dict, choose, unchanged, unchanged)
+    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+        return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
+
+    return Tuner(dict, choose, unchanged, unchanged, usable)

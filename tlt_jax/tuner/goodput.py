@@ -62,10 +62,15 @@ def goodput(
         state, i, reason = decide(state, view, batch, credit)
         held = state["incumbents"][str(batch)]
         plans = planned(state, place, held, float(view.speed[view.arms.index(parse(held))]))
-        rounds = TRIAL_ROUNDS if reason.startswith("trial") else MOST_ROUNDS
-        return {**state, "plans": plans}, Choice(view.arms[i], live * math.exp(view.speed[i]), reason, rounds)
+        is_exploring = name(view.arms[i]) != held
+        rounds = TRIAL_ROUNDS if is_exploring else MOST_ROUNDS
+        predicted = live * math.exp(view.speed[i])
+        return {**state, "plans": plans}, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
-    return Tuner(begin, choose, learn, renew_goodput)
+    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+        return affordable(arms, batch, most_nodes)
+
+    return Tuner(begin, choose, learn, renew_goodput, usable)
 
 
 def begin() -> State:
@@ -153,7 +158,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     return {
         **state,
         "funds": funds,
-        "chunk": state["chunk"] if seen.reason.startswith("trial") else int(seen.rounds),
+        "chunk": state["chunk"] if seen.is_exploring else int(seen.rounds),
         "cells": cost_model.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
         "plans": plans,
         "seen": state["seen"] + 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import Strategy
 
 State = dict[str, Any]
-MOST_ROUNDS, TRIAL_ROUNDS = 1 << 30, 4  # of a chunk that is no trial, whose length others decide, and of one that is
+MOST_ROUNDS = 1 << 30  # of a chunk whose length others decide
+TRIAL_ROUNDS = 4  # of a chunk that explores
 
 
 BUSY = 0.02  # seconds that a host may be busy with dispatching
@@ -48,6 +49,7 @@ class Measurement(NamedTuple):
     doubt: float = 0.0
     is_moved: bool = False
     catch_up: float = 0.0
+    is_exploring: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -56,22 +58,28 @@ class Measurement(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds."""
+    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds.
+
+    `is_exploring`: it is tried in order to measure it.
+    """
 
     strategy: Strategy
     predicted: float
     reason: str
     rounds: int = MOST_ROUNDS
+    is_exploring: bool = False
 
 
 class Tuner(NamedTuple):
     """init() -> state; choose(state, live, batch, slots) -> (state, Choice); observe(state, Measurement) -> state;
-    renew(state) -> state after the policy's or the drafter's weights changed."""
+    renew(state) -> state after the policy's or the drafter's weights changed; usable(batch, fewest_live) -> the strategies
+    besides plain decoding that `choose` may return for so many rows of which at least so many are live."""
 
     init: Callable[[], State]
     choose: Callable[[State, int, int, int], tuple[State, Choice]]
     observe: Callable[[State, Measurement], State]
     renew: Callable[[State], State]
+    usable: Callable[[int, int], Sequence[Strategy]]
 
 
 def unchanged(state: State, *_: Any) -> State:

@@ -36,3 +36,9 @@ def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -
         "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
     }
     return makers[settings.tuner]()
+
+
+def largest_batches(tuner: Tuner, batches: Sequence[int]) -> dict[Strategy, int]:
+    """Of these rising batch buckets the largest that the tuner may use each strategy for; without those it never uses."""
+    fewest = (1, *(size + 1 for size in batches))
+    return {arm: batch for batch, least in zip(batches, fewest, strict=False) for arm in tuner.usable(batch, least)}

@@ -1,0 +1,337 @@
+"""The programs of a data group, each named by the sizes it is compiled for; knows shapes, not networks.
+
+A program is lowered for the devices of its group (`lower`) and, once compiled, called by its group
+through a `Programs` port, which compiles or simulates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tlt_jax.rollout import buckets
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Report, Weights
+from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of a group's decoding state: rows, committed cache slots, tokens that a stop looks back."""
+
+    group: int
+    batch: int
+    slots: int
+    stop_window: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.slots}, group {self.group}"
+
+
+@dataclass(frozen=True)
+class GroupShapes:
+    """Shapes and shardings of what the programs of one data group take and return."""
+
+    target: Target
+    drafter: Drafter
+    mesh: Mesh
+
+    @property
+    def weights(self) -> Weights:
+        """The weights, as ShapeDtypeStructs."""
+        return Weights(self.target.params, self.drafter.params)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of what every device of the group holds."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """A small array that every device of the group holds."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def state(self, shape: StateShape) -> DecodeState:
+        """The decoding state."""
+        batch, slots, small = shape.batch, shape.slots, self.array
+        return DecodeState(
+            roots=small(batch),
+            lengths=small(batch),
+            limits=small(batch),
+            live=small(batch, dtype=jnp.bool_),
+            keys=small(batch, 2, dtype=jnp.uint32),
+            tail=small(batch, shape.stop_window),
+            history=small(batch, self.target.room(slots) if self.drafter.remembers else 0),
+            cache=self.target.empty(batch, slots),
+            drafter=self.drafter.empty(batch, slots),
+        )
+
+    def known(self, shape: StateShape) -> Known:
+        """What drafting reads of the decoding state."""
+        state = self.state(shape)
+        features = self.target.features(state.cache)
+        return Known(state.keys, state.lengths, state.history, features, state.drafter)
+
+
+class Program(Protocol):
+    """Names one executable of one data group: frozen and hashable."""
+
+    @property
+    def group(self) -> int: ...
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        """The program for the devices, or descriptions of devices, of its group.
+
+        `get` gives the executable of another program that this one reads the shardings of.
+        """
+
+
+class Programs(Protocol):
+    """What runs programs: rollout.executables compiles them, rollout.simulated pretends to."""
+
+    def get(self, program: Program) -> Callable[..., Any]:
+        """The executable; compiled now when it is not there."""
+
+    def has(self, program: Program) -> bool:
+        """Whether `get` returns at once."""
+
+    def is_ready(self, program: Program) -> bool:
+        """False: it is being compiled, or will be when asked again; use another one meanwhile."""
+
+    def is_first_run(self, program: Program) -> bool:
+        """Whether it had not run before it was asked for now."""
+
+    def read(self, report: Report) -> Report:
+        """The report of a chunk that is done, as NumPy arrays."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """start() -> state without sequences."""
+
+    state: StateShape
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state = shapes.state(self.state)
+        return jax.jit(partial(zeros, state), out_shardings=shardings(state)).lower()
+
+    def __call__(self, programs: Programs) -> DecodeState:
+        return programs.get(self)()
+
+    def __str__(self) -> str:
+        return f"start of {self.state}"
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """prefill(target weights, tokens[Q, P], lengths[Q]) -> keys and values of the prompts, marker."""
+
+    group: int
+    prompts: int
+    width: int
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        tokens, lengths = shapes.array(self.prompts, self.width), shapes.array(self.prompts)
+        program = jax.jit(partial(prefill, shapes.target))
+        return program.lower(shapes.target.params, tokens, lengths)
+
+    def __call__(
+        self, programs: Programs, params: PyTree, tokens: np.ndarray, lengths: np.ndarray
+    ) -> tuple[PyTree, jax.Array]:
+        return programs.get(self)(params, tokens, lengths)
+
+    def __str__(self) -> str:
+        return f"prefill of {self.prompts} x {self.width}, group {self.group}"
+
+
+@dataclass(frozen=True)
+class Admit:
+    """admit(state, prefilled, admission) -> state in which new sequences have rows; donates the state."""
+
+    state: StateShape
+    source: Prefill
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state, size = shapes.state(self.state), buckets.admission_size(self.state.batch)
+        prefill = get(self.source)  # what the compiler chose for what it returns
+        prefilled = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            prefill.out_info[0],
+            prefill.output_shardings[0],
+        )
+        new = Admission(
+            *(shapes.array(size) for _ in range(5)),
+            keys=shapes.array(size, 2, dtype=jnp.uint32),
+            history=shapes.array(size, history_width(self.source.width, shapes.drafter.remembers)),
+        )
+        function = partial(decode.admit, shapes.target, shapes.drafter)
+        program = jax.jit(function, donate_argnums=0, out_shardings=shardings(state))
+        return program.lower(state, prefilled, new)
+
+    def __call__(
+        self, programs: Programs, state: DecodeState, prefilled: PyTree, new: Admission
+    ) -> DecodeState:
+        return programs.get(self)(state, prefilled, new)
+
+    def __str__(self) -> str:
+        return f"admission to {self.state} from {self.source.prompts} x {self.source.width}"
+
+
+@dataclass(frozen=True)
+class Resize:
+    """resize(state, rows[batch]) -> state of these rows (-1: empty) with other numbers of rows and slots."""
+
+    state: StateShape
+    batch: int
+    slots: int
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state = shapes.state(self.state)
+        after = StateShape(self.group, self.batch, self.slots, self.state.stop_window)
+        function = partial(decode.resize, shapes.target, shapes.drafter, self.slots)
+        program = jax.jit(function, out_shardings=shardings(shapes.state(after)))
+        return program.lower(state, shapes.array(self.batch))
+
+    def __call__(self, programs: Programs, state: DecodeState, rows: np.ndarray) -> DecodeState:
+        return programs.get(self)(state, rows)
+
+    def __str__(self) -> str:
+        return f"resize of {self.state} to {self.batch} x {self.slots}"
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """catch_up(state, weights, missing) -> state whose drafter lacks at most `missing` tokens, marker."""
+
+    state: StateShape
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state = shapes.state(self.state)
+        outputs = shardings(state), shapes.replicated
+        function = partial(decode.catch_up, shapes.target, shapes.drafter)
+        program = jax.jit(function, donate_argnums=0, out_shardings=outputs)
+        return program.lower(state, shapes.weights, shapes.array())
+
+    def __call__(
+        self, programs: Programs, state: DecodeState, weights: Weights, missing: np.int32
+    ) -> tuple[DecodeState, jax.Array]:
+        return programs.get(self)(state, weights, missing)
+
+    def __str__(self) -> str:
+        return f"catching up of {self.state}"
+
+
+@dataclass(frozen=True)
+class Decode:
+    """decode(state, weights, host context, bounds[2]) -> state, Report of a chunk; donates the state."""
+
+    state: StateShape
+    rounds: int
+    strategy: Strategy = PLAIN
+    params: DecodingParams = DecodingParams()
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state = shapes.state(self.state)
+        decoder = Decoder(shapes.target, shapes.drafter, self.params, self.strategy)
+        program = jax.jit(
+            partial(decode.decode_chunk, decoder, self.rounds),
+            donate_argnums=0,
+            out_shardings=(shardings(state), shapes.replicated),
+        )
+        host = () if self.strategy == PLAIN else shapes.drafter.guide(self.state.batch)
+        return program.lower(state, shapes.weights, host, shapes.array(2))
+
+    def __call__(
+        self,
+        programs: Programs,
+        state: DecodeState,
+        weights: Weights,
+        host: PyTree,
+        bounds: np.ndarray,
+    ) -> tuple[DecodeState, Report]:
+        return programs.get(self)(state, weights, host, bounds)
+
+    def __str__(self) -> str:
+        return f"chunk of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
+
+
+@dataclass(frozen=True)
+class DraftOnly:
+    """draft(known, weights, host context) -> known after `rounds` of drafting without a target."""
+
+    state: StateShape
+    rounds: int
+    strategy: Strategy
+    temperature: float
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        known = shapes.known(self.state)
+        params = DecodingParams(Sampling(self.temperature))  # drafting knows no top-k or top-p
+        decoder = Decoder(shapes.target, shapes.drafter, params, self.strategy)
+        function = partial(decode.draft_alone, decoder, self.rounds)
+        program = jax.jit(function, donate_argnums=0, out_shardings=shardings(known))
+        return program.lower(known, shapes.weights, shapes.drafter.guide(self.state.batch))
+
+    def __call__(self, programs: Programs, known: Known, weights: Weights, host: PyTree) -> Known:
+        return programs.get(self)(known, weights, host)
+
+    def __str__(self) -> str:
+        return f"drafting of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
+
+
+def history_width(width: int, remembers: bool) -> int:
+    """Tokens of a prompt that an admission from a prefill of this width brings along.
+
+    All of them, or none when the drafter reads no history.
+    """
+    return width + 1 if remembers else 0
+
+
+def prefill(
+    target: Target, params: PyTree, tokens: jax.Array, lengths: jax.Array
+) -> tuple[PyTree, jax.Array]:
+    """The prefill, and a small array that is ready when it is done."""
+    return target.prefill(params, tokens, lengths), lengths + 1
+
+
+def zeros(like: PyTree) -> PyTree:
+    """Zeros of these shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+
+def shardings(tree: PyTree) -> PyTree:
+    """The shardings of a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
