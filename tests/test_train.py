@@ -302,9 +302,16 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
 
 @pytest.fixture(scope="module")
 def drafted(shared, configure):
-    """A finished run that drafts, every step saved. Tests copy it, none writes to it."""
+    """A finished run that drafts, every step saved. Tests copy it, none writes to it.
+
+    Its tuner begins with a reward of plain decoding, and none of its next nine choices is
+    epsilon's: what it predicts first does not depend on what the clock makes of earlier chunks.
+    """
     config = configure(shared / "drafted", DRAFTED | {"train.steps": 3, "eval.every": 0})
-    assert loop.train(config) == cli.DONE
+    with pytest.MonkeyPatch.context() as patched:
+        known = {**beg_mab.begin_beg_mab(), "choices": 20, "rewards": {"3/off": [100.0]}}
+        patched.setattr(beg_mab, "begin_beg_mab", lambda: known)
+        assert loop.train(config) == cli.DONE
     return config
 
 
@@ -329,7 +336,7 @@ def first_state(monkeypatch, config: Config) -> dict:
 
 def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, monkeypatch):
     learned = [tuner_of(drafted, step)["state"] for step in (1, 2, 3)]
-    assert 0 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
+    assert 20 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
     config = stopped_after(2, drafted, tmp_path / "run")
     assert first_state(monkeypatch, config) == learned[1]
     assert list(chosen(config)) == list(chosen(drafted))
@@ -348,7 +355,11 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
         assert all(line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines)
         assert all(line["strategy"] == "off" or sum(line["accepted"]) >= line["rounds"] for line in lines)
         assert all(line["predicted"] is None or line["predicted"] > 0 for line in lines)
-    assert any(line["predicted"] for line in chosen(drafted)["000003.jsonl"])
+        known = {"never tried": {False}, "best median": {True}, "epsilon": {False, True}}
+        assert all((line["predicted"] is not None) in known[line["reason"]] for line in lines)
+    first = [(line["reason"], line["predicted"]) for line in chosen(drafted)["000001.jsonl"]]
+    assert ("never tried", None) in first
+    assert ("best median", 3 * 100.0) in first, "three live rows at the reward known before"
 
 
 def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):

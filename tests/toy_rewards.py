@@ -18,3 +18,8 @@ def trouble(prompt: str, completion: str, row: dict) -> float:
     if row["answer"] == "hang":
         time.sleep(60)
     raise RuntimeError("a reward that never works")
+
+
+def digits(prompt: str, completion: str, row: dict) -> float:
+    """1 for an answer of digits alone."""
+    return float(completion.isdigit())

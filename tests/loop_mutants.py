@@ -1,0 +1,116 @@
+"""Mistakes of the RL loop and what it calls; each gets the original of what it spoils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from loop_rollouts import TRAINING
+
+from tlt_jax.config import Config
+
+GRAD_CLIP = 1.5
+
+
+def plant(monkeypatch, place: Any, name: str, mutant: Callable) -> None:
+    """Puts the mutant in the place of the original."""
+    monkeypatch.setattr(place, name, mutant(getattr(place, name)))
+
+
+def flipped(advantages):
+    """Every advantage has the other sign."""
+    return lambda *args: -advantages(*args)
+
+
+def dealt_to_the_next(advantages):
+    """Every answer learns with the advantage of the one before it in its group."""
+    return lambda *args: np.roll(advantages(*args), 1, axis=1)
+
+
+def dealt_in_the_order_of_packing(spread):
+    """Advantages and weights are placed on the longest answer first, as answers are packed."""
+
+    def placed(packed, values):
+        order = np.argsort(-packed.answer_lengths, kind="stable")
+        return spread(packed, np.asarray(values)[np.argsort(order)])
+
+    return placed
+
+
+def of_the_first_minibatch(make_batch):
+    """Every minibatch learns with the advantages of the first one."""
+
+    def make(config, recipe, prompts, rollout, advantages, part):
+        first = np.resize(advantages[: len(part)], len(advantages))
+        return make_batch(config, recipe, prompts, rollout, first, part)
+
+    return make
+
+
+def without_last_tokens(make_batch):
+    """The last token of every answer weighs nothing."""
+
+    def make(packed, mesh, weights, advantages, recorded=None):
+        batch = make_batch(packed, mesh, weights, advantages, recorded)
+        kept = packed.spread(weights)
+        for (step, row, first), length in zip(packed.spans, packed.answer_lengths, strict=True):
+            kept[step, row, first + length - 1] = 0
+        return batch.replace(weights=jax.device_put(kept, batch.weights.sharding))
+
+    return make
+
+
+def the_same_in_every_step(sequence_keys):
+    """The noise knows no step."""
+    return lambda seed, stream, step, uids: sequence_keys(seed, stream, 0, uids)
+
+
+def of_seed_zero(sequence_keys):
+    """The noise knows no seed."""
+    return lambda seed, stream, step, uids: sequence_keys(0, stream, step, uids)
+
+
+def clipped_one_by_one(widen):
+    """The gradient of each accumulation step is clipped."""
+
+    def widened(grads):
+        return optax.clip_by_global_norm(GRAD_CLIP).update(widen(grads), ())[0]
+
+    return widened
+
+
+def never_clipped(transformation):
+    """The optimizer clips nothing."""
+    return lambda adam: transformation(replace(adam, grad_clip=0.0))
+
+
+def the_training_noise(stream):
+    """Evaluation draws with the noise of training."""
+    return TRAINING
+
+
+def spoil(config: Config, knobs: dict) -> Config:
+    """The configuration with other values of some knobs."""
+    for name, value in knobs.items():
+        section, knob = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{knob: value})})
+    return config
+
+
+def reading(**knobs):
+    """A mutant that reads these values of knobs, whatever the run says; __ stands for the dot."""
+    knobs = {name.replace("__", "."): value for name, value in knobs.items()}
+
+    def mutant(function):
+        def spoiled(*args):
+            given = [spoil(arg, knobs) if isinstance(arg, Config) else arg for arg in args]
+            return function(*given)
+
+        return spoiled
+
+    mutant.__name__ = ", ".join(f"{name} is {value}" for name, value in knobs.items())
+    return mutant

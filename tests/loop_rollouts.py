@@ -1,0 +1,113 @@
+"""How a run of the RL loop must have drawn and judged its answers, by its configuration."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import references
+import toy_rewards
+from loop_updates import WIDTH, padded, programs_of
+from observed import Run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tlt_jax.config import Config
+from tlt_jax.data import dataset as datasets
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import DecodingParams
+
+TRAINING, EVALUATION = 0, 1  # streams of the noise
+
+
+def sequence_keys(seed: int, stream: int, step: int, count: int) -> np.ndarray:
+    """Key words of so many sequences, folded together one by one."""
+    root_key = jax.random.key(seed, impl="threefry2x32")
+    step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
+    keys = [jax.random.fold_in(step_key, uid) for uid in range(count)]
+    return np.array([jax.random.key_data(key) for key in keys])
+
+
+def stops(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The stop texts as ids; a token of the toy task is a character."""
+    ids = datasets.tokenizer(config).get_vocab()
+    return tuple(tuple(ids[letter] for letter in text) for text in config.rollout.stop)
+
+
+def eos(config: Config) -> int:
+    return datasets.tokenizer(config).eos_token_id
+
+
+def params(config: Config, knobs) -> DecodingParams:
+    """How rollout or evaluation draws, and what ends its answers."""
+    drawn = Sampling(knobs.temperature, knobs.top_k, knobs.top_p)
+    return DecodingParams(drawn, (eos(config),), stops(config))
+
+
+def check_keys(run: Run) -> None:
+    """Noise is of (train.seed, stream, step, uid); evaluations have a stream and no step."""
+    steps = [(EVALUATION, 0), (TRAINING, 0), (TRAINING, 1), (EVALUATION, 0)]
+    for one, (stream, step) in zip(run.rollouts, steps, strict=True):
+        expected = sequence_keys(run.config.train.seed, stream, step, len(one.request.keys))
+        np.testing.assert_array_equal(one.request.keys, expected)
+
+
+def check_training_rules(run: Run) -> None:
+    """The steps draw as the section `rollout` says."""
+    knobs = run.config.rollout
+    for one in run.trainings:
+        assert one.request.params == params(run.config, knobs)
+        assert one.request.max_new_tokens == (knobs.max_new_tokens,) * knobs.prompts
+        assert (len(one.request.prompts), one.request.samples) == (knobs.prompts, knobs.samples)
+
+
+def check_evaluation_rules(run: Run) -> None:
+    """The evaluations draw as the section `eval` says."""
+    knobs = run.config.eval
+    for one in run.evaluations:
+        assert one.request.params == params(run.config, knobs)
+        assert one.request.max_new_tokens == (knobs.max_new_tokens,) * knobs.prompts
+        assert (len(one.request.prompts), one.request.samples) == (knobs.prompts, knobs.samples)
+
+
+def check_tokens(run: Run) -> None:
+    """Every answer is that of plain decoding by the policy of its step and its own noise."""
+    updates, (training, evaluation) = run.updates, (run.config.rollout, run.config.eval)
+    states = [updates[0].before, updates[0].before, updates[2].before, updates[3].after]
+    sections = [evaluation, training, training, evaluation]
+    for one, state, knobs in zip(run.rollouts, states, sections, strict=True):
+        logits = np.asarray(programs_of(run)[0](state.params, padded(one.texts)))
+        at = jnp.broadcast_to(jnp.arange(WIDTH, dtype=jnp.int32), logits.shape[:2])
+        keys = jnp.asarray(one.request.keys)
+        ahead = np.asarray(noise.gumbel(keys, at, logits.shape[-1], jnp.float64))
+        for answer, row, drawn in zip(one.result.completions, logits, ahead, strict=True):
+            tokens, logprobs, finish = references.decode(
+                lambda prefix, row=row: row[len(prefix) - 1],
+                lambda position, drawn=drawn: drawn[position],
+                one.request.prompts[answer.prompt],
+                Sampling(knobs.temperature, knobs.top_k, knobs.top_p),
+                (eos(run.config),), stops(run.config), knobs.max_new_tokens,
+            )  # fmt: skip
+            assert (answer.tokens.tolist(), answer.finish) == (tokens, finish)
+            np.testing.assert_allclose(answer.logprobs, logprobs, rtol=0, atol=1e-9)
+
+
+def check_scores(run: Run) -> None:
+    """The scores are those of the texts that were rolled out, correct from eval.correct_at on."""
+    events = EventAccumulator(str(Path(run.config.run) / "tensorboard")).Reload()
+    tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
+    for index, one in enumerate(run.evaluations):
+        answers = [tokenizer.decode(a, skip_special_tokens=True) for _, a in one.texts]
+        scores = np.array([weight * toy_rewards.digest("", text, {}) for text in answers])
+        scores = scores.reshape(-1, one.request.samples)
+        correct = scores >= run.config.eval.correct_at
+        expected = {"mean@4": scores.mean()}
+        for k in (1, 2, 4):
+            some = [[any(answers) for answers in combinations(row, k)] for row in correct]
+            expected[f"pass@{k}"] = np.mean(some)
+        for name, value in expected.items():
+            found = events.Scalars(f"eval/{name}")[index].value
+            np.testing.assert_allclose(found, value, rtol=1e-6)

@@ -1,0 +1,138 @@
+"""Runs of the RL loop whose rollouts and updates are written down; knows no law."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tlt_jax import cli
+from tlt_jax.config import Config, load as configuration
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.train import loop, policy_update
+from tlt_jax.train.policy_update import Batch, PolicyState
+
+TINY = {
+    "model.init": {
+        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    },
+    "data.task_args": {"min_length": 3, "max_length": 4, "modulus": 5},
+    "data.max_prompt_tokens": 8,
+    "checkpoint.every": 0,
+    "checkpoint.export": False,
+    "log.progress": False,
+    "sft.cache": "off",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """What a rollout was given, and what came of it."""
+
+    request: RolloutRequest
+    result: RolloutResult
+
+    @property
+    def texts(self) -> list[tuple[list[int], list[int]]]:
+        """Prompt and answer of every completion, by uid."""
+        answers = self.result.completions
+        return [(self.request.prompts[one.prompt].tolist(), one.tokens.tolist()) for one in answers]
+
+
+@dataclass(frozen=True)
+class Updated:
+    """An optimizer step: the state before and after it, its batch and metrics, and its program."""
+
+    before: PolicyState
+    batch: Batch
+    after: PolicyState
+    metrics: dict[str, float]
+    jaxpr: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rollouts (evaluations too) and the updates of a finished run, in their order."""
+
+    config: Config
+    rollouts: list[Rolled] = field(default_factory=list)
+    updates: list[Updated] = field(default_factory=list)
+
+    @property
+    def trainings(self) -> list[Rolled]:
+        """The rollouts of the steps, where one evaluation comes before and one after them."""
+        return self.rollouts[1:-1]
+
+    @property
+    def evaluations(self) -> list[Rolled]:
+        """The rollouts of the two evaluations."""
+        return [self.rollouts[0], self.rollouts[-1]]
+
+
+def configure(run: Path, knobs: dict[str, Any]) -> Config:
+    """The configuration of a tiny run with these knobs."""
+    values = TINY | {"run": str(run)} | knobs
+    words = [(f"--{name}", value if isinstance(value, str) else json.dumps(value))
+             for name, value in values.items()]  # fmt: skip
+    return configuration.parse([word for pair in words for word in pair], require_config=False)
+
+
+@contextmanager
+def compiled_once(folder: Path) -> Iterator[dict[str, str]]:
+    """Knobs with which runs inside find the programs of earlier ones in the folder."""
+    compilation_cache.reset_cache()
+    yield {"rollout.compile_cache": str(folder / "xla")}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def copied(tree: Any) -> Any:
+    """The arrays in memory of their own: the update donates the state."""
+    return jax.tree.map(np.array, tree)
+
+
+def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
+    """The run, written down. With `replies`, answers that are known stand in for its rollouts."""
+    run, known = Run(config), [one.result for one in replies]
+    decode, build = Engine.run, policy_update.programs
+
+    def rollout(engine, request, weights, tuner, *, on_finish, interrupted):
+        if known:
+            result, learned = known.pop(0), tuner
+            for answer in result.completions:
+                on_finish(answer)
+        else:
+            result, learned = decode(
+                engine, request, weights, tuner, on_finish=on_finish, interrupted=interrupted
+            )
+        run.rollouts.append(Rolled(request, result))
+        return result, learned
+
+    def programs(recipe):
+        built = build(recipe)
+
+        def update(state, batch):
+            before, jaxpr = copied(state), built.update.trace(state, batch).jaxpr
+            after, metrics = built.update(state, batch)
+            numbers = {name: float(value) for name, value in metrics.items()}
+            run.updates.append(Updated(before, copied(batch), copied(after), numbers, jaxpr))
+            return after, metrics
+
+        return built._replace(update=update)
+
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
+        patch.setattr(Engine, "run", rollout)
+        patch.setattr(policy_update, "programs", programs)
+        assert loop.train(config) == cli.DONE
+    return run

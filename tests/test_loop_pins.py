@@ -1,0 +1,152 @@
+"""A run of the RL loop, its knobs off their defaults, is what NumPy says; mistakes are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import loop_mutants
+import observed
+import pytest
+from loop_mutants import plant, reading
+from loop_rollouts import (
+    check_evaluation_rules,
+    check_keys,
+    check_scores,
+    check_tokens,
+    check_training_rules,
+)
+from loop_updates import check_batches, check_clipping, check_files, check_losses, check_remat
+from observed import Run
+
+from tlt_jax import optimizer
+from tlt_jax.data import dataset as datasets
+from tlt_jax.data.packing import Packed
+from tlt_jax.optimizer import Adam
+from tlt_jax.rollout import engine
+from tlt_jax.train import evaluation, loop, policy_update
+from tlt_jax.train.policy_update import Recipe
+
+KNOBS = {
+    "model.param_dtype": "float64", "model.compute_dtype": "float64", "model.remat": True,
+    "model.init": observed.TINY["model.init"] | {"initializer_range": 0.5},
+    "rollout.prompts": 4, "rollout.samples": 3, "rollout.temperature": 0.8, "rollout.top_k": 7,
+    "rollout.top_p": 0.9, "rollout.max_new_tokens": 10, "rollout.stop": ["=", "::"],
+    "rollout.slots": 12, "rollout.batch_buckets": [12], "rollout.cache_buckets": [32],
+    "reward.terms": {"toy_rewards:digest": 20.0},
+    "algorithm.advantage": "rloo", "algorithm.aggregation": "sequence_mean",
+    "algorithm.clip_low": 0.05, "algorithm.clip_high": 0.3, "algorithm.entropy_coef": 0.5,
+    "algorithm.minibatches": 2,
+    "optim.learning_rate": 0.02, "optim.grad_clip": loop_mutants.GRAD_CLIP,
+    "train.steps": 2, "train.seed": 5, "train.row_tokens": 32, "train.rows": 1,
+    "data.eval_size": 4, "eval.every": 2, "eval.prompts": 3, "eval.samples": 4,
+    "eval.temperature": 0.6, "eval.top_k": 5, "eval.top_p": 0.8, "eval.max_new_tokens": 6,
+    "eval.correct_at": 8.0,
+}  # fmt: skip
+CHECKS = [
+    check_keys, check_training_rules, check_evaluation_rules, check_tokens, check_scores,
+    check_files, check_batches, check_losses, check_clipping, check_remat,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def knobs(tmp_path_factory) -> Iterator[dict[str, Any]]:
+    """The knobs of all runs here, which compile their programs once."""
+    with observed.compiled_once(tmp_path_factory.mktemp("programs")) as cached:
+        yield KNOBS | cached
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, knobs) -> Run:
+    """A run, written down."""
+    return observed.watched(observed.configure(tmp_path_factory.mktemp("run"), knobs))
+
+
+@pytest.fixture
+def replay(run, knobs, tmp_path) -> Callable[..., Run]:
+    """replay({knob: value}) -> the run once more with its answers, through whatever was planted."""
+    return lambda changes=None: observed.watched(
+        observed.configure(tmp_path, knobs | (changes or {})), run.rollouts
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_run_is_what_its_configuration_says(run, check, x64):
+    check(run)
+
+
+def test_the_run_has_what_the_checks_are_about(run):
+    answers = [answer for one in run.trainings for answer in one.result.completions]
+    endings = {(answer.finish, int(answer.tokens[-1])) for answer in answers}
+    assert {("stop", last) for last in (1, 9, 10)} <= endings, "EOS, and both stop texts"
+    assert any(finish == "length" for finish, _ in endings)
+    assert min(update.metrics["grad_norm"] for update in run.updates) > loop_mutants.GRAD_CLIP > 1
+    assert all(int(update.batch.count) > 1 for update in run.updates), "gradients accumulate"
+    assert any((update.batch.segments > 1).any() for update in run.updates), "examples share rows"
+    second = run.updates[1].metrics
+    assert second["pg_clipfrac_low"] > 0 and second["pg_clipfrac_high"] > 0
+
+
+SWAPPED = {"algorithm__clip_low": 0.3, "algorithm__clip_high": 0.05}
+EAGER = (
+    (optimizer, "widen", loop_mutants.clipped_one_by_one),
+    (Adam, "transformation", loop_mutants.never_clipped),
+)
+OF_ROLLOUTS = [
+    (engine, "sequence_keys", loop_mutants.the_same_in_every_step, check_keys),
+    (engine, "sequence_keys", loop_mutants.of_seed_zero, check_keys),
+    (evaluation, "EVAL_STREAM", loop_mutants.the_training_noise, check_keys),
+    (loop, "roll_out", reading(rollout__temperature=1.0), check_training_rules),
+    (loop, "roll_out", reading(rollout__top_k=0), check_training_rules),
+    (loop, "roll_out", reading(rollout__top_p=1.0), check_training_rules),
+    (datasets, "stop_ids", reading(rollout__stop=[]), check_training_rules),
+    (evaluation, "evaluate", reading(eval__temperature=1.0), check_evaluation_rules),
+    (evaluation, "evaluate", reading(eval__top_k=0), check_evaluation_rules),
+    (evaluation, "evaluate", reading(eval__top_p=1.0), check_evaluation_rules),
+    (evaluation, "evaluate", reading(eval__max_new_tokens=0), check_evaluation_rules),
+    (datasets, "load", reading(eval__prompts=0), check_evaluation_rules),
+    (evaluation, "evaluate", reading(eval__correct_at=1.0), check_scores),
+]
+OF_BATCHES = [
+    (loop, "group_advantages", loop_mutants.flipped, check_batches),
+    (loop, "group_advantages", loop_mutants.dealt_to_the_next, check_batches),
+    (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
+    (loop, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
+    (policy_update, "make_batch", loop_mutants.without_last_tokens, check_batches),
+    (loop, "update_policy", reading(algorithm__advantage="grpo"), check_batches),
+    (loop, "update_policy", reading(algorithm__aggregation="token_mean"), check_batches),
+]
+OF_UPDATES = [
+    (Recipe, "of", reading(rollout__temperature=1.0), check_losses),
+    (Recipe, "of", reading(algorithm__entropy_coef=0.0), check_losses),
+    (Recipe, "of", reading(**SWAPPED), check_losses),
+    (Recipe, "of", reading(optim__grad_clip=0.0), check_clipping),
+    (Recipe, "of", reading(model__remat=False), check_remat),
+]
+
+
+def named(mutant) -> str:
+    return mutant[2].__name__
+
+
+def test_a_replayed_run_passes_every_check(replay, x64):
+    again = replay()
+    for check in CHECKS:
+        check(again)
+
+
+@pytest.mark.parametrize("mutant", [*OF_ROLLOUTS, *OF_BATCHES, *OF_UPDATES], ids=named)
+def test_a_mistake_is_caught(replay, monkeypatch, x64, mutant):
+    *planted, check = mutant
+    plant(monkeypatch, *planted)
+    spoiled = replay()
+    with pytest.raises(AssertionError):
+        check(spoiled)
+
+
+def test_clipping_before_accumulation_is_caught(replay, monkeypatch, x64):
+    for planted in EAGER:
+        plant(monkeypatch, *planted)
+    spoiled = replay({"train.logits_chunk": 1000})  # a program that was not traced before
+    with pytest.raises(AssertionError):
+        check_clipping(spoiled)

@@ -1,0 +1,163 @@
+"""The tuner that predicts, on the shipped arms: what it reaches, loses, tries and learns."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tuner_worlds as worlds
+
+from tlt_jax.config.schema import Speculation
+from tlt_jax.spec_decode.strategy import PLAIN, parse
+from tlt_jax.tuner import acceptance, beg_mab, exploration, fixed, goodput
+from tlt_jax.tuner.arms import parse_arms
+
+SHIPPED = Speculation().strategies
+ARMS = parse_arms(SHIPPED)
+NODE = {worlds.cpu: 1 / 10, worlds.gpu: 1 / 200}  # what a node costs before anything is measured
+
+
+def made_for(law):
+    return goodput.goodput(SHIPPED, node_cost=NODE[law])
+
+
+def decode(world, made, rollouts=3, seed=0, state=None):
+    """(state, runs) of some rollouts of 48 answers, an update of the weights after each."""
+    random, runs, seen = np.random.default_rng(seed), [], set()
+    state = made.init() if state is None else state
+    for i in range(rollouts):
+        answers = worlds.lengths(random, 48, 1200)
+        state, run = worlds.rollout(world, made, state, answers, 100 * seed + i, seen)
+        runs.append(run)
+        state = made.renew(state)
+    return state, runs
+
+
+def seconds(runs) -> float:
+    return sum(run.seconds for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("law", "quality", "share"),
+    [(worlds.gpu, 0.8, 0.93), (worlds.gpu, 0.5, 0.93), (worlds.cpu, 0.8, 0.95),
+     (worlds.cpu, 0.5, 0.96), (worlds.cpu, 0.3, 0.96)],
+)  # fmt: skip
+def test_the_shipped_arms_come_close_to_knowing_everything(law, quality, share):
+    world = worlds.World(law, quality)
+    state, _ = decode(world, made_for(law), rollouts=4)
+    _, runs = decode(world, made_for(law), rollouts=2, seed=1, state=state)
+    _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
+    assert seconds(best) / seconds(runs) > share
+
+
+def learning(law, quality: float) -> float:
+    """The oracle's share of the seconds of first rollouts, when nothing is known."""
+    spent, least = 0.0, 0.0
+    for seed in range(4):
+        world = worlds.World(law, quality, seed=seed)
+        spent += seconds(decode(world, made_for(law), rollouts=4, seed=seed)[1])
+        least += seconds(decode(world, worlds.oracle(world, ARMS), rollouts=4, seed=seed)[1])
+    return least / spent
+
+
+LEARNED = {0.8: 0.84, 0.5: 0.85, 0.3: 0.83}  # quality -> share
+
+
+@pytest.mark.parametrize("quality", LEARNED)
+def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
+    assert learning(worlds.gpu, quality) > LEARNED[quality]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "quality"),
+    [("HORIZON", 0.0, 0.8), ("HORIZON", 1.0, 0.5), ("HORIZON", 1.0, 0.3),
+     ("CAUTION", 1.0, 0.8), ("CAUTION", 1.0, 0.5), ("CAUTION", 2.0, 0.3)],
+)  # fmt: skip
+def test_too_few_trials_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
+    monkeypatch.setattr(exploration, name, value)
+    assert learning(worlds.gpu, quality) < LEARNED[quality]
+
+
+def is_tried(gap: float, error: float) -> bool:
+    """Whether an arm is tried that is predicted to be faster by so much, when trials are paid."""
+    arms = (PLAIN, parse("3_1_4"))
+    speed, errors = np.array([0.0, gap]), np.array([0.0, error])
+    view = exploration.Outlook(arms, speed, errors, np.zeros(2))
+    return exploration.worth_trying({"chunk": 16, "funds": math.inf}, view, 0, 8.0) == 1
+
+
+def is_worth_it(gap: float, error: float, horizon: float) -> bool:
+    """Whether it saves over so many chunks of 16 rounds more than 4 rounds lose, and 1 %."""
+    faster = gap + error * np.linspace(-12, 12, 10_001)
+    weight = np.exp(-(((faster - gap) / error) ** 2) / 2)
+    saved, lost = (np.maximum(0, 1 - np.exp(-x)) @ weight / weight.sum() for x in (faster, -faster))
+    return bool(saved > 0.01 and 16 * horizon * saved > 4 * lost)
+
+
+@pytest.mark.parametrize("error", [0.2, 0.4, 0.8])
+def test_a_trial_is_worth_its_price_when_six_chunks_pay_for_it(error):
+    gaps = np.linspace(-3, 1, 81) * error
+    tried = [is_tried(gap, error) for gap in gaps]
+    assert tried == [is_worth_it(gap, error, 6.0) for gap in gaps]
+    assert tried != [is_worth_it(gap, error, 1.0) for gap in gaps]
+    if error == 0.8:  # known better, arms must save 1 % anyway
+        assert tried != [is_worth_it(gap, error, 100.0) for gap in gaps]
+
+
+@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("agreement", [0.0, 0.3])
+def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(law, agreement):
+    world = worlds.World(law, 0.3, agreement)
+    _, plain = decode(world, fixed.fixed("off"), rollouts=4)
+    _, runs = decode(world, goodput.goodput(SHIPPED), rollouts=4)
+    assert seconds(plain) / seconds(runs) > 0.98
+
+
+@pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.6), (worlds.gpu, 0.8)])
+def test_the_shipped_arms_beat_the_switch_and_the_bandit(law, quality):
+    world = worlds.World(law, quality)
+    made = (made_for(law), fixed.threshold(SHIPPED), beg_mab.beg_mab(SHIPPED), fixed.fixed("off"))
+    taken, *others = (seconds(decode(world, one)[1]) for one in made)
+    assert taken < 0.97 * min(others[:2]) and taken < 1.001 * others[2]
+
+
+def test_the_shipped_arms_are_used_while_the_drafter_is_good():
+    world, made = worlds.World(worlds.gpu, 0.3, 0.0), made_for(worlds.gpu)
+
+    def speculating(runs):
+        small = [choice for choice, seen in runs[-1].chunks if seen.batch <= 16]
+        return np.mean([choice.strategy != PLAIN for choice in small])
+
+    state, runs = decode(world, made)
+    assert speculating(runs) < 0.2
+    world.quality, world.agreement = 0.8, 1.0
+    state, runs = decode(world, made, rollouts=4, seed=1, state=state)
+    assert speculating(runs) > 0.9
+    world.quality, world.agreement = 0.3, 0.0
+    assert speculating(decode(world, made, rollouts=2, seed=2, state=state)[1]) < 0.2
+
+
+@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+def test_predictions_of_the_shipped_arms_come_true_and_trials_are_few(law):
+    world = worlds.World(law, 0.7, stalls=0.0)
+    _, runs = decode(world, made_for(law), rollouts=5)
+    chunks = [pair for run in runs[2:] for pair in run.chunks]
+    told = [choice.predicted * seen.seconds / seen.tokens for choice, seen in chunks]
+    assert np.median(told) == pytest.approx(1.0, abs=0.12)
+    assert np.mean([choice.is_exploring for choice, _ in chunks]) < 0.15
+
+
+@pytest.mark.parametrize("quality", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("6_4_16", "3_1_4"), ("6_4_16", "1_1_2"), ("7_1_8", "3_1_4"), ("7_1_8", "1_1_2"),
+     ("3_1_4", "1_1_2")],
+)  # fmt: skip
+def test_the_smaller_shipped_arms_accept_what_larger_ones_predict(quality, source, text):
+    source, smaller = parse(source), parse(text)
+    assert source in ARMS and smaller in ARMS
+    hits = worlds.table(*worlds.drafts(1, 4000, quality, 1.0, source), source)
+    predicted = acceptance.counterfactual(hits, smaller) / 4000
+    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller)[0] >= 0).sum() / 4000
+    assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
