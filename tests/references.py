@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tlt_jax.spec_decode.tree import ABSENT
+
 
 def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """Scaled logits of one position, -inf where top-k or then top-p drops the token; ties with the last kept one stay."""
@@ -32,6 +34,14 @@ def ancestors(parents: np.ndarray) -> np.ndarray:
     for node in range(1, len(parents)):
         seen[node] |= seen[parents[node]]
     return seen
+
+
+def orphans(tree) -> np.ndarray:
+    """Nodes whose parent is not before them or not one level above; a sound tree has none."""
+    tokens, parents, depths = map(np.asarray, (tree.tokens, tree.parents, tree.depths))
+    nodes = np.arange(tokens.shape[1])
+    above = np.take_along_axis(depths, parents, axis=1) + 1 == depths
+    return ((parents >= nodes) | ~above) & (nodes > 0) & (tokens != ABSENT)
 
 
 def walk(tokens: np.ndarray, parents: np.ndarray, chosen: np.ndarray, depth: int) -> tuple[list[int], list[int]]:

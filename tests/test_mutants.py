@@ -200,8 +200,7 @@ def siblings_differ(decoder: Decoder) -> bool:
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
         context = chunk.context_of(decoder.target, state, (), chunk.noise_ahead(decoder, state, weights))
         known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
-        known = decoder.drafter.extend(weights, known, context, TREE.path)
-        return decoder.drafter.draft(weights, known, context, TREE, RULES.sampling.temperature)
+        return chunk.draft_tree(decoder, weights, known, context, state.roots)[1]
 
     tree = jax.tree.map(np.asarray, first(Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), keys()))
     below = [

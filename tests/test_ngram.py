@@ -8,21 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import references
 
 from tlt_jax.data import tasks
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import ABSENT
-from tlt_jax.spec_decode.tree_drafter import orphans
+from tlt_jax.spec_decode.tree import ABSENT, rerank
 from tlt_jax.spec_decode.verify import match
 
 SETTINGS = Settings(min_match=1, max_match=4, matches=6)
 TREE = Strategy(depth=4, topk=2, nodes=8)
 S, R = 24, 12
-propose = jax.jit(ngram.propose, static_argnums=(3, 4))
 search = jax.jit(ngram.search, static_argnums=(3, 4))
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def propose(history, lengths, pool, strategy: Strategy, settings: Settings):
+    """The best tree of what is proposed."""
+    candidates = ngram.propose(history, lengths, pool, strategy, settings)
+    roots = jnp.take_along_axis(history, lengths[:, None], axis=1)[:, 0]
+    return rerank(candidates, roots, strategy.nodes)
 
 
 def texts(seed: int, rows: int = 40, vocab: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -128,7 +135,7 @@ def test_the_tree_is_the_best_part_of_the_trie(strategy):
 def test_trees_are_sound(vocab):
     tree = propose(*texts(2, vocab=vocab), Strategy(3, 3, 16), Settings())
     here = np.asarray(tree.tokens) != ABSENT
-    assert not orphans(tree).any()
+    assert not references.orphans(tree).any()
     assert (np.asarray(tree.ranks)[here] < 3).all()
     above = np.take_along_axis(np.asarray(tree.scores), np.asarray(tree.parents), axis=1)
     assert (np.asarray(tree.scores) <= above)[here].all()

@@ -20,6 +20,7 @@ from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.tree import Candidates
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned
 
 
@@ -34,7 +35,7 @@ def bind_drafter(
     whole = NamedSharding(group, PartitionSpec())
     search = ngram.Settings(settings.min_match, settings.max_match)
 
-    def draft(weights, state, context, strategy: Strategy, temperature: float):
+    def draft(weights, state, context, strategy: Strategy, temperature: float) -> Candidates:
         return ngram.propose(context.history, context.lengths, context.guide, strategy, search)
 
     def guide(batch: int) -> jax.ShapeDtypeStruct:

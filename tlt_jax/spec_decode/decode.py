@@ -16,7 +16,7 @@ from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, DecodingParams, ends_sequence, shift
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.spec_decode.tree import ancestors, root_only
+from tlt_jax.spec_decode.tree import DraftTree, ancestors, rerank, root_only
 
 
 class Decoder(NamedTuple):
@@ -138,14 +138,14 @@ def advance_round(
     decoder: Decoder, state: DecodeState, weights: Weights, guide: PyTree
 ) -> tuple[DecodeState, Emitted, Stats]:
     """Draft, forward, choose at every node, follow the matches, commit."""
-    target, drafter, rules, strategy = decoder
+    target, _, rules, strategy = decoder
     noise = noise_ahead(decoder, state, weights)
     if strategy == PLAIN:
         tree = root_only(state.roots)
     else:
         context = context_of(target, state, guide, noise)
-        state = state.replace(drafter=drafter.extend(weights, state.drafter, context, strategy.path))
-        tree = drafter.draft(weights, state.drafter, context, strategy, rules.sampling.temperature)
+        known, tree = draft_tree(decoder, weights, state.drafter, context, state.roots)
+        state = state.replace(drafter=known)
     positions = state.lengths[:, None] + tree.depths
     logits, scratch = target.forward(
         weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
@@ -168,6 +168,17 @@ def advance_round(
     return after, emitted, measure(tree, walk, counts, state.live, strategy)
 
 
+def draft_tree(
+    decoder: Decoder, weights: Weights, known: PyTree, context: Context, roots: Int32[Array, " B"]
+) -> tuple[PyTree, DraftTree]:
+    """The drafter's state that knows all before the roots, and its best nodes as a tree."""
+    drafter, strategy = decoder.drafter, decoder.strategy
+    known = drafter.extend(weights, known, context, strategy.path)
+    temperature = decoder.rules.sampling.temperature
+    candidates = drafter.draft(weights, known, context, strategy, temperature)
+    return known, rerank(candidates, roots, strategy.nodes)
+
+
 @struct.dataclass
 class Known:
     """What drafting reads of a DecodeState, and the target's features."""
@@ -181,13 +192,13 @@ class Known:
 
 def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, guide: PyTree) -> Known:
     """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
-    drafter, strategy, noise = decoder.drafter, decoder.strategy, noise_ahead(decoder, known, weights)
+    noise = noise_ahead(decoder, known, weights)
 
     def step(_: Array, known: Known) -> Known:
         context = Context(known.history, known.lengths, known.features, guide, noise)
-        extended = drafter.extend(weights, known.drafter, context, strategy.path)
-        tree = drafter.draft(weights, extended, context, strategy, decoder.rules.sampling.temperature)
-        text = jnp.maximum(tree.tokens[:, 1 : strategy.path], 0)
+        roots = jnp.zeros_like(known.lengths)  # nobody reads them
+        extended, tree = draft_tree(decoder, weights, known.drafter, context, roots)
+        text = jnp.maximum(tree.tokens[:, 1 : decoder.strategy.path], 0)
         history = remember(known.history, text, known.lengths)
         return known.replace(lengths=known.lengths + 1, history=history, drafter=extended)
 

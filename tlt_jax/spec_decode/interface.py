@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import DraftTree
+from tlt_jax.spec_decode.tree import Candidates
 
 PyTree = Any
 
@@ -60,7 +60,8 @@ class Target(NamedTuple):
 class Drafter(NamedTuple):
     """What guesses ahead, as pure functions; its state rides in the decoding state. `weights` are the target's too.
 
-    draft(weights, state, context, strategy, temperature) -> DraftTree; temperature is that of the target, 0 when greedy
+    draft(weights, state, context, strategy, temperature) -> at least strategy.nodes - 1 candidates; temperature is that of
+        the target, 0 when greedy
     catch_up(weights, state, context, live[B], missing) -> state that knows all committed tokens of live rows but the last
         `missing` >= 1 or fewer; None when there is nothing to catch up with
     extend(weights, state, context, width) -> state that knows `width` more of them
@@ -72,7 +73,7 @@ class Drafter(NamedTuple):
     remembers: whether it reads `Context.history`
     """
 
-    draft: Callable[..., DraftTree]
+    draft: Callable[..., Candidates]
     catch_up: Callable[..., PyTree] | None
     extend: Callable[..., PyTree]
     reset: Callable[[PyTree, Array], PyTree]
@@ -84,7 +85,7 @@ class Drafter(NamedTuple):
 
 
 def stateless(
-    draft: Callable[..., DraftTree], remembers: bool = True, guide: Callable[[int], PyTree] = lambda batch: ()
+    draft: Callable[..., Candidates], remembers: bool = True, guide: Callable[[int], PyTree] = lambda batch: ()
 ) -> Drafter:
     """A drafter without weights or state of its own."""
     return Drafter(
@@ -102,7 +103,7 @@ def stateless(
 
 def undrafted(
     weights: PyTree, state: PyTree, context: Context, strategy: Strategy, temperature: float
-) -> DraftTree:
+) -> Candidates:
     """The draft of no drafter. Raises ValueError for a strategy that needs one."""
     raise ValueError(f"{strategy} needs a drafter, and there is none")
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import Candidates, DraftTree, rerank
+from tlt_jax.spec_decode.tree import Candidates
 
 SEPARATOR = -1
 POWER, ESCAPE = 1.4, 5.0  # fitted, see `grow`
@@ -49,13 +49,15 @@ def propose(
     pool: Int32[Array, "B R"],
     strategy: Strategy,
     settings: Settings = Settings(),
-) -> DraftTree:
-    """The best tree of what followed before; history[b, : lengths[b] + 1] is the sequence, its last token the root."""
+) -> Candidates:
+    """What followed before, at least strategy.nodes - 1 candidates.
+
+    history[b, : lengths[b] + 1] is the sequence; its last token is the root.
+    """
     fewest = -(-(strategy.nodes - 1) // strategy.depth)  # places that could make so many nodes
     settings = replace(settings, matches=max(settings.matches, fewest))
     found = search(history, lengths, pool, strategy.depth, settings)
-    roots = jnp.take_along_axis(history, lengths[:, None], axis=1)[:, 0]
-    return rerank(grow(found, strategy.topk), roots, strategy.nodes)
+    return grow(found, strategy.topk)
 
 
 @shaped

@@ -1,8 +1,9 @@
-"""Trees from a learned drafter: levels of beams, coupled with the target's noise, then the best nodes; knows no network.
+"""Candidates of a learned drafter: beams coupled with the target's noise; knows no network.
 
-The shapes are those of EAGLE-2's dynamic tree (Li et al. 2024): k children for each of k beams on every level, and the best
-nodes of all k + (D - 1) k^2 candidates. What is new: siblings are ordered by log q + coupling * noise, with the very noise
-that the target will choose with, and a node's score is the log-probability that the target goes there, given that noise.
+The shapes are those of EAGLE-2's dynamic tree (Li et al. 2024): k children for each of k beams on
+every level, that is k + (D - 1) k^2 candidates. What is new: siblings are ordered by log q +
+coupling * noise, with the very noise that the target will choose with, and a node's score is the
+log-probability that the target goes there, given that noise.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import ABSENT, Candidates, DraftTree, chosen, rerank
+from tlt_jax.spec_decode.tree import Candidates, chosen
 
 BLOCKS = ((16, 64), (4, 16))  # sequences and tokens of each in a step of catching up: while much is missing, and then
 
@@ -83,13 +84,11 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
 
     def draft(
         weights: PyTree, state: Learned, context: Context, strategy: Strategy, temperature: float
-    ) -> DraftTree:
+    ) -> Candidates:
         guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk, top=network.top)
         candidates = expand(network, guess, weights, state, context, strategy)
         knows = (context.lengths > 0)[:, None]  # before the second token there are no features to start from
-        candidates = candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
-        roots = jnp.take_along_axis(context.history, context.lengths[:, None], axis=1)[:, 0]
-        return rerank(candidates, roots, strategy.nodes)
+        return candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
 
     def resize(state: Learned, rows: Array, slots: int) -> Learned:
         source = jnp.maximum(rows, 0)
@@ -213,11 +212,3 @@ def grown(
         scores=(beams.scores[:, :, None] + scores).reshape(flat),
         ranks=places.reshape(flat),
     )
-
-
-@shaped
-def orphans(tree: DraftTree) -> Bool[Array, "B N"]:
-    """Nodes whose parent does not come before them or is not one level above; a sound tree has none."""
-    nodes = jnp.arange(tree.tokens.shape[1])
-    above = jnp.take_along_axis(tree.depths, tree.parents, axis=1) + 1 == tree.depths
-    return ((tree.parents >= nodes) | ~above) & (nodes > 0) & (tree.tokens != ABSENT)
