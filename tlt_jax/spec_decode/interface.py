@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import struct
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import Candidates
@@ -30,62 +30,156 @@ class Context:
     noise: Float[Array, "B M V"] | None = None
 
 
+class Resize(Protocol):
+    """The given rows of a cache or state, for so many committed slots; row -1 may hold anything."""
+
+    def __call__(self, cache: PyTree, rows: Int32[Array, " C"], slots: int, /) -> PyTree: ...
+
+
+class Empty(Protocol):
+    """ShapeDtypeStructs, with shardings, of a cache or state."""
+
+    def __call__(self, batch: int, slots: int, /) -> PyTree: ...
+
+
+class Forward(Protocol):
+    """Logits after every node of the trees, and the scratch that `keep` commits from."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        tokens: Int32[Array, "B N"],
+        positions: Int32[Array, "B N"],
+        ancestors: Bool[Array, "B N N"],
+        cache: PyTree,
+        lengths: Int32[Array, " B"],
+        /,
+    ) -> tuple[Float[Array, "B N V"], PyTree]: ...
+
+
+class Keep(Protocol):
+    """The cache with the path's nodes at slots lengths[b]..; all M are written."""
+
+    def __call__(
+        self,
+        cache: PyTree,
+        scratch: PyTree,
+        path: Int32[Array, "B M"],
+        lengths: Int32[Array, " B"],
+        /,
+    ) -> PyTree: ...
+
+
+class Features(Protocol):
+    """What the drafter asked for, of every committed slot."""
+
+    def __call__(self, cache: PyTree, /) -> Float[Array, "B S F"]: ...
+
+
+class Prefill(Protocol):
+    """What `insert` takes: slots 0..lengths of each prompt."""
+
+    def __call__(
+        self, params: PyTree, tokens: Int32[Array, "Q P"], lengths: Int32[Array, " Q"], /
+    ) -> PyTree: ...
+
+
+class Insert(Protocol):
+    """The cache whose row rows[r] is prompt source[r]; rows from B on are dropped."""
+
+    def __call__(
+        self,
+        cache: PyTree,
+        prefilled: PyTree,
+        rows: Int32[Array, " R"],
+        source: Int32[Array, " R"],
+        /,
+    ) -> PyTree: ...
+
+
 class Target(NamedTuple):
     """The model that decides, as pure functions; a cache and a prefill are pytrees only it understands.
 
-    forward(params, tokens[B,N], positions[B,N], ancestors[B,N,N], cache, lengths[B]) -> logits[B,N,V], scratch
-    keep(cache, scratch, path[B,M], lengths[B]) -> cache with the path's nodes at slots lengths[b].. (all M are written)
-    features(cache) -> [B,S,F], what the drafter asked for, of every committed slot
-    prefill(params, tokens[Q,P], lengths[Q]) -> what `insert` takes: slots 0..lengths of each prompt
-    insert(cache, prefilled, rows[R], source[R]) -> cache whose row rows[r] is prompt source[r]; rows from B on are dropped
-    resize(cache, rows[B], slots) -> cache of the given rows and committed slots; row -1 may hold anything
-    empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a cache that also has room for the scratch tail
-    room(slots) -> slots of that cache
-    vocab: width of the logits
-    params: ShapeDtypeStructs, with shardings, of the weights
+    room(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
+    is the width of the logits; `params` are ShapeDtypeStructs, with shardings, of the weights.
     """
 
-    forward: Callable[..., tuple[Array, PyTree]]
-    keep: Callable[..., PyTree]
-    features: Callable[[PyTree], Array]
-    prefill: Callable[..., PyTree]
-    insert: Callable[..., PyTree]
-    resize: Callable[..., PyTree]
-    empty: Callable[[int, int], PyTree]
+    forward: Forward
+    keep: Keep
+    features: Features
+    prefill: Prefill
+    insert: Insert
+    resize: Resize
+    empty: Empty
     room: Callable[[int], int]
     vocab: int
     params: PyTree
 
 
-class Drafter(NamedTuple):
-    """What guesses ahead, as pure functions; its state rides in the decoding state. `weights` are the target's too.
+class Draft(Protocol):
+    """At least strategy.nodes - 1 candidates; `temperature` is the target's, 0 when greedy."""
 
-    draft(weights, state, context, strategy, temperature) -> at least strategy.nodes - 1 candidates; temperature is that of
-        the target, 0 when greedy
-    catch_up(weights, state, context, live[B], missing) -> state that knows all committed tokens of live rows but the last
-        `missing` >= 1 or fewer; None when there is nothing to catch up with
-    extend(weights, state, context, width) -> state that knows `width` more of them
-    reset(state, fresh[B]) -> state whose fresh rows know nothing
-    resize(state, rows[B], slots) -> state of the given rows, for a cache of so many slots
-    empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a state
-    guide(batch) -> ShapeDtypeStructs of what the host gives along with a chunk that drafts
-    params: ShapeDtypeStructs, with shardings, of its own weights
-    remembers: whether it reads `Context.history`
+    def __call__(
+        self,
+        weights: PyTree,
+        state: PyTree,
+        context: Context,
+        strategy: Strategy,
+        temperature: float,
+        /,
+    ) -> Candidates: ...
+
+
+class CatchUp(Protocol):
+    """The state that lacks at most the last `missing` >= 1 committed tokens of any live row."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        state: PyTree,
+        context: Context,
+        live: Bool[Array, " B"],
+        missing: Int32[Array, ""],
+        /,
+    ) -> PyTree: ...
+
+
+class Extend(Protocol):
+    """The state that knows `width` more committed tokens."""
+
+    def __call__(
+        self, weights: PyTree, state: PyTree, context: Context, width: int, /
+    ) -> PyTree: ...
+
+
+class Reset(Protocol):
+    """The state whose fresh rows know nothing."""
+
+    def __call__(self, state: PyTree, fresh: Bool[Array, " B"], /) -> PyTree: ...
+
+
+class Drafter(NamedTuple):
+    """What guesses ahead, as pure functions; its state rides in the decoding state.
+
+    `weights` are the target's too. `catch_up` is None when there is nothing to catch up with.
+    guide(batch) are ShapeDtypeStructs of what the host gives along with a chunk that drafts;
+    `params` are those of its own weights, with shardings. `remembers`: whether it reads
+    `Context.history`.
     """
 
-    draft: Callable[..., Candidates]
-    catch_up: Callable[..., PyTree] | None
-    extend: Callable[..., PyTree]
-    reset: Callable[[PyTree, Array], PyTree]
-    resize: Callable[..., PyTree]
-    empty: Callable[[int, int], PyTree]
+    draft: Draft
+    catch_up: CatchUp | None
+    extend: Extend
+    reset: Reset
+    resize: Resize
+    empty: Empty
     guide: Callable[[int], PyTree]
     params: PyTree
     remembers: bool
 
 
 def stateless(
-    draft: Callable[..., Candidates], remembers: bool = True, guide: Callable[[int], PyTree] = lambda batch: ()
+    draft: Draft, remembers: bool = True, guide: Callable[[int], PyTree] = lambda batch: ()
 ) -> Drafter:
     """A drafter without weights or state of its own."""
     return Drafter(
@@ -111,35 +205,96 @@ def undrafted(
 NO_DRAFTER = stateless(undrafted, remembers=False)
 
 
+class ExtendCache(Protocol):
+    """The cache with slots starts.. written, and the hidden states of window place `last`."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        cache: PyTree,
+        tokens: Int32[Array, "B W"],
+        features: Float[Array, "B W F"],
+        starts: Int32[Array, " B"],
+        last: Int32[Array, " B"],
+        /,
+    ) -> tuple[PyTree, Float[Array, "B Z"]]: ...
+
+
+class Fill(Protocol):
+    """The cache with slots starts.. of these rows written."""
+
+    def __call__(
+        self,
+        weights: PyTree,
+        cache: PyTree,
+        tokens: Int32[Array, "R W"],
+        features: Float[Array, "R W F"],
+        rows: Int32[Array, " R"],
+        starts: Int32[Array, " R"],
+        /,
+    ) -> PyTree: ...
+
+
+class Step(Protocol):
+    """The scratch with k more nodes, and their hidden states; `hidden` are those of their parents.
+
+    They see `starts` slots, and of the first R scratch rows, the last k of which are themselves,
+    those that `ancestors` marks.
+    """
+
+    def __call__(
+        self,
+        weights: PyTree,
+        cache: PyTree,
+        scratch: PyTree,
+        tokens: Int32[Array, "B k"],
+        hidden: Float[Array, "B k Z"],
+        positions: Int32[Array, "B k"],
+        starts: Int32[Array, " B"],
+        ancestors: Bool[Array, "B k R"],
+        level: int,
+        /,
+    ) -> tuple[PyTree, Float[Array, "B k Z"]]: ...
+
+
+class Logits(Protocol):
+    """Logits of the tokens that the network can propose."""
+
+    def __call__(
+        self, weights: PyTree, hidden: Float[Array, "... Z"], /
+    ) -> Float[Array, "... U"]: ...
+
+
+class Ids(Protocol):
+    """The token ids of the logits, or None when they are 0, 1, ..."""
+
+    def __call__(self, weights: PyTree, /) -> Int32[Array, " U"] | None: ...
+
+
+class Top(Protocol):
+    """The k largest along the logits' axis and their places, as lax.top_k."""
+
+    def __call__(
+        self, values: Float[Array, "... U"], k: int, /
+    ) -> Sequence[Shaped[Array, "... k"]]: ...
+
+
 class Network(NamedTuple):
     """A learned drafter's network, as pure functions of all weights, its own and the target's.
 
     Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
-
-    extend(weights, cache, tokens[B,W], features[B,W,F], starts[B], last[B]) -> cache, hidden[B,Z] of window place `last`:
-        slots starts.. are written
-    fill(weights, cache, tokens[R,W], features[R,W,F], rows[R], starts[R]) -> cache: slots starts.. of these rows are written
-    step(weights, cache, scratch, tokens[B,k], hidden[B,k,Z], positions[B,k], starts[B], ancestors[B,k,R], level)
-        -> scratch, hidden[B,k,Z]: `hidden` are those of the parents; the k nodes see `starts` slots, and of the first R
-        scratch rows, the last k of which are themselves, those that `ancestors` marks
-    logits(weights, hidden[...,Z]) -> [...,U]
-    ids(weights) -> token ids int32[U] of the logits, or None when they are 0, 1, ...
-    resize(cache, rows[B], slots) -> cache
-    empty(batch, slots) -> ShapeDtypeStructs, with shardings, of a cache
-    scratch(batch, rows) -> zeros
-    params: ShapeDtypeStructs, with shardings, of its own weights
-    hidden: ShapeDtypeStruct of hidden[1,Z], with its sharding
-    top(values[...,U], k) -> the k largest of the logits' axis and their places, as lax.top_k
+    scratch(batch, rows) is zeros. `params` are ShapeDtypeStructs, with shardings, of its own
+    weights; `hidden` is that of hidden[1, Z].
     """
 
-    extend: Callable[..., tuple[PyTree, Array]]
-    fill: Callable[..., PyTree]
-    step: Callable[..., tuple[PyTree, Array]]
-    logits: Callable[..., Array]
-    ids: Callable[[PyTree], Array | None]
-    resize: Callable[..., PyTree]
-    empty: Callable[[int, int], PyTree]
+    extend: ExtendCache
+    fill: Fill
+    step: Step
+    logits: Logits
+    ids: Ids
+    resize: Resize
+    empty: Empty
     scratch: Callable[[int, int], PyTree]
     params: PyTree
     hidden: jax.ShapeDtypeStruct
-    top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k
+    top: Top = jax.lax.top_k
