@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.models import params as trees
+from tlt_jax.models.params import Weight
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run fit every usual `model` axis unchanged.
 VOCAB_MULTIPLE = 64
@@ -105,15 +105,6 @@ class Params:
     head: Float[Array, "V D"] | None
 
 
-@dataclass(frozen=True)
-class Weight:
-    """Shape, logical axes and initializer (normal | ones | zeros) of one weight."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    init: str = "normal"
-
-
 def padded_vocab(config: ModelConfig, model_axis: int) -> int:
     """Rows of the embedding: the vocabulary, padded to a multiple of 64 and of `model_axis`."""
     multiple = math.lcm(VOCAB_MULTIPLE, model_axis)
@@ -182,54 +173,37 @@ def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Para
         kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
 
         def stack(weight: Weight) -> Weight:
-            return Weight((config.num_layers, *weight.shape), (None, *weight.axes), weight.init)
+            shape, axes = (config.num_layers, *weight.shape), (None, *weight.axes)
+            return replace(weight, shape=shape, axes=axes)
 
         layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
     else:
         layers = (layer_weights(config, rollout_kv_heads(config, model_axis), "kv_heads"),) * config.num_layers
+    vocab = Weight((V, D), ("vocab", "embed"), num_rows=config.vocab_size)
     return Params(
-        embed=Weight((V, D), ("vocab", "embed")),
+        embed=vocab,
         layers=layers,
         final_norm=Weight((D,), (None,), "ones"),
-        head=None if config.tied else Weight((V, D), ("vocab", "embed")),
+        head=None if config.tied else vocab,
     )
 
 
 def shardings(config: ModelConfig, mesh: Mesh, layout: str) -> Params:
     """The NamedSharding of every array of Params."""
     check_mesh(config, mesh)
-    spec = weights(config, mesh.shape["model"], layout)
-    return jax.tree.map(lambda weight: sharding(mesh, weight.axes, layout), spec)
+    return trees.shardings(weights(config, mesh.shape["model"], layout), mesh, layout)
 
 
 def abstract(config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> Params:
     """Shape, dtype and sharding of every array of Params."""
     check_mesh(config, mesh)
-
-    def describe(weight: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding(mesh, weight.axes, layout))
-
-    return jax.tree.map(describe, weights(config, mesh.shape["model"], layout))
+    return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
 
 
 def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
-    """New random Params in the "train" layout; the same numbers on every mesh, zero in the vocabulary's padding."""
-    spec, structure = jax.tree.flatten(weights(config, mesh.shape["model"]))
-
-    def initialize(key: jax.Array) -> Params:
-        draw: dict[str, Callable[[Weight, jax.Array], jax.Array]] = {
-            "normal": lambda weight, key: config.init_std * jax.random.normal(key, weight.shape, dtype),
-            "ones": lambda weight, key: jnp.ones(weight.shape, dtype),
-            "zeros": lambda weight, key: jnp.zeros(weight.shape, dtype),
-        }
-        keys = jax.random.split(key, len(spec))
-        drawn = [draw[weight.init](weight, key) for weight, key in zip(spec, keys, strict=True)]
-        params = structure.unflatten(drawn)
-        embed = params.embed.at[config.vocab_size :].set(0)
-        head = params.head if params.head is None else params.head.at[config.vocab_size :].set(0)
-        return params.replace(embed=embed, head=head)
-
-    return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
+    """New random Params in the "train" layout; zero in the vocabulary's padding."""
+    check_mesh(config, mesh)
+    return trees.init(weights(config, mesh.shape["model"]), mesh, key, dtype, config.init_std)
 
 
 def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:

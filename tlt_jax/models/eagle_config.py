@@ -12,21 +12,19 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.models import params as trees
 from tlt_jax.models.architecture import (
     NORMED,
     Layer,
     ModelConfig,
     Params,
     Rope,
-    Weight,
     check_mesh,
     head,
     layer_weights,
@@ -34,6 +32,7 @@ from tlt_jax.models.architecture import (
     repeat_kv,
     rollout_kv_heads,
 )
+from tlt_jax.models.params import Weight
 
 KINDS = ("eagle", "eagle3")
 
@@ -209,6 +208,9 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
     else:
         layer = layer.replace(attention_norm=None)
     U = padded_vocab(config.block, model_axis) if config.whole else config.draft_vocab_size
+    vocab_axis = "vocab" if U % model_axis == 0 else None
+    num_rows = config.vocab_size if config.whole else None
+    lm_head = Weight((U, Z), (vocab_axis, "embed"), num_rows=num_rows)
     return DrafterParams(
         fuse=Weight((Z, config.feature_width if eagle3 else 2 * Z), (None, "embed")),
         fuse_bias=Weight((Z,), (None,), "zeros") if config.fc_bias else None,
@@ -216,7 +218,7 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
         hidden_norm=norm if eagle3 else None,
         layer=layer,
         final_norm=norm if eagle3 else None,
-        head=Weight((U, Z), ("vocab" if U % model_axis == 0 else None, "embed")) if eagle3 else None,
+        head=lm_head if eagle3 else None,
         ids=None if config.whole else Weight((U,), (None,), "ids"),
     )
 
@@ -224,19 +226,13 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
 def shardings(config: DrafterConfig, mesh: Mesh, layout: str) -> DrafterParams:
     """The NamedSharding of every array of DrafterParams. Raises ValueError when the drafter does not divide over it."""
     check_mesh(config.block, mesh)
-    spec = weights(config, mesh.shape["model"], layout)
-    return jax.tree.map(lambda weight: sharding(mesh, weight.axes, layout), spec)
+    return trees.shardings(weights(config, mesh.shape["model"], layout), mesh, layout)
 
 
 def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> DrafterParams:
     """Shape, dtype and sharding of every array of DrafterParams."""
     check_mesh(config.block, mesh)
-
-    def describe(weight: Weight) -> jax.ShapeDtypeStruct:
-        kind = jnp.int32 if weight.init == "ids" else dtype
-        return jax.ShapeDtypeStruct(weight.shape, kind, sharding=sharding(mesh, weight.axes, layout))
-
-    return jax.tree.map(describe, weights(config, mesh.shape["model"], layout))
+    return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
 
 
 def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> np.ndarray | None:
@@ -258,25 +254,11 @@ def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> np.ndarray | None
 def init(
     config: DrafterConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike, ids: ArrayLike | None = None
 ) -> DrafterParams:
-    """New random DrafterParams in the "train" layout, the same numbers on every mesh; `ids` as check_ids wants them."""
-    known = check_ids(config, ids)
-    spec, structure = jax.tree.flatten(weights(config, mesh.shape["model"]))
-
-    def draw(weight: Weight, key: jax.Array) -> jax.Array:
-        if weight.init == "ids":
-            return jnp.asarray(known)
-        if weight.init == "normal":
-            return config.init_std * jax.random.normal(key, weight.shape, dtype)
-        return jnp.full(weight.shape, weight.init == "ones", dtype)
-
-    def initialize(key: jax.Array) -> DrafterParams:
-        keys = jax.random.split(key, len(spec))
-        params = structure.unflatten([draw(weight, key) for weight, key in zip(spec, keys, strict=True)])
-        if config.whole and params.head is not None:
-            params = params.replace(head=params.head.at[config.vocab_size :].set(0))
-        return params
-
-    return jax.jit(initialize, out_shardings=shardings(config, mesh, "train"))(key)
+    """New random DrafterParams in the "train" layout; `ids` as check_ids wants them."""
+    ids = check_ids(config, ids)
+    check_mesh(config.block, mesh)
+    spec = weights(config, mesh.shape["model"])
+    return trees.init(spec, mesh, key, dtype, config.init_std, ids)
 
 
 def to_rollout(params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike) -> DrafterParams:

@@ -19,7 +19,6 @@ from tlt_jax.models.architecture import (
     ModelConfig,
     Params,
     Rope,
-    Weight,
     abstract,
     check_mesh,
     head,
@@ -33,7 +32,7 @@ from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
 __all__ = [
-    "NORMED", "Captures", "Layer", "ModelConfig", "Params", "Rope", "Weight", "abstract", "check_mesh", "hidden", "init",
+    "NORMED", "Captures", "Layer", "ModelConfig", "Params", "Rope", "abstract", "check_mesh", "hidden", "init",
     "logits", "padded_vocab", "prefill", "shardings", "to_rollout", "tree_forward", "weights",
 ]  # fmt: skip
 

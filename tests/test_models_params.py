@@ -1,0 +1,108 @@
+"""New weights of both networks are pinned bit by bit: which part of the key draws what, and what is not drawn."""
+
+from __future__ import annotations
+
+import drafter_cases
+import jax
+import jax.numpy as jnp
+import model_cases
+import numpy as np
+import pytest
+
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import eagle, hf, transformer
+from tlt_jax.models.params import Weight, abstract, init, shardings
+
+IN_LAYER = (
+    "attention_norm", "q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm", "mlp_norm",
+    "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+)  # fmt: skip
+POLICY = (".embed", *(f".layers.{name}" for name in IN_LAYER), ".final_norm", ".head")
+DRAFTER = (
+    ".fuse", ".fuse_bias", ".feature_norms", ".hidden_norm", *(f".layer.{name}" for name in IN_LAYER),
+    ".final_norm", ".head", ".ids",
+)  # fmt: skip
+
+
+def expected(params, order, key, std, vocab, padded, ids=None):
+    """What must be drawn for arrays of these shapes: part i of the key for the i-th array of `order` that is there."""
+    found = {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    names = [name for name in order if name in found]
+    assert set(names) == set(found)
+
+    def start(name, key):
+        shape, dtype = found[name].shape, found[name].dtype
+        if name == ".ids":
+            return jnp.asarray(ids)
+        if "norm" in name or "bias" in name:
+            return jnp.full(shape, 1 if "norm" in name else 0, dtype)
+        drawn = std * jax.random.normal(key, shape, dtype)
+        return jnp.where(jnp.arange(shape[0])[:, None] < vocab, drawn, 0) if name in padded else drawn
+
+    def start_all(key):
+        parts = jax.random.split(key, len(names))
+        return {name: start(name, part) for name, part in zip(names, parts, strict=True)}
+
+    wanted = jax.jit(start_all)(key)
+    return {name: (found[name], wanted[name]) for name in names}
+
+
+def assert_drawn(pairs):
+    for name, (found, wanted) in pairs.items():
+        assert found.dtype == wanted.dtype, name
+        np.testing.assert_array_equal(np.asarray(found), wanted, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "dtype"),
+    [
+        ("qwen2", (2, 2), "bfloat16"),
+        ("qwen3_bias", (1, 1), "float32"),
+        ("llama_bias", (2, 2), "float32"),
+    ],
+)
+def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype, key):
+    config = hf.from_hf_config(model_cases.raw_config(case))
+    params = transformer.init(config, meshes.make_mesh(*shape), key, dtype)
+    padded = (".embed", ".head")
+    assert_drawn(expected(params, POLICY, key, config.init_std, config.vocab_size, padded))
+    assert params.embed.shape == (64, 32), "padding is drawn too, then zero"
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "dtype"),
+    [
+        ("eagle", (1, 1), "float32"),
+        ("eagle_bias", (2, 2), "bfloat16"),
+        ("eagle3", (2, 2), "float32"),
+        ("eagle3_plain", (1, 1), "bfloat16"),
+    ],
+)
+def test_each_weight_of_a_new_drafter_has_its_part_of_the_key(case, shape, dtype, key):
+    config = drafter_cases.config(case)
+    ids = None if config.whole else drafter_cases.IDS.astype(np.int32)
+    params = eagle.init(config, meshes.make_mesh(*shape), key, dtype, ids)
+    padded = (".head",) if config.whole else ()
+    pairs = expected(params, DRAFTER, key, config.init_std, config.vocab_size, padded, ids)
+    assert_drawn(pairs)
+
+
+def test_a_tree_of_weights_gives_shardings_abstract_arrays_and_values_alike(key):
+    mesh = meshes.make_mesh(2, 4)
+    spec = {
+        "ids": Weight((3,), (None,), "ids"),
+        "norm": Weight((8,), (None,), "ones"),
+        "table": Weight((8, 4), ("vocab", "embed"), num_rows=5),
+    }
+    values = init(spec, mesh, key, "bfloat16", 0.5, ids=[4, 5, 7])
+    wanted = abstract(spec, mesh, "train", "bfloat16")
+    assert jax.tree.map(lambda leaf: leaf.sharding, values) == shardings(spec, mesh, "train")
+    for name, leaf in values.items():
+        described = (wanted[name].shape, wanted[name].dtype, wanted[name].sharding)
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == described
+    assert values["ids"].dtype == jnp.int32
+    assert values["ids"].tolist() == [4, 5, 7]
+    assert (values["table"][:5] != 0).all()
+    assert (values["table"][5:] == 0).all()

@@ -1,0 +1,76 @@
+"""Weights before they are drawn: trees of Weights give shardings, abstract arrays and initial values of any network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
+
+from tlt_jax.distributed.mesh import sharding
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Shape, logical axes and initializer (normal | ones | zeros | ids) of one weight.
+
+    "ids" are token ids: int32 whatever the dtype of the network, and handed to `init`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str = "normal"
+    num_rows: int | None = None  # rows from here on are padding and start as zeros; None: no padding
+
+    def dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Its dtype in a network of this dtype."""
+        return jnp.int32 if self.init == "ids" else dtype
+
+
+def shardings(weights: PyTree, mesh: Mesh, layout: str) -> PyTree:
+    """The NamedSharding of every Weight of the tree."""
+    return jax.tree.map(lambda weight: sharding(mesh, weight.axes, layout), weights)
+
+
+def abstract(weights: PyTree, mesh: Mesh, layout: str, dtype: DTypeLike) -> PyTree:
+    """Shape, dtype and sharding of every Weight of the tree."""
+
+    def one(weight: Weight) -> jax.ShapeDtypeStruct:
+        placed = sharding(mesh, weight.axes, layout)
+        return jax.ShapeDtypeStruct(weight.shape, weight.dtype(dtype), sharding=placed)
+
+    return jax.tree.map(one, weights)
+
+
+def init(
+    weights: PyTree,
+    mesh: Mesh,
+    key: jax.Array,
+    dtype: DTypeLike,
+    std: float,
+    ids: ArrayLike | None = None,
+) -> PyTree:
+    """An array for every Weight of the tree, in the "train" layout; the same numbers on every mesh.
+
+    The key is split once, a part for every Weight in the order of the tree, whatever its initializer.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+
+    def draw(weight: Weight, key: jax.Array) -> jax.Array:
+        if weight.init == "ids":
+            return jnp.asarray(ids, weight.dtype(dtype))
+        if weight.init != "normal":
+            return jnp.full(weight.shape, {"ones": 1, "zeros": 0}[weight.init], dtype)
+        drawn = std * jax.random.normal(key, weight.shape, dtype)
+        return drawn if weight.num_rows is None else drawn.at[weight.num_rows :].set(0)
+
+    def initialize(key: jax.Array) -> PyTree:
+        parts = jax.random.split(key, len(leaves))
+        return structure.unflatten([draw(*pair) for pair in zip(leaves, parts, strict=True)])
+
+    return jax.jit(initialize, out_shardings=shardings(weights, mesh, "train"))(key)
