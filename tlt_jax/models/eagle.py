@@ -3,6 +3,8 @@
 Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t, x_{t+1}), at rotary position
 t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree the drafter's own hidden state of the parent stands
 in for the features (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
+
+Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a function takes it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import kv_cache, layers as ops
@@ -58,8 +60,15 @@ def scratch(config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, mode
     )
 
 
-def fuse(params: DrafterParams, config: DrafterConfig, embedded: Array, state: Array, axis: int, given: bool) -> Array:
-    """What enters the layer [Z on `axis`], from token embeddings and the state: the policy's features when `given`."""
+def fuse(
+    params: DrafterParams,
+    config: DrafterConfig,
+    embedded: Float[Array, "*A Z"],
+    state: Float[Array, "*A F"],
+    axis: int,
+    given: bool,
+) -> Float[Array, "*A Z"]:
+    """What enters the layer, from token embeddings and the state: the policy's features when `given`."""
     if config.kind == "eagle":
         return ops.project(jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis)
     if not given:
@@ -71,7 +80,13 @@ def fuse(params: DrafterParams, config: DrafterConfig, embedded: Array, state: A
     return ops.project(state, params.fuse, None, axis)
 
 
-def attention_input(params: DrafterParams, config: DrafterConfig, embedded: Array, x: Array, axis: int) -> Array:
+def attention_input(
+    params: DrafterParams,
+    config: DrafterConfig,
+    embedded: Float[Array, "*A Z"],
+    x: Float[Array, "*A Z"],
+    axis: int,
+) -> Float[Array, "*A Y"]:
     """What queries, keys and values are projected from, for what enters the layer."""
     if config.kind == "eagle":
         return x
@@ -79,23 +94,33 @@ def attention_input(params: DrafterParams, config: DrafterConfig, embedded: Arra
     return jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
 
 
-def leave(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array, axis: int) -> Array:
+def leave(
+    params: DrafterParams,
+    config: DrafterConfig,
+    x: Float[Array, "*A Z"],
+    attended: Float[Array, "*A HE"],
+    axis: int,
+) -> Float[Array, "*A Z"]:
     """The hidden state after the layer, which the next level and the head read."""
     x = finish(params.layer, config.block, x, attended, axis)
     return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
 
 
+@shaped
 def nodes_in(
     params: DrafterParams,
     config: DrafterConfig,
     shared: Shared,
-    tokens: Array,
-    state: Array,
-    positions: Array,
+    tokens: Int[Array, "B N"],
+    state: Float[Array, "B N F"],
+    positions: Int[Array, "B N"],
     given: bool,
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """Of tokens [B, N] with states [B, N, .]: what enters the layer [Z, B*N], the input of its attention [Y, B*N], and
-    cosine and sine [E/2, B*N]."""
+) -> tuple[
+    Float[Array, "Z BN"],
+    Float[Array, "Y BN"],
+    tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
+]:
+    """What enters the layer, the input of its attention, and cosine and sine of the rotary embedding."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
@@ -103,8 +128,14 @@ def nodes_in(
     return x, attention_input(params, config, embedded, x, 0), (cos.T, sin.T)
 
 
-def nodes_out(params: DrafterParams, config: DrafterConfig, x: Array, attended: Array) -> Array:
-    """Hidden states [B, N, Z] of nodes after attention."""
+@shaped
+def nodes_out(
+    params: DrafterParams,
+    config: DrafterConfig,
+    x: Float[Array, "Z BN"],
+    attended: Float[Array, "B K G N E"],
+) -> Float[Array, "B N Z"]:
+    """Hidden states of nodes after attention."""
     hidden = leave(params, config, x, ops.by_feature(attended), 0)
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
@@ -204,8 +235,10 @@ def logits(
 
 
 @shaped
-def shift(array: Array, segments: Int[Array, "B T"], by: int) -> tuple[Array, Bool[Array, "B T"]]:
-    """array[b, t + by] of packed rows [B, T, ...] at every t, and where that is in t's own (nonzero) segment.
+def shift(
+    array: Shaped[Array, "B T *A"], segments: Int[Array, "B T"], by: int
+) -> tuple[Shaped[Array, "B T *A"], Bool[Array, "B T"]]:
+    """array[b, t + by] of packed rows at every t, and where that is in t's own (nonzero) segment.
 
     Elsewhere the values are those of another segment, or zero beyond the row.
     """

@@ -235,7 +235,9 @@ def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -
     return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
 
 
-def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> np.ndarray | None:
+def check_ids(
+    config: DrafterConfig, ids: ArrayLike | None
+) -> Int32[np.ndarray, " U"] | None:
     """Token ids of the draft vocabulary as int32. Raises ValueError unless they are ascending and the policy's."""
     if config.whole:
         if ids is not None:

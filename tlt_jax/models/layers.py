@@ -1,7 +1,8 @@
 """The arithmetic of one transformer layer: norms, rotary embedding and attention; knows no weights' names.
 
 Features lie on the last axis (training, prefill: [B, T, D]) or on the first (decoding: [D, nodes], where `weight @ x`
-reads every weight once, in order; on a CPU that is 1.1 to 1.5 times faster for 2 to 32 nodes). `axis` says which.
+reads every weight once, in order; on a CPU that is 1.1 to 1.5 times faster for 2 to 32 nodes). `axis` says which;
+where a function takes it, shapes are written for axis -1: "*A D" is [D, *A] for axis 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def widen(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def contract(subscripts: str, a: Array, b: Array) -> Array:
+def contract(
+    subscripts: str, a: Float[Array, ...], b: Float[Array, ...]
+) -> Float[Array, ...]:
     """einsum, summed and returned in at least float32."""
     wide = widen(a.dtype)
     if a.dtype == wide:
@@ -39,25 +42,32 @@ def contract(subscripts: str, a: Array, b: Array) -> Array:
     return jax.lax.platform_dependent(a, b, cpu=widened, default=native)
 
 
-def project(x: Array, weight: Float[Array, "Out In"], bias: Float[Array, " Out"] | None, axis: int) -> Array:
+def project(
+    x: Float[Array, "*A In"],
+    weight: Float[Array, "Out In"],
+    bias: Float[Array, " Out"] | None,
+    axis: int,
+) -> Float[Array, "*A Out"]:
     """weight @ x + bias for features on `axis` (0 or -1)."""
     y = jnp.einsum("...i,oi->...o", x, weight) if axis == -1 else jnp.einsum("oi,i...->o...", weight, x)
     return y if bias is None else y + along(bias, y.ndim, axis)
 
 
-def along(vector: Float[Array, " D"], ndim: int, axis: int) -> Array:
+def along(vector: Float[Array, " D"], ndim: int, axis: int) -> Float[Array, "*ones D"]:
     """The vector shaped to broadcast along one axis of an array with ndim axes."""
     return jnp.expand_dims(vector, [i for i in range(ndim) if i != axis % ndim])
 
 
-def rms_norm(x: Array, weight: Float[Array, " D"], eps: float, axis: int = -1) -> Array:
+def rms_norm(
+    x: Float[Array, "*A D"], weight: Float[Array, " D"], eps: float, axis: int = -1
+) -> Float[Array, "*A D"]:
     """x at unit root mean square over `axis`, times weight."""
     wide = x.astype(widen(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * along(weight, x.ndim, axis)
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
     """Angle per position of each of the head_dim / 2 rotating pairs, in float64."""
     frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
@@ -94,13 +104,15 @@ def rope_angles(
     return cos.astype(dtype), sin.astype(dtype)
 
 
-def rotate(x: Array, cos: Array, sin: Array, axis: int) -> Array:
+def rotate(
+    x: Float[Array, "*A E"], cos: Float[Array, "*#A half"], sin: Float[Array, "*#A half"], axis: int
+) -> Float[Array, "*A E"]:
     """x with the pairs (i, i + E/2) along `axis` turned by their angle."""
     first, second = jnp.split(x, 2, axis=axis)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 
 
-def masked(scores: Float[Array, ...], visible: Bool[Array, ...]) -> Float[Array, ...]:
+def masked(scores: Float[Array, "*A"], visible: Bool[Array, ...]) -> Float[Array, "*A"]:
     """Scores where visible, the lowest number elsewhere."""
     return jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
 

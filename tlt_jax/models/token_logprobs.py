@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import transformer
@@ -71,16 +71,24 @@ def token_scores(
     return in_chunks(one, (x, targets), mesh, chunk)
 
 
-def group_copies(weight: Array, axes: Sequence[str | None], mesh: Mesh) -> Array:
-    """The weight gathered once for each data group: [G, ...]."""
+@shaped
+def group_copies(
+    weight: Float[Array, ...], axes: Sequence[str | None], mesh: Mesh
+) -> Float[Array, "groups ..."]:
+    """The weight gathered once for each data group."""
     copies = jnp.broadcast_to(weight, (mesh.shape["data"], *weight.shape))
     return jax.lax.with_sharding_constraint(copies, sharding(mesh, ("batch", *axes), "rollout"))
 
 
-def in_chunks(one: Callable[..., PyTree], rows: tuple[Array, ...], mesh: Mesh, chunk: int) -> PyTree:
-    """one(*rows) of arrays [R, T, ...] that knows no neighbors, `chunk` tokens of each data group at once.
+def in_chunks(
+    one: Callable[..., PyTree],
+    rows: tuple[Shaped[Array, "R T ..."], ...],
+    mesh: Mesh,
+    chunk: int,
+) -> PyTree:
+    """one(*rows), where `one` treats each token alone, on `chunk` tokens of each data group at once.
 
-    `one` takes and gives arrays [G, R / G, t, ...] of G data groups; the backward pass runs it again.
+    `one` takes and gives arrays [groups, R / groups, t, ...]; the backward pass runs it again.
     """
     R, T = rows[0].shape[:2]
     groups = mesh.shape["data"]

@@ -1,4 +1,7 @@
-"""The policy network: packed forward for training, prefill and tree forward for rollout; arrays in, arrays out."""
+"""The policy network: packed forward for training, prefill and tree forward for rollout; arrays in, arrays out.
+
+Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a function takes it.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +40,38 @@ __all__ = [
 ]  # fmt: skip
 
 
-def qkv(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
+def qkv(
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "*A D"],
+    cos: Float[Array, "*A 1 half"],
+    sin: Float[Array, "*A 1 half"],
+    axis: int,
+) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
     """Rotated queries and keys, and values, of x before the layer's first norm."""
     return heads(layer, config, ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis), cos, sin, axis)
 
 
-def heads(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> tuple[Array, Array, Array]:
-    """Rotated queries and keys, and values, as heads: [..., H, E] for axis -1, [H, E, ...] for axis 0."""
+def heads(
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "*A In"],
+    cos: Float[Array, "*A 1 half"],
+    sin: Float[Array, "*A 1 half"],
+    axis: int,
+) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
+    """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, angles then [E/2, *A]."""
     return queries(layer, config, x, cos, sin, axis), *keys_values(layer, config, x, cos, sin, axis)
 
 
-def queries(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int) -> Array:
+def queries(
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "*A In"],
+    cos: Float[Array, "*A 1 half"],
+    sin: Float[Array, "*A 1 half"],
+    axis: int,
+) -> Float[Array, "*A H E"]:
     """Rotated queries, as `heads` gives them."""
     width = 1 if axis == 0 else -1
     q = by_head(ops.project(x, layer.q, layer.q_bias, axis), config, axis)
@@ -56,8 +80,13 @@ def queries(layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array,
 
 
 def keys_values(
-    layer: Layer, config: ModelConfig, x: Array, cos: Array, sin: Array, axis: int
-) -> tuple[Array, Array]:
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "*A In"],
+    cos: Float[Array, "*A 1 half"],
+    sin: Float[Array, "*A 1 half"],
+    axis: int,
+) -> tuple[Float[Array, "*A K E"], Float[Array, "*A K E"]]:
     """Rotated keys, and values, as `heads` gives them."""
     width = 1 if axis == 0 else -1
     k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
@@ -65,13 +94,21 @@ def keys_values(
     return ops.rotate(k, cos, sin, width), by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
 
 
-def by_head(x: Array, config: ModelConfig, axis: int) -> Array:
+def by_head(
+    x: Float[Array, "*A HE"], config: ModelConfig, axis: int
+) -> Float[Array, "*A H E"]:
     """A projection split into heads."""
     shape = (-1, config.head_dim, *x.shape[1:]) if axis == 0 else (*x.shape[:-1], -1, config.head_dim)
     return x.reshape(shape)
 
 
-def finish(layer: Layer, config: ModelConfig, x: Array, attended: Array, axis: int) -> Array:
+def finish(
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "*A D"],
+    attended: Float[Array, "*A HE"],
+    axis: int,
+) -> Float[Array, "*A D"]:
     """The layer's output: attention's result projected and added, then the MLP added."""
     x = x + ops.project(attended, layer.o, layer.o_bias, axis)
     y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
@@ -79,18 +116,27 @@ def finish(layer: Layer, config: ModelConfig, x: Array, attended: Array, axis: i
     return x + ops.project(gate * ops.project(y, layer.up, layer.up_bias, axis), layer.down, layer.down_bias, axis)
 
 
+@shaped
 def packed_layer(
-    layer: Layer, config: ModelConfig, x: Array, angles: tuple[Array, Array], segments: Array, block: int
-) -> tuple[Array, Array, Array]:
-    """The layer's output [B, T, D], and its keys and values [B, T, K, E]."""
+    layer: Layer,
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    angles: tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]],
+    segments: Int[Array, "B T"],
+    block: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
+    """The layer's output, and its keys and values."""
     q, k, v = qkv(layer, config, x, *angles, axis=-1)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
     attended = ops.attend_packed(q, k, v, segments, block).reshape(*x.shape[:2], -1)
     return finish(layer, config, x, attended, axis=-1), k, v
 
 
-def packed_angles(config: ModelConfig, positions: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Cosine and sine [B, T, 1, E/2]."""
+@shaped
+def packed_angles(
+    config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """Cosine and sine of the rotary embedding, alike for every head."""
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, dtype)
     return cos[:, :, None], sin[:, :, None]
 
@@ -134,7 +180,12 @@ def hidden(
     return x, gathered(captures, kept, x, axis=-1)
 
 
-def gathered(captures: Captures, kept: Sequence[Array], normed: Array, axis: int) -> Array:
+def gathered(
+    captures: Captures,
+    kept: Sequence[Float[Array, "*A D"]],
+    normed: Float[Array, "*A D"],
+    axis: int,
+) -> Float[Array, "*A F"]:
     """The captured hidden states behind each other on `axis`; zero wide when nothing is captured."""
     if not captures:
         return jax.lax.slice_in_dim(normed, 0, 0, axis=axis % normed.ndim)
@@ -174,15 +225,16 @@ def prefill(
     return Scratch(tuple(keys), tuple(values), features)
 
 
+@shaped
 def tree_layer(
     layer: Layer,
     config: ModelConfig,
-    x: Array,
-    angles: tuple[Array, Array],
-    ancestors: Array,
-    past: tuple[Array, Array, Array, bool],
-) -> tuple[Array, Array, Array]:
-    """The layer's output [D, B*N], and the keys [B, K, E, N] and values [B, K, N, E] of tree nodes.
+    x: Float[Array, "D BN"],
+    angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
+    ancestors: Bool[Array, "B N N"],
+    past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
+) -> tuple[Float[Array, "D BN"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    """The layer's output, and the keys and values of tree nodes.
 
     `past` are the cached keys and values, how many of their slots each sequence has committed, and whether the values'
     slots are last.
