@@ -10,7 +10,8 @@ import pytest
 import toys
 
 from tlt_jax.rollout import executables
-from tlt_jax.rollout.programs import Decode, Program, Start, StateShape
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import Decode, Start, StateShape
 from tlt_jax.spec_decode.decode import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy

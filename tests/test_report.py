@@ -29,7 +29,7 @@ def chunk(strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicte
 
 def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
     rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
-    return speculation_metrics.metrics(SimpleNamespace(drafter_kind="eagle3"), rollout, drafting or {})
+    return speculation_metrics.metrics("eagle3", rollout, drafting or {})
 
 
 def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
@@ -59,7 +59,7 @@ def test_drafting_and_the_rest_of_a_round_are_told_of_the_most_used_shape_that_w
 @pytest.mark.parametrize("kind", ["none", "ngram"])
 def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
     rollout = SimpleNamespace(measurements=[chunk(number=7, predicted=90.0), chunk(PLAIN)])
-    lines = speculation_metrics.chunks(SimpleNamespace(drafter_kind=kind), rollout)
+    lines = speculation_metrics.chunks(kind, rollout)
     if kind == "none":
         assert lines == []
         return

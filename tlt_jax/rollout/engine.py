@@ -28,7 +28,8 @@ from tlt_jax.rollout.events import Emitted, Look
 from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, DraftOnly, GroupShapes, Prefill, Program, StateShape
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, DraftOnly, GroupShapes, Prefill, StateShape
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest

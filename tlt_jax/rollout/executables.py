@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from tlt_jax.rollout.programs import DraftOnly, GroupShapes, Program
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import DraftOnly, GroupShapes
 from tlt_jax.spec_decode.decode import Report, Weights
 
 MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped

@@ -11,17 +11,10 @@ import numpy as np
 
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Program, Resize, Start, StateShape, history_width
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape, history_width
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import (
-    GroupContext,
-    GroupState,
-    GroupView,
-    InFlight,
-    Joining,
-    Prefilled,
-    Running,
-)
+from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running
 from tlt_jax.spec_decode.decode import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name

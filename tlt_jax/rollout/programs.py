@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.rollout import buckets
+from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Report, Weights
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
@@ -80,38 +81,6 @@ class GroupShapes:
         state = self.state(shape)
         features = self.target.features(state.cache)
         return Known(state.keys, state.lengths, state.history, features, state.drafter)
-
-
-class Program(Protocol):
-    """Names one executable of one data group: frozen and hashable."""
-
-    @property
-    def group(self) -> int: ...
-
-    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
-        """The program for the devices, or descriptions of devices, of its group.
-
-        `get` gives the executable of another program that this one reads the shardings of.
-        """
-
-
-class Programs(Protocol):
-    """What runs programs: rollout.executables compiles them, rollout.simulated pretends to."""
-
-    def get(self, program: Program) -> Callable[..., Any]:
-        """The executable; compiled now when it is not there."""
-
-    def has(self, program: Program) -> bool:
-        """Whether `get` returns at once."""
-
-    def is_ready(self, program: Program) -> bool:
-        """False: it is being compiled, or will be when asked again; use another one meanwhile."""
-
-    def is_first_run(self, program: Program) -> bool:
-        """Whether it had not run before it was asked for now."""
-
-    def read(self, report: Report) -> Report:
-        """The report of a chunk that is done, as NumPy arrays."""
 
 
 @dataclass(frozen=True)

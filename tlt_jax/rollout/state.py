@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.programs import Decode, Programs
+from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
@@ -114,7 +114,7 @@ class InFlight:
     rows: tuple[int | None, ...] = ()
     report: Report | None = None
     most: int = 0
-    program: Decode | None = None
+    program: Program | None = None
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def advance_round(
         history=remember(state.history, walk.tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
-    return after, emitted, measure(tree, walk, counts, state.live, strategy)
+    return after, emitted, measure(tree, walk.path, counts, state.live, strategy)
 
 
 def draft_tree(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from tlt_jax.spec_decode import verify
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree import ABSENT, DraftTree, score_order
 
@@ -42,12 +41,18 @@ def nothing(strategy: Strategy) -> Stats:
     )
 
 
-def measure(tree: DraftTree, walk: verify.Match, counts: Array, live: Array, strategy: Strategy) -> Stats:
-    """What the trees of one round were worth."""
+def measure(
+    tree: DraftTree,
+    path: Int32[Array, "B M"],
+    counts: Int32[Array, " B"],
+    live: Bool[Array, " B"],
+    strategy: Strategy,
+) -> Stats:
+    """What the trees of one round were worth, of which path[b, :counts[b]] were visited."""
     drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
     steps = jnp.arange(strategy.path)
     accepted = (steps > 0) & (steps < counts[:, None])
-    held = (walk.path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
+    held = (path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
     held = held.any(axis=1) & drafted
     hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
     if strategy.depth:

@@ -115,10 +115,11 @@ def train(config: Config) -> int:
 
                 profiler.leave(state.step)
                 scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
-                scalars |= speculation_metrics.metrics(engine, rollout, drafting)
+                scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
                 scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
                 answers = step_metrics.records(prompts, rollout, scores, texts)
-                writer.step(state.step, scalars, answers, rollout.spans, speculation_metrics.chunks(engine, rollout))
+                chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
+                writer.step(state.step, scalars, answers, rollout.spans, chunks)
                 if int(state.policy.skips) >= config.train.max_nonfinite:
                     print(
                         f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: lower "

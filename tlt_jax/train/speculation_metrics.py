@@ -10,21 +10,22 @@ import numpy as np
 
 from tlt_jax.config import schema
 from tlt_jax.metrics import Chunk
-from tlt_jax.rollout.engine import Engine, Shape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import Measurement
 
+Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
-def metrics(engine: Engine, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
+
+def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
     """What drafting was worth in a rollout, given its seconds by shape; nothing when no chunk drafted."""
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
         return {}
     found = {
         "accept_length": rollout.stats["accept_length"],
-        f"accept_length/{engine.drafter_kind}": rollout.stats["accept_length"],
+        f"accept_length/{drafter_kind}": rollout.stats["accept_length"],
         "share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
         "declined": rollout.stats["declined"] / sum(one.row_rounds for one in drafted),
         "pool_programs": rollout.stats["pool_programs"],
@@ -77,9 +78,9 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
     return found
 
 
-def chunks(engine: Engine, rollout: RolloutResult) -> list[Chunk]:
+def chunks(drafter_kind: str, rollout: RolloutResult) -> list[Chunk]:
     """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
-    return [line(one) for one in rollout.measurements] if engine.drafter_kind != schema.NONE else []
+    return [line(one) for one in rollout.measurements] if drafter_kind != schema.NONE else []
 
 
 def line(one: Measurement) -> Chunk:
