@@ -188,14 +188,15 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
         ("--rollout.max_new_tokens 2000", "= 2512, and the model has 2048 positions"),
         ("--eval.max_new_tokens 1600", "= 2112, and the model has 2048 positions"),
         ("--mesh.model 3", "mesh.model 3 does not divide the model .*use one of \\[1, 2, 4\\]"),
+        ("--mesh.data 3 --mesh.model 3", "mesh 3 x 3 needs 9 devices, 8 are there: .* mesh.fake_devices 9"),
         ("--mesh.data 5", "mesh.data 5 does not divide the model's width 32: use one of \\[1, 2, 4, 8\\]"),
     ],
 )
 def test_sizes_of_the_model_that_do_not_fit_are_refused_with_those_that_do(words, message, write):
     sizes = SimpleNamespace(hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048)
-    validate.validate_model(parse(write()), sizes)
+    validate.validate_model(parse(write()), sizes, 8)
     with pytest.raises(ConfigError, match=message):
-        validate.validate_model(parse([*write(), *words.split()]), sizes)
+        validate.validate_model(parse([*write(), *words.split()]), sizes, 8)
 
 
 def test_fake_devices_and_flags_are_set_before_jax_starts(write):

@@ -1,16 +1,47 @@
-"""The floors of docs/design.md hold: import-linter's contracts in pyproject.toml."""
+"""The structure of the package: import contracts, short chains, few files at the root."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import grimp
+import pytest
+
+import tlt_jax
+
+ROOT = Path(tlt_jax.__file__).parent
+LONGEST, MODULES = 9, 13  # imports from a command down, files beside the packages
 
 
 def test_import_contracts_hold():
     # In a process of its own: import-linter configures logging anew, which turns off the loggers that are there.
     code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_chain_of_imports_is_long():
+    graph = grimp.build_graph("tlt_jax")
+
+    @cache
+    def below(module: str) -> tuple[str, ...]:
+        chains = (below(other) for other in graph.find_modules_directly_imported_by(module))
+        return (module, *max(chains, key=len, default=()))
+
+    longest = max(map(below, graph.modules), key=len)
+    assert len(longest) - 1 <= LONGEST, " > ".join(longest)
+
+
+def test_few_files_stand_beside_the_packages():
+    files = sorted(path.name for path in ROOT.glob("*.py") if path.name != "__init__.py")
+    assert len(files) <= MODULES, files
+
+
+@pytest.mark.parametrize("module", ["tuner.make", "config.load", "cli", "rewards", "metrics"])
+def test_importing_what_needs_no_jax_starts_none(module):
+    """The linter does not see that importing a module runs its package's __init__."""
+    code = f"import sys, tlt_jax.{module}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

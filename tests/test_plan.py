@@ -54,6 +54,16 @@ def plan_of(*overrides):
     return settings, Recipe.of(settings, model, mesh, 1), engine
 
 
+def budget(settings, recipe, engine) -> dict[str, int]:
+    """The bytes of what a run of the engine holds."""
+    return memory.budget(settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter)
+
+
+def preflight(settings, recipe, engine) -> None:
+    """Refuses a run of the engine that does not fit."""
+    memory.preflight(settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter)
+
+
 @pytest.fixture
 def planned():
     return plan_of()
@@ -67,7 +77,7 @@ def test_bytes_of_one_device_are_those_of_its_shards():
 
 def test_the_optimizer_is_twice_the_weights_and_the_cache_is_worked_by_hand(planned):
     settings, recipe, engine = planned
-    kinds = memory.budget(settings, recipe, engine)
+    kinds = budget(settings, recipe, engine)
     assert kinds["optimizer"] == pytest.approx(2 * kinds["weights"], rel=0.01)
     layers, heads_each, width = 2, 1, 8
     slots = memory.cache_slots(settings) + 8
@@ -77,7 +87,7 @@ def test_the_optimizer_is_twice_the_weights_and_the_cache_is_worked_by_hand(plan
 
 def test_a_drafter_has_its_own_lines_worked_by_hand():
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
-    kinds, plain = memory.budget(settings, recipe, engine), memory.budget(*plan_of())
+    kinds, plain = budget(settings, recipe, engine), budget(*plan_of())
     slots, batch, bytes_each = memory.cache_slots(settings) + 8, engine.capacity, 4
     assert kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2  # two layers, both read; halved over `model`
     history, built, hidden = batch * slots * 4, batch * 4, batch * 32 * bytes_each
@@ -93,20 +103,20 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
 
 def test_n_grams_hold_texts_only():
     settings, recipe, engine = plan_of(*DRAFTERS["ngram"])
-    kinds = memory.budget(settings, recipe, engine)
+    kinds = budget(settings, recipe, engine)
     texts = engine.capacity * (memory.cache_slots(settings) + 8 + settings.speculation.pool) * 4
-    assert kinds == memory.budget(*plan_of()) | {"drafter cache": texts}
+    assert kinds == budget(*plan_of()) | {"drafter cache": texts}
 
 
 def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"], "--train.logits_chunk", "8")
-    rollout, update = memory.phases(memory.budget(settings, recipe, engine)).values()
+    rollout, update = memory.phases(budget(settings, recipe, engine)).values()
     assert {"drafter", "drafter copy", "drafter cache", "features"} <= set(rollout)
     monkeypatch.setattr(memory, "device_memory", lambda device: sum(rollout.values()))
-    memory.preflight(settings, recipe, engine)
+    preflight(settings, recipe, engine)
     monkeypatch.setattr(memory, "device_memory", lambda device: sum(rollout.values()) - 1)
     with pytest.raises(ConfigError, match="the rollout does not fit.*drafter cache"):
-        memory.preflight(settings, recipe, engine)
+        preflight(settings, recipe, engine)
 
 
 def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_path):
@@ -156,10 +166,10 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
 
 def test_a_run_that_cannot_fit_is_refused_with_the_knob(planned, monkeypatch):
     settings, recipe, engine = planned
-    memory.preflight(settings, recipe, engine)
+    preflight(settings, recipe, engine)
     monkeypatch.setattr(memory, "device_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match="does not fit.*a device has.*change "):
-        memory.preflight(settings, recipe, engine)
+        preflight(settings, recipe, engine)
 
 
 def test_the_largest_kind_names_the_knob():
@@ -186,7 +196,7 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
     """What a chunk needs besides the caches is attention to many slots, twice."""
     long = ("--model.init.num_hidden_layers", "4", "--model.init.head_dim", "32", "--rollout.cache_buckets", "[4096]")
     settings, recipe, engine = plan_of(*long, *DRAFTERS[drafter], "--speculation.strategies", "['3_2_6']")
-    kinds = memory.budget(settings, recipe, engine)
+    kinds = budget(settings, recipe, engine)
     prefill, admission, _, *behind, chunk = plan.lower_rollout(settings, recipe, engine, kinds)
     assert (prefill.name, admission.name, chunk.name) == ("prefill", "admission", "rollout chunk 3_2_6 of 4")
     assert [one.name for one in behind] == ["catching up of 4"] * (drafter != "ngram")
@@ -243,7 +253,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
 
 def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
-    kinds = memory.budget(settings, recipe, engine)
+    kinds = budget(settings, recipe, engine)
     program = next(plan.lower(settings, recipe, engine, kinds))
     assert not plan.report(program, limit=10)
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+import jax
+
 from tlt_jax import cli
 from tlt_jax.config import load as configuration, validate
 from tlt_jax.data import dataset as datasets
@@ -22,7 +24,7 @@ def main() -> int:
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
         model = from_config.model_config(config, tokenizer)
-        validate.validate_model(config, model)
+        validate.validate_model(config, model, jax.device_count())
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         drafter, drafter_params = from_config.load_drafter(config, model, mesh)
         engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)

@@ -35,7 +35,10 @@ def main() -> int:
 
 def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: str = "") -> int:
     """Writes the policy of a checkpoint of the run, with its tokenizer; the step that it was."""
+    import jax
+
     from tlt_jax.checkpoint import Store
+    from tlt_jax.config import validate
     from tlt_jax.data import dataset as datasets
     from tlt_jax.distributed import mesh as meshes
     from tlt_jax.models import from_config, hf
@@ -43,6 +46,7 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
 
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
+    validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     recipe = policy_update.Recipe.of(config, model, mesh, total_steps=1)
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:

@@ -72,7 +72,7 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
     for name, program in engine.largest_programs(params, *sizes).items():
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
-            now = holds | caches(config, engine, program.state.batch)
+            now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
         yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now)
 
 
@@ -133,14 +133,14 @@ def main() -> int:
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
     with cli.prepared(config):
         model = sizes(config)
-        validate.validate_model(config, model)
         devices = topology_devices(topology) if topology else jax.devices()
+        validate.validate_model(config, model, len(devices))
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
         drafter = from_config.drafter_config(config, model)
         if drafter and not from_config.drafter_directory(config).exists():
             print(f"{config.speculation.drafter} is not there: planning for the {drafter.kind} drafter of `warmup`")
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
-        limit, kinds = device_memory(devices[0]), budget(config, recipe, engine)
+        limit, kinds = device_memory(devices[0]), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
         print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():

@@ -142,8 +142,14 @@ class Sizes(Protocol):
     max_positions: int
 
 
-def validate_model(config: Config, model: Sizes) -> None:
-    """Raises ConfigError when answers outgrow the model's positions or its sizes do not divide over the mesh."""
+def validate_model(config: Config, model: Sizes, devices: int) -> None:
+    """Raises ConfigError when answers outgrow the model's positions, or the mesh does not fit its sizes or the devices."""
+    data, parts = config.mesh.data, config.mesh.model
+    if data * parts > devices:
+        raise ConfigError(
+            f"mesh {data} x {parts} needs {data * parts} devices, {devices} are there: lower mesh.data or "
+            f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
+        )
     prompt, answer = config.data.max_prompt_tokens, answer_limit(config)
     if prompt + answer > model.max_positions:
         raise ConfigError(

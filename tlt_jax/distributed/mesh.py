@@ -8,8 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.errors import ConfigError
-
 AXES = ("data", "model")
 
 # Logical axis -> mesh axis. "rollout" keeps one whole copy per data group, tensor-parallel over `model`; "train" shards
@@ -22,13 +20,10 @@ RULES = {
 
 
 def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ("data", "model") mesh; row r is data group r. Raises ConfigError when the devices are too few."""
+    """A ("data", "model") mesh; row r is data group r. Raises ValueError when the devices are too few."""
     devices = jax.devices() if devices is None else devices
     if data * model > len(devices):
-        raise ConfigError(
-            f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there: lower mesh.data or "
-            f"mesh.model, or set mesh.fake_devices {data * model} to split a CPU"
-        )
+        raise ValueError(f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there")
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 

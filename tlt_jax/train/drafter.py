@@ -43,7 +43,7 @@ def train(config: Config) -> int:
     from_config.check_warmup(config)
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
-    validate.validate_model(config, model)
+    validate.validate_model(config, model, jax.device_count())
     mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.warmup.steps
     dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
     run_folder.enter(config)

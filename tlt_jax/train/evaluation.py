@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,10 +13,17 @@ from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.rewards import Scorer
-from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.recorder import Completion
+from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.tuner.interface import State as TunerState
+
+
+class Engine(Protocol):
+    """What an evaluation asks of rollout.engine.Engine."""
+
+    request: Callable[..., RolloutRequest]
+    run: Callable[..., tuple[RolloutResult, TunerState]]
 
 
 def evaluate(

@@ -44,13 +44,13 @@ def train(config: Config) -> int:
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
     model = from_config.model_config(config, tokenizer)
-    validate.validate_model(config, model)
+    validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
-    memory.preflight(config, recipe, engine)
+    memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     run_folder.enter(config)
     with (
         Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,

@@ -12,9 +12,9 @@ from tlt_jax.config import Config, schema
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
+from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
-from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.programs import StateShape
+from tlt_jax.rollout.programs import GroupShapes, StateShape
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 
@@ -52,8 +52,13 @@ def device_bytes(tree: Any) -> int:
     return sum(of(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
-    """Bytes on one device of each kind of large array; programs' temporaries are not among them."""
+def budget(
+    config: Config, recipe: Recipe, shapes: GroupShapes, capacity: int, drafter: DrafterConfig | None
+) -> dict[str, int]:
+    """Bytes on one device of each kind of large array; programs' temporaries are not among them.
+
+    `shapes` are those of a data group that decodes at most `capacity` sequences at once.
+    """
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
     state = policy_update.abstract_state(recipe)
     vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
@@ -61,23 +66,22 @@ def budget(config: Config, recipe: Recipe, engine: Engine) -> dict[str, int]:
         "weights": device_bytes(state.params),
         "optimizer": device_bytes(state.opt_state),
         "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
-        **caches(config, engine, engine.capacity),
+        **caches(config, shapes, capacity),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
-    if engine.drafter:
-        state = drafter_update.abstract_state(drafter_update.Recipe.of(config, model, engine.drafter, mesh))
+    if drafter:
+        state = drafter_update.abstract_state(drafter_update.Recipe.of(config, model, drafter, mesh))
         kinds["drafter"], kinds["drafter optimizer"] = device_bytes(state.params), device_bytes(state.opt_state)
-        kinds["drafter copy"] = device_bytes(eagle.abstract(engine.drafter, mesh, "rollout", dtype))
+        kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
     return kinds
 
 
-def caches(config: Config, engine: Engine, batch: int) -> dict[str, int]:
+def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
     """Bytes on one device of what grows with the sequences, this many of the longest: the policy's, then the drafter's."""
-    shapes = engine.programs.shapes[0]
     state = shapes.state(StateShape(0, batch, cache_slots(config)))
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
-    if engine.drafter:
+    if state.cache.features.size:
         kinds["features"] = device_bytes(state.cache.features)
     if config.speculation.drafter != schema.NONE:
         guide = shapes.drafter.guide(batch)
@@ -111,10 +115,12 @@ def pick(kinds: dict[str, int], *names: str) -> dict[str, int]:
     return {name: kinds[name] for name in names if name in kinds}
 
 
-def preflight(config: Config, recipe: Recipe, engine: Engine) -> None:
+def preflight(
+    config: Config, recipe: Recipe, shapes: GroupShapes, capacity: int, drafter: DrafterConfig | None
+) -> None:
     """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
     limit = device_memory(recipe.mesh.devices.flat[0])
-    for name, kinds in phases(budget(config, recipe, engine)).items():
+    for name, kinds in phases(budget(config, recipe, shapes, capacity, drafter)).items():
         if sum(kinds.values()) > limit:
             raise ConfigError(
                 f"the {name} does not fit: {spell(kinds)}, and a device has {limit / GIB:.2f} GiB: {advice(kinds)}"

@@ -118,7 +118,7 @@ def main() -> int:
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
         model = from_config.model_config(config, tokenizer)
-        validate.validate_model(config, model)
+        validate.validate_model(config, model, jax.device_count())
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
         with Writer(config, config.sft.steps, None) as writer:
             params = warm_start(config, model, mesh, dataset, writer, lambda: False)
