@@ -255,7 +255,7 @@ def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
     kinds = budget(settings, recipe, engine)
     program = next(plan.lower(settings, recipe, engine, kinds))
-    assert not plan.report(program, limit=10)
+    assert not plan.print_report(program, limit=10)
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out
 
 

@@ -191,7 +191,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, 
 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "learn", None)
+    monkeypatch.setattr(loop, "update_policy", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
@@ -407,7 +407,7 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
     measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"eval/mean@2": next(measured)})
+    monkeypatch.setattr(evaluation, "evaluate", lambda *args: ({"eval/mean@2": next(measured)}, args[6]))
     knobs = {"eval.every": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.best_metric": "eval/mean@2"}
     config = configure(tmp_path, knobs)
     assert loop.train(config) == cli.DONE
@@ -446,9 +446,9 @@ def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):
 def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactly(configure, tmp_path, monkeypatch):
     knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "algorithm.importance_cap": 2.0, "eval.every": 0}
     config, updates, written = configure(tmp_path / "run", knobs), [], []
-    summarize, write = step_metrics.of_update, run_folder.write_model
+    summarize, write = step_metrics.of_update, hf.save_whole
     monkeypatch.setattr(step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
-    monkeypatch.setattr(run_folder, "write_model", lambda *args: written.append(args[1].name) or write(*args))
+    monkeypatch.setattr(hf, "save_whole", lambda *args, **rest: written.append(args[2].name) or write(*args, **rest))
     assert loop.train(config) == cli.DONE
     assert [len(one) for one in updates] == [2] * STEPS
     assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)

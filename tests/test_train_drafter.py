@@ -182,9 +182,11 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
         def __init__(self, *_):
             self.publish = lambda params: None
 
-        def rollout(self, weights, prompts, *_, stream, step, interrupted):
+        def request(self, prompts, *_, stream, step):
             asked.append((stream, step, len(prompts)))
-            return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0})
+
+        def run(self, request, weights, *, interrupted):
+            return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0}), None
 
     monkeypatch.setattr(corpus, "Engine", Recorder)
     tokenizer = datasets.tokenizer(whole)
