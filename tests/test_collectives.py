@@ -3,19 +3,20 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.distributed.collectives import axes_crossed, collectives, groups
+from tlt_jax.distributed.collectives import axes_crossed, collectives, device_groups
 from tlt_jax.distributed.mesh import make_mesh
 
 
 def test_groups_in_every_spelling():
-    assert groups("x = all-reduce(y), replica_groups={{0,1},{2,3}}, to_apply=add", 4) == [[0, 1], [2, 3]]
-    assert groups("x = all-gather(y), replica_groups=[2,2]<=[4]", 4) == [[0, 1], [2, 3]]
-    assert groups("x = all-gather(y), replica_groups=[2,2]<=[2,2]T(1,0)", 4) == [[0, 2], [1, 3]]
-    assert groups("x = collective-permute(y), source_target_pairs={{0,2},{2,0}}", 4) == [[0, 2], [2, 0]]
-    assert groups("x = all-reduce(y), replica_groups=mesh['a'=1,'b'=2,'c'=2] {'c'}", 4) == [[0, 1], [2, 3]]
-    assert groups("x = all-reduce(y), replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", 4) == [[0, 2], [1, 3]]
-    assert groups("x = all-reduce(y), replica_groups=mesh['a'=4] {'a':(1)2}", 4) == [[0, 2], [1, 3]]
-    assert groups("x = all-reduce(y), replica_groups={}", 4) == [[0, 1, 2, 3]]
+    assert device_groups("x = all-reduce(y), replica_groups={{0,1},{2,3}}, to_apply=add", 4) == [[0, 1], [2, 3]]
+    assert device_groups("x = all-gather(y), replica_groups=[2,2]<=[4]", 4) == [[0, 1], [2, 3]]
+    assert device_groups("x = all-gather(y), replica_groups=[2,2]<=[2,2]T(1,0)", 4) == [[0, 2], [1, 3]]
+    assert device_groups("x = collective-permute(y), source_target_pairs={{0,2},{2,0}}", 4) == [[0, 2], [2, 0]]
+    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=1,'b'=2,'c'=2] {'c'}", 4) == [[0, 1], [2, 3]]
+    named = "x = all-reduce(y), replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}"
+    assert device_groups(named, 4) == [[0, 2], [1, 3]]
+    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=4] {'a':(1)2}", 4) == [[0, 2], [1, 3]]
+    assert device_groups("x = all-reduce(y), replica_groups={}", 4) == [[0, 1, 2, 3]]
 
 
 def test_axes_are_those_along_which_members_differ():

@@ -41,7 +41,7 @@ def setting(temperature: float) -> Context:
 def drawn(coupling: Coupling, strategy: Strategy, temperature: float, ids=None, guess=TABLE, width: int = 3):
     """The trees of the toy network, after catching up by windows of `width`."""
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    drafter = tree_drafter.learned(toys.table_network(group, V, ids), coupling)
+    drafter = tree_drafter.learned_drafter(toys.table_network(group, V, ids), coupling)
     context, weights = setting(temperature), Weights(jnp.asarray(TABLE), jnp.asarray(guess))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), drafter.empty(len(PREFIXES), SLOTS - toys.TAIL))
     for _ in range(4):

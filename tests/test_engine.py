@@ -24,7 +24,7 @@ from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout.bindings import TAIL
+from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.ngram_memory import NGramMemory
@@ -284,7 +284,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
         np.testing.assert_array_equal(getattr(after, name)[others], getattr(before, name)[others])
     assert not np.asarray(report.counts)[others].any() and not np.asarray(after.live)[others].any()
     for old, new in zip(jax.tree.leaves(before.cache), jax.tree.leaves(after.cache), strict=True):
-        axis = old.shape.index(32 + TAIL)
+        axis = old.shape.index(32 + SCRATCH_SLOTS)
         same = np.moveaxis(np.asarray(old == new), axis, -1)
         for row in np.flatnonzero(others):
             assert same[row, ..., : before.lengths[row]].all(), "what is committed stays"

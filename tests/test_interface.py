@@ -21,7 +21,7 @@ from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Known, Weights
 from tlt_jax.spec_decode.interface import Network
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree_drafter import learned
+from tlt_jax.spec_decode.tree_drafter import learned_drafter
 
 PROMPTS, LIMIT, TREE = [[3, 1, 4], [2, 7]], 8, Strategy(3, 2, 6)
 RULES = DecodingParams(sampling=Sampling(temperature=1.0))
@@ -117,7 +117,7 @@ def toy(seen: set[str], twist=lambda network: network) -> tuple[Decoder, Weights
     """The toys."""
     group, vocab = meshes.data_group(meshes.make_mesh(1, 1), 0), 9
     network = checked(twist(toys.table_network(group, vocab)), seen)
-    target, drafter = toys.table_target(group, vocab), learned(network, toys.CERTAIN)
+    target, drafter = toys.table_target(group, vocab), learned_drafter(network, toys.CERTAIN)
     table = jnp.asarray(toys.table(vocab))
     decoder = Decoder(checked(target, seen), checked(drafter, seen), RULES, TREE)
     return decoder, Weights(table, table)

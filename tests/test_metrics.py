@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Log, Mesh
-from tlt_jax.metrics import NAMES, Chunk, MetricError, Record, Writer, console, idle_share, names, timeline
+from tlt_jax.metrics import NAMES, ChunkRecord, MetricError, Record, Writer, console, idle_share, names, timeline
 
 SPANS = [
     SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
@@ -33,9 +33,9 @@ def records(step: int, count: int = 3) -> list[Record]:
     return [Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0}) for uid in range(count)]
 
 
-def chunks(step: int, count: int = 2) -> list[Chunk]:
+def chunks(step: int, count: int = 2) -> list[ChunkRecord]:
     shape = (4, 3.5, 256, "2_2_4", "kept")
-    return [Chunk(0, n, *shape, None if n else 90.0, 100.0, step, 16, 0.5, [4 * n, 2, 1]) for n in range(count)]
+    return [ChunkRecord(0, n, *shape, None if n else 90.0, 100.0, step, 16, 0.5, [4 * n, 2, 1]) for n in range(count)]
 
 
 @pytest.fixture

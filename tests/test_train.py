@@ -237,9 +237,9 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
     assert_equal(state_of(config), state_of(whole))
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
     with Store(config.run, best_metric="eval/mean@2", create=False) as ours, Store(whole.run, create=False) as theirs:
-        assert ours.describe(STEPS)["metrics"] == theirs.describe(STEPS)["metrics"] != {}
+        assert ours.index(STEPS)["metrics"] == theirs.index(STEPS)["metrics"] != {}
         measured = dict(events(whole)["eval/mean@2"])
-        assert ours.describe(ours.best())["metrics"]["eval/mean@2"] == pytest.approx(max(measured.values()))
+        assert ours.index(ours.best())["metrics"]["eval/mean@2"] == pytest.approx(max(measured.values()))
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
@@ -318,7 +318,7 @@ def drafted(shared, configure):
 def tuner_of(config: Config, step: int) -> dict:
     """What the tuner had learned when a step was saved."""
     with Store(config.run, create=False) as store:
-        return store.describe(step)["meta"]["tuner"]
+        return store.index(step)["meta"]["tuner"]
 
 
 def first_state(monkeypatch, config: Config) -> dict:

@@ -127,7 +127,7 @@ def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, te
 def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
     source = strategies.parse("6_4_16")
     hits = worlds.table(*worlds.drafts(1, 64, 0.6, 1.0, source), source)
-    (entry,) = acceptance.learn({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
+    (entry,) = acceptance.add({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
     assert set(entry["accepted"]) == {"2_2_4", "4_2_8", "6_4_16"}
 
 
@@ -135,7 +135,7 @@ def test_hit_rates_follow_a_drafter_that_changes():
     source, evidence, means = strategies.parse("6_4_16"), {}, []
     for i, quality in enumerate([0.8] * 40 + [0.3] * 100):
         hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source), source)
-        evidence = acceptance.learn(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
+        evidence = acceptance.add(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
         means.append(acceptance.estimate(evidence, 16.0 * i, 4, ARMS)[0][2])
     truth = [(worlds.drafts(99, 4000, quality, 1.0, source)[0] >= 0).sum() / 4000 for quality in (0.8, 0.3)]
     assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(truth[1], rel=0.12)

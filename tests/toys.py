@@ -27,7 +27,7 @@ from tlt_jax.rollout.state import GroupContext, GroupView
 from tlt_jax.spec_decode.decode import DecodingParams, Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.spec_decode.tree_drafter import Coupling, learned
+from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
 from tlt_jax.tuner import fixed
 from tlt_jax.tuner.interface import Measurement
 
@@ -166,7 +166,7 @@ CERTAIN = Coupling(1.0, 50.0)
 
 def table_drafter(coupling: Coupling = CERTAIN, ids: np.ndarray | None = None):
     """A maker of the drafter of the toy network on a data group."""
-    return lambda group, vocab: learned(table_network(group, vocab, ids), coupling)
+    return lambda group, vocab: learned_drafter(table_network(group, vocab, ids), coupling)
 
 
 def no_drafter(group: Mesh, vocab: int) -> Drafter:

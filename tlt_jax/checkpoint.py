@@ -72,13 +72,13 @@ class Store:
         """
         if step in self._manager.all_steps():
             self.wait()
-            if not metrics or self.describe(step)["metrics"]:
+            if not metrics or self.index(step)["metrics"]:
                 return
             self._manager.delete(step)
         described = {
             "format": FORMAT,
             "step": step,
-            "items": {name: describe(tree) for name, tree in items.items()},
+            "items": {name: leaf_index(tree) for name, tree in items.items()},
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "meta": dict(meta or {}),
         }
@@ -114,7 +114,7 @@ class Store:
     def best(self) -> int | None:
         """The saved step with the highest best metric; None when none was measured. Waits for the saves."""
         self.wait()
-        ranked = [(self.describe(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
+        ranked = [(self.index(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
         return max(((value, step) for value, step in ranked if value is not None), default=(None, None))[1]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
@@ -122,9 +122,9 @@ class Store:
         if not self._is_ranked(metrics):
             return False
         best = self.best()
-        return best is None or metrics[self.best_metric] > self.describe(best)["metrics"][self.best_metric]
+        return best is None or metrics[self.best_metric] > self.index(best)["metrics"][self.best_metric]
 
-    def describe(self, step: int) -> dict[str, Any]:
+    def index(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds: format, step, items (leaf -> dtype, shape, checksum), metrics, the caller's meta."""
         folder = self.folder / str(step)
         path = folder / META / "metadata"
@@ -150,7 +150,7 @@ class Store:
         if step is None or step not in self.steps():
             raise CheckpointError(f"{folder.parent} has no checkpoint{f' {step}' if step is not None else ''}; "
                                   f"it has {self.steps() or 'none'}")  # fmt: skip
-        described = self.describe(step)
+        described = self.index(step)
         for name, target in targets.items():
             compare(folder, name, described["items"].get(name), target)
         try:
@@ -160,7 +160,7 @@ class Store:
             raise CheckpointError(f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}") from error
         items = {name: restored[name] for name in targets}
         for name, tree in items.items():
-            for leaf, entry in describe(tree).items():
+            for leaf, entry in leaf_index(tree).items():
                 if entry["checksum"] != described["items"][name][leaf]["checksum"]:
                     raise CheckpointError(f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}")
         return Restored(step, items, described["meta"])
@@ -176,7 +176,7 @@ class Store:
         return f"delete the folder to go on from {f'step {max(others)}' if others else 'the start'}"
 
 
-def describe(tree) -> dict[str, dict[str, Any]]:
+def leaf_index(tree) -> dict[str, dict[str, Any]]:
     """Path of each leaf -> its dtype, shape and checksum."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     places = defaultdict(dict)  # one program per set of devices: JAX refuses to mix them

@@ -27,12 +27,12 @@ def collectives(hlo: str, mesh: Mesh) -> dict[str, int]:
     for line in hlo.splitlines():
         call = CALL.search(line)
         if call:
-            axes = axes_crossed(groups(line, mesh.size), mesh)
+            axes = axes_crossed(device_groups(line, mesh.size), mesh)
             found[f"{call[1]} over {' x '.join(axes) or 'nothing'}"] += 1
     return dict(sorted(found.items()))
 
 
-def groups(line: str, devices: int) -> list[list[int]]:
+def device_groups(line: str, devices: int) -> list[list[int]]:
     """The device groups of one instruction; all devices when it names none."""
     iota, named_axes = IOTA.search(line), NAMED.search(line)
     if iota:

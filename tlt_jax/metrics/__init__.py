@@ -2,6 +2,6 @@
 
 from tlt_jax.metrics.names import NAMES, MetricError
 from tlt_jax.metrics.timeline import idle_share
-from tlt_jax.metrics.writer import Chunk, Record, Writer
+from tlt_jax.metrics.writer import ChunkRecord, Record, Writer
 
-__all__ = ["NAMES", "Chunk", "MetricError", "Record", "Writer", "idle_share"]
+__all__ = ["NAMES", "ChunkRecord", "MetricError", "Record", "Writer", "idle_share"]

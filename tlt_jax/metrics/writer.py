@@ -40,7 +40,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkRecord:
     """A chunk of decoding of a step, as it stands in the speculation file: its shape, the strategy that was chosen for it,
     why, and the tokens per second that were predicted (None: nobody knew) and measured. `accepted` counts the
     drafting rounds of sequences by how many drafted tokens they accepted."""
@@ -123,7 +123,7 @@ class Writer:
         scalars: Mapping[str, float],
         records: Sequence[Record],
         spans: Sequence[timeline.Span],
-        chunks: Sequence[Chunk] = (),
+        chunks: Sequence[ChunkRecord] = (),
     ) -> None:
         """Writes an RL step: completions and chunks always; scalars, and texts, histograms and timeline, as log says."""
         self.lines(COMPLETIONS, step, records)
@@ -143,7 +143,7 @@ class Writer:
                 self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))
         self.progress.step(step, dict(scalars))
 
-    def lines(self, folder: str, step: int, records: Sequence[Record | Chunk]) -> None:
+    def lines(self, folder: str, step: int, records: Sequence[Record | ChunkRecord]) -> None:
         """Writes FOLDER/STEP.jsonl, whole or not at all."""
         path = self._folder / folder / f"{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)

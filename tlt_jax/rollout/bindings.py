@@ -21,7 +21,7 @@ from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import Candidates
-from tlt_jax.spec_decode.tree_drafter import Coupling, learned
+from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
 
 
 def bind_drafter(
@@ -29,7 +29,7 @@ def bind_drafter(
 ) -> Drafter:
     """The drafter on one data group."""
     if config is not None:
-        return learned(network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness))
+        return learned_drafter(network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness))
     if settings.drafter == NONE:
         return NO_DRAFTER
     whole = NamedSharding(group, PartitionSpec())
@@ -90,7 +90,7 @@ def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]
     return best, jnp.take_along_axis(places, chosen, axis=-1)
 
 
-TAIL = 8  # cache slots past the bucket: a round may commit this many tokens
+SCRATCH_SLOTS = 8  # cache slots past the bucket: a round may commit this many tokens
 LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 
 
@@ -100,7 +100,7 @@ def bind_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures
 
     def room(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
-        slots += max(TAIL, path)
+        slots += max(SCRATCH_SLOTS, path)
         return slots if group.devices.flat[0].platform == "cpu" else -(-slots // LANES) * LANES
 
     def whole(scratch: Scratch) -> Scratch:

@@ -34,7 +34,7 @@ class Coupling:
 
 
 @struct.dataclass
-class Learned:
+class LearnedState:
     """State of a learned drafter: its cache, how many slots of it exist, and the hidden state of the last of them."""
 
     cache: PyTree
@@ -42,28 +42,28 @@ class Learned:
     hidden: Float[Array, "B Z"]
 
 
-def learned(network: Network, coupling: Coupling) -> Drafter:
+def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
     """The drafter that a network makes."""
 
-    def extend(weights: PyTree, state: Learned, context: Context, width: int) -> Learned:
+    def extend(weights: PyTree, state: LearnedState, context: Context, width: int) -> LearnedState:
         starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
         tokens, features = window(context.history, starts + 1, width), window(context.features, starts, width)
         last = jnp.clip(context.lengths - 1 - starts, 0, width - 1)
         cache, newest = network.extend(weights, state.cache, tokens, features, starts, last)
         behind = state.built < context.lengths
-        return Learned(
+        return LearnedState(
             cache=cache,
             built=jnp.minimum(starts + width, context.lengths),
             hidden=jnp.where(behind[:, None], newest, state.hidden),
         )
 
-    def catch_up(weights: PyTree, state: Learned, context: Context, live: Array, missing: Array) -> Learned:
+    def catch_up(weights: PyTree, state: LearnedState, context: Context, live: Array, missing: Array) -> LearnedState:
         batch, slots = context.history.shape
 
-        def lacking(state: Learned) -> Array:
+        def lacking(state: LearnedState) -> Array:
             return jnp.where(live, jnp.maximum(context.lengths - missing - state.built, 0), 0)
 
-        def step(state: Learned, rows: int, width: int) -> Learned:
+        def step(state: LearnedState, rows: int, width: int) -> LearnedState:
             chosen = jax.lax.top_k(lacking(state), rows)[1]
             built = state.built[chosen]
             starts = jnp.minimum(built, slots - width - 1)
@@ -83,20 +83,20 @@ def learned(network: Network, coupling: Coupling) -> Drafter:
         return state
 
     def draft(
-        weights: PyTree, state: Learned, context: Context, strategy: Strategy, temperature: float
+        weights: PyTree, state: LearnedState, context: Context, strategy: Strategy, temperature: float
     ) -> Candidates:
         guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk, top=network.top)
         candidates = expand(network, guess, weights, state, context, strategy)
         knows = (context.lengths > 0)[:, None]  # before the second token there are no features to start from
         return candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
 
-    def resize(state: Learned, rows: Array, slots: int) -> Learned:
+    def resize(state: LearnedState, rows: Array, slots: int) -> LearnedState:
         source = jnp.maximum(rows, 0)
-        return Learned(network.resize(state.cache, rows, slots), state.built[source], state.hidden[source])
+        return LearnedState(network.resize(state.cache, rows, slots), state.built[source], state.hidden[source])
 
-    def empty(batch: int, slots: int) -> Learned:
+    def empty(batch: int, slots: int) -> LearnedState:
         small, sharding = network.hidden, network.hidden.sharding
-        return Learned(
+        return LearnedState(
             cache=network.empty(batch, slots),
             built=jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding),
             hidden=jax.ShapeDtypeStruct((batch, *small.shape[1:]), small.dtype, sharding=sharding),
@@ -129,7 +129,7 @@ def expand(
     network: Network,
     guess: Callable[..., tuple[Array, Array]],
     weights: PyTree,
-    state: Learned,
+    state: LearnedState,
     context: Context,
     strategy: Strategy,
 ) -> Candidates:

@@ -59,7 +59,7 @@ def train(config: Config) -> int:
     ):
         resumed = store.latest()
         # A checkpoint without metrics, of a step that is evaluated: the run was stopped in its evaluation.
-        is_due = resumed is not None and evaluates(config, resumed, steps) and not store.describe(resumed)["metrics"]
+        is_due = resumed is not None and evaluates(config, resumed, steps) and not store.index(resumed)["metrics"]
         if resumed is not None and resumed >= steps and not is_due and run_folder.is_exported(config):
             print(f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder.")
             return DONE

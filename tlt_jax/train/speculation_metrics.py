@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tlt_jax.config import schema
-from tlt_jax.metrics import Chunk
+from tlt_jax.metrics import ChunkRecord
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -78,14 +78,14 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
     return found
 
 
-def chunks(drafter_kind: str, rollout: RolloutResult) -> list[Chunk]:
+def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
     """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
     return [line(one) for one in rollout.measurements] if drafter_kind != schema.NONE else []
 
 
-def line(one: Measurement) -> Chunk:
+def line(one: Measurement) -> ChunkRecord:
     """A chunk as it stands in the file."""
-    return Chunk(
+    return ChunkRecord(
         one.group,
         one.number,
         one.batch,

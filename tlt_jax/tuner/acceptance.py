@@ -57,7 +57,7 @@ def covers(source: Strategy, target: Strategy) -> bool:
     return source.depth >= target.depth and source.topk >= target.topk and source.nodes >= target.nodes
 
 
-def learn(
+def add(
     evidence: Mapping, clock: float, batch: int, source: Strategy, row_rounds: float, hits: np.ndarray, arms: Sequence[Strategy]
 ) -> dict:
     """The evidence with one measurement more, of every arm that the measured trees hold."""

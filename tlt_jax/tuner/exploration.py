@@ -1,4 +1,4 @@
-"""The arm for the next chunk: the best known one, or a trial that is worth its price; knows no measurement and no model."""
+"""The arm for the next chunk: the best known one, or an exploration worth its price; knows no measurement and no model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
-from tlt_jax.tuner.interface import TRIAL_ROUNDS, State
+from tlt_jax.tuner.interface import EXPLORATION_ROUNDS, State
 
 HYSTERESIS = 0.03  # of log speed: a challenger must be predicted to be this much faster
 CAUTION = 0.5  # standard errors that a challenger's prediction is lowered by
-HORIZON = 6.0  # chunks that a trial's gain is expected to last
-WORTHWHILE = 0.01  # share of the time that a trial must be expected to save
-KNOWN = 0.12  # standard error below which an arm needs no trial
-REST = 6  # choices from one trial to the next
-PATIENCE = 16  # choices after which a trial that nobody measured is given up
+HORIZON = 6.0  # chunks that an exploration's gain is expected to last
+WORTHWHILE = 0.01  # share of the time that an exploration must be expected to save
+KNOWN = 0.12  # standard error below which an arm needs no exploration
+REST = 6  # choices from one exploration to the next
+EXPLORATION_TIMEOUT = 16  # choices after which an exploration that nobody measured is given up
 
 
 class Outlook(NamedTuple):
@@ -29,14 +29,14 @@ class Outlook(NamedTuple):
 
 
 def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[State, int, str]:
-    """The new state, the index of the arm, and why: the best known one, or a trial that can be paid for."""
+    """The new state, the index of the arm, and why: the best known one, or an exploration that can be paid for."""
     texts = [name(arm) for arm in view.arms]
-    held = state["incumbents"].get(str(batch), name(PLAIN))
-    i = texts.index(held) if held in texts else 0
+    incumbent = state["incumbents"].get(str(batch), name(PLAIN))
+    i = texts.index(incumbent) if incumbent in texts else 0
     sure_A = view.speed - CAUTION * view.error
     sure_A[i] = view.speed[i] + HYSTERESIS
     best, trial = int(np.argmax(sure_A)), state["trial"]
-    is_waiting = trial and state["choices"] - trial["since"] < (PATIENCE if trial["open"] else REST)
+    is_waiting = trial and state["choices"] - trial["since"] < (EXPLORATION_TIMEOUT if trial["open"] else REST)
     tried = i if best != i or is_waiting else worth_trying(state, view, i, credit)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
@@ -48,9 +48,9 @@ def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[Stat
 
 
 def worth_trying(state: State, view: Outlook, i: int, credit: float) -> int:
-    """The arm whose trial is expected to save most over the horizon; i when none is worth its price or can be paid."""
+    """The arm whose exploration is expected to save most over the horizon; i when none is worth its price or can be paid."""
     saved_A, lost_A = stakes(view, i)
-    price_A = min(state["chunk"], TRIAL_ROUNDS) * np.exp(view.seconds) * lost_A
+    price_A = min(state["chunk"], EXPLORATION_ROUNDS) * np.exp(view.seconds) * lost_A
     prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
     funds = state["funds"] + credit * math.exp(view.seconds[0])
     worth_A = np.where((price_A <= funds) & (saved_A > WORTHWHILE), prize_A - price_A, -np.inf)

@@ -16,12 +16,12 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name, parse
 from tlt_jax.tuner import acceptance, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
 from tlt_jax.tuner.exploration import REST, Outlook, decide
-from tlt_jax.tuner.interface import MOST_ROUNDS, TRIAL_ROUNDS, Choice, Measurement, State, Tuner
+from tlt_jax.tuner.interface import EXPLORATION_ROUNDS, MOST_ROUNDS, Choice, Measurement, State, Tuner
 
 VERSION = 3  # of the states
-SHARE = 0.006  # of all seconds that trials may cost ...
+SHARE = 0.006  # of all seconds that explorations may cost ...
 DIVIDEND = 0.05  # ... and of the seconds that speculation saved
-CREDIT = 8.0  # plain rounds that trials may cost before
+CREDIT = 8.0  # plain rounds that explorations may cost before
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds that an update of weights ages the hits by
 REFIT = 1.1  # times as many measurements make a new law of costs
 HOLD = (1, 16)  # choices that an arm, once kept, stands for without being thought over: at first, and at most
@@ -60,10 +60,10 @@ def goodput(
         state = refitted(state, node_cost)
         view = outlook(state, (PLAIN, *affordable(arms, batch, most_nodes)), batch, slots)
         state, i, reason = decide(state, view, batch, credit)
-        held = state["incumbents"][str(batch)]
-        plans = planned(state, place, held, float(view.speed[view.arms.index(parse(held))]))
-        is_exploring = name(view.arms[i]) != held
-        rounds = TRIAL_ROUNDS if is_exploring else MOST_ROUNDS
+        incumbent = state["incumbents"][str(batch)]
+        plans = planned(state, place, incumbent, float(view.speed[view.arms.index(parse(incumbent))]))
+        is_exploring = name(view.arms[i]) != incumbent
+        rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
         return {**state, "plans": plans}, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
@@ -74,7 +74,7 @@ def goodput(
 
 
 def begin() -> State:
-    """Nothing known. clock: rounds seen; funds: seconds that trials may lose; gain: over plain, of the arm in use;
+    """Nothing known. clock: rounds seen; funds: seconds that explorations may lose; gain: over plain, of the arm in use;
     chunk: rounds of the last chunk; trial: the last one, open until measured; plans: of each batch the arm that stands, its
     log speed, for how many choices (in all and still), and how far it measures off; seen: measurements; law: weights of the
     cost model, and how many measurements it has seen."""
@@ -141,13 +141,13 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     if seen.strategy != PLAIN:
-        evidence = acceptance.learn(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
+        evidence = acceptance.add(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
     is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
     usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
-    if not seen.is_timed:  # what a trial lost is not known; a program's first run, which comes once, is let pass
-        charge = 0.0 if math.isinf(seen.doubt) else usual * min(1, TRIAL_ROUNDS / seen.rounds)
+    if not seen.is_timed:  # what an exploration lost is not known; a program's first run, which comes once, is let pass
+        charge = 0.0 if math.isinf(seen.doubt) else usual * min(1, EXPLORATION_ROUNDS / seen.rounds)
         return {**state, "funds": state["funds"] - charge}
     per_round = seen.seconds / seen.rounds
     plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
@@ -166,5 +166,5 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
 
 
 def renew_goodput(state: State) -> State:
-    """An update ages what is known of hits as many rounds would; costs stay; a trial that was not read is forgotten."""
+    """An update ages what is known of hits as many rounds would; costs stay; an exploration that was not read is forgotten."""
     return {**state, "clock": state["clock"] + UPDATE, "trial": None}

@@ -12,7 +12,7 @@ from tlt_jax.spec_decode.strategy import Strategy
 
 State = dict[str, Any]
 MOST_ROUNDS = 1 << 30  # of a chunk whose length others decide
-TRIAL_ROUNDS = 4  # of a chunk that explores
+EXPLORATION_ROUNDS = 4  # of a chunk that explores
 
 
 BUSY = 0.02  # seconds that a host may be busy with dispatching
