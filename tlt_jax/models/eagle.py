@@ -140,6 +140,7 @@ def nodes_out(
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
 
+@jax.named_scope("drafter/extend")
 @shaped
 def extend(
     params: DrafterParams,
@@ -174,6 +175,7 @@ def extend(
     return kv_cache.commit(cache, rows, None, starts), hidden
 
 
+@jax.named_scope("drafter/fill")
 @shaped
 def fill(
     params: DrafterParams,
@@ -192,6 +194,7 @@ def fill(
     return kv_cache.write(cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts)
 
 
+@jax.named_scope("drafter/step")
 @shaped
 def step(
     params: DrafterParams,
@@ -222,6 +225,7 @@ def step(
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
 
 
+@jax.named_scope("drafter/head")
 @shaped
 def logits(
     params: DrafterParams, config: DrafterConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
@@ -250,6 +254,7 @@ def shift(
     return moved(array), (moved(segments) == segments) & (segments > 0)
 
 
+@jax.named_scope("drafter/unroll")
 @shaped
 def unroll(
     params: DrafterParams,

@@ -88,6 +88,7 @@ def empty(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTy
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
 
 
+@jax.named_scope("commit")
 @shaped
 def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, lengths: Int[Array, " B"]) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...

@@ -117,6 +117,7 @@ def masked(scores: Float[Array, "*A"], visible: Bool[Array, ...]) -> Float[Array
     return jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
 
 
+@jax.named_scope("attention")
 @shaped
 def attend_packed(
     q: Float[Array, "B T K G E"],
@@ -187,6 +188,7 @@ def by_feature(attended: Float[Array, "B K G N E"]) -> Float[Array, "HE BN"]:
     return jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)
 
 
+@jax.named_scope("attention")
 @shaped
 def attend_tree(
     q: Float[Array, "B K G N E"],

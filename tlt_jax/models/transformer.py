@@ -102,6 +102,7 @@ def by_head(
     return x.reshape(shape)
 
 
+@jax.named_scope("mlp")
 def finish(
     layer: Layer,
     config: ModelConfig,
@@ -116,6 +117,7 @@ def finish(
     return x + ops.project(gate * ops.project(y, layer.up, layer.up_bias, axis), layer.down, layer.down_bias, axis)
 
 
+@jax.named_scope("layer")
 @shaped
 def packed_layer(
     layer: Layer,
@@ -193,6 +195,7 @@ def gathered(
     return jnp.concatenate(chosen, axis=axis)
 
 
+@jax.named_scope("head")
 @shaped
 def logits(params: Params, config: ModelConfig, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
@@ -200,6 +203,7 @@ def logits(params: Params, config: ModelConfig, x: Float[Array, "*batch D"]) -> 
     return ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
 
 
+@jax.named_scope("prefill")
 @shaped
 def prefill(
     params: Params,
@@ -225,6 +229,7 @@ def prefill(
     return Scratch(tuple(keys), tuple(values), features)
 
 
+@jax.named_scope("layer")
 @shaped
 def tree_layer(
     layer: Layer,

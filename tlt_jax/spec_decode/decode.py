@@ -113,6 +113,7 @@ def decode_chunk(
     return jax.lax.while_loop(goes_on, step, (state, report))
 
 
+@jax.named_scope("catch_up")
 def catch_up(
     target: Target, drafter: Drafter, state: DecodeState, weights: Weights, missing: Int32[Array, ""]
 ) -> tuple[DecodeState, Int32[Array, ""]]:
@@ -168,6 +169,7 @@ def advance_round(
     return after, emitted, measure(tree, walk.path, counts, state.live, strategy)
 
 
+@jax.named_scope("draft")
 def draft_tree(
     decoder: Decoder, weights: Weights, known: PyTree, context: Context, roots: Int32[Array, " B"]
 ) -> tuple[PyTree, DraftTree]:

@@ -26,6 +26,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
     return x0, x1
 
 
+@jax.named_scope("noise")
 @shaped
 def gumbel(
     keys: UInt32[Array, "B 2"], positions: Int32[Array, "B D"], vocab: int, dtype=jnp.float32

@@ -38,6 +38,7 @@ def scale(logits: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A 
     return logits if sampling.temperature in (0, 1) else logits / sampling.temperature
 
 
+@jax.named_scope("filter")
 @shaped
 def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A V"]:
     """Scaled logits with the tokens outside top-k, then outside top-p of the rest, at minus infinity; ties stay."""
@@ -75,6 +76,7 @@ def largest_threshold(
     return jax.lax.fori_loop(0, width, set_bit, jnp.zeros((*ordered.shape[:-1], 1), ordered.dtype))
 
 
+@jax.named_scope("sample")
 @shaped
 def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
     """Id of the largest value, the lowest id among equals, also when V is sharded: a maximum, then one of reversed ids.

@@ -74,6 +74,7 @@ def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:
     return jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, places, axis=1), candidates)
 
 
+@jax.named_scope("rerank")
 @shaped
 def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> DraftTree:
     """The tree of the root and the best nodes - 1 candidates, earlier ones first among equals.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int32
@@ -22,6 +23,7 @@ class Match:
     accepted: Int32[Array, " B"]
 
 
+@jax.named_scope("verify")
 @shaped
 def match(tree: DraftTree, chosen: Int32[Array, "B N"], depth: int) -> Match:
     """Follows the child that equals the token chosen at its parent, until none does or `depth` steps are taken."""
