@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounds
-import test_engine as tiny
+import tiny_engine as tiny
 import toys
 
 from tlt_jax.distributed import mesh as meshes

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-import test_mutants
+import test_mutants as mutants
 import toys
 
 from tlt_jax.distributed import mesh as meshes
@@ -173,10 +173,10 @@ def with_texts(drafter: Drafter, texts_first: bool) -> Drafter:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("texts_first", [False, True])
 def test_rounds_with_merged_trees_give_the_tokens_of_plain_decoding(monkeypatch, texts_first):
-    group, vocab = meshes.data_group(meshes.make_mesh(1, 1), 0), test_mutants.V
+    group, vocab = meshes.data_group(meshes.make_mesh(1, 1), 0), mutants.V
     drafter = with_texts(toys.table_drafter()(group, vocab), texts_first)
     target = toys.table_target(group, vocab)
-    decoder = Decoder(target, drafter, test_mutants.RULES, test_mutants.TREE)
-    assert test_mutants.laws(decoder) == (True, True), "and who knows all is still right every time"
-    monkeypatch.setattr(test_mutants, "PROMPTS", REPEATING)
-    assert test_mutants.siblings_differ(decoder)
+    decoder = Decoder(target, drafter, mutants.RULES, mutants.TREE)
+    assert mutants.laws(decoder) == (True, True), "and who knows all is still right every time"
+    monkeypatch.setattr(mutants, "PROMPTS", REPEATING)
+    assert mutants.siblings_differ(decoder)

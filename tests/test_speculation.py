@@ -14,7 +14,7 @@ import identity
 import jax
 import numpy as np
 import pytest
-import test_engine as tiny
+import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed.mesh import make_mesh

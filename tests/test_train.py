@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import assert_equal, events, preempt, raise_at, saved_steps
 
 from tlt_jax import cli, eval, run_folder
 from tlt_jax.checkpoint import Store
@@ -119,22 +119,6 @@ def state_of(config: Config, step: int = STEPS) -> PolicyState:
         return store.restore(step, {"policy": target}).items["policy"]
 
 
-def saved_steps(config: Config) -> list[int]:
-    with Store(config.run, create=False) as store:
-        return store.steps()
-
-
-def assert_equal(ours, theirs) -> None:
-    """Every leaf is equal, bit by bit."""
-    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), ours, theirs)
-
-
-def events(config: Config) -> dict[str, list[tuple[int, float]]]:
-    """Scalar name -> (step, value) of every event."""
-    accumulator = EventAccumulator(str(Path(config.run) / "tensorboard")).Reload()
-    return {name: [(e.step, e.value) for e in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
-
-
 def completions(config: Config) -> dict[str, list[tuple]]:
     """Completions file -> the answers in it."""
     files = sorted((Path(config.run) / "completions").iterdir())
@@ -146,22 +130,6 @@ def chosen(config: Config) -> dict[str, list[dict]]:
     """Speculation file -> the chunks in it."""
     files = sorted((Path(config.run) / "speculation").glob("*"))
     return {f.name: [json.loads(line) for line in f.read_text().splitlines()] for f in files}
-
-
-def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
-    """Runs `act` before call `number` (from 1) of a function."""
-    function, calls = getattr(target, name), iter(range(1, 1000))
-
-    def counted(*args, **kwargs):
-        if next(calls) == number:
-            act()
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(target, name, counted)
-
-
-def preempt() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_run_learns_writes_each_step_once_and_saves_it(whole):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from test_train import assert_equal, events, preempt, raise_at, saved_steps
+from runs import assert_equal, events, preempt, raise_at, saved_steps
 
 from tlt_jax import cli
 from tlt_jax.checkpoint import Store

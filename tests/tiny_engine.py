@@ -1,0 +1,112 @@
+"""An engine on a tiny policy, and the law of its rollouts: what the tests of the rollout share."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import references
+from jax.experimental.compilation_cache import compilation_cache
+
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Data, Model as ModelSection, Rollout
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import TRAIN_STREAM, sequence_keys
+from tlt_jax.models import transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.spec_decode import noise
+from tlt_jax.spec_decode.sampling import Sampling
+
+MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
+STOPS = ((7, 7), (11,))
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [36, 10]]
+SAMPLES, LIMIT = 3, 12
+CACHE = tempfile.TemporaryDirectory()  # of executables: many cases share some
+
+
+def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL, **rollout) -> Engine:
+    config = Config(
+        model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
+        data=Data(max_prompt_tokens=20),
+        rollout=Rollout(
+            **{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout
+        ),
+    )
+    return Engine(config, policy, meshes.make_mesh(data, model), STOPS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_cache():
+    """The tests that come later have no folder of executables."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    CACHE.cleanup()
+
+
+def params_of(engine: Engine, seed: int = 0):
+    return transformer.init(engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
+
+
+def play(
+    engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, limits=LIMIT, **rest
+):
+    weights = engine.publish(params_of(engine, seed))
+    return roll_out(engine, weights, PROMPTS, SAMPLES, setting, limits, stream=stream, step=step, **rest)
+
+
+def roll_out(engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, **which):
+    """The rollout of a request of these prompts, by a tuner that knows nothing before."""
+    request = engine.request([np.asarray(prompt, np.int32) for prompt in prompts], *shape, **which)
+    return engine.run(request, weights, on_finish=on_finish, interrupted=interrupted)[0]
+
+
+def answers(result) -> list[tuple[int, list[int], str]]:
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+@cache
+def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
+    """The rollout by the training forward over each whole prefix, one sequence after the other, in float64."""
+    params = transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    keys = jnp.asarray(sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
+    size = 32
+
+    @jax.jit
+    def next_logits(tokens, length):
+        segments = (jnp.arange(size) < length).astype(jnp.int32)[None]
+        x, _ = transformer.hidden(
+            params, MODEL, tokens[None], jnp.arange(size)[None], segments, compute_dtype="float64"
+        )
+        return transformer.logits(params, MODEL, x[0, length - 1])[: MODEL.vocab_size]
+
+    def logits_of(prefix):
+        return next_logits(jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)), len(prefix))
+
+    draw = jax.jit(lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0])
+    found, logprobs = [], []
+    for uid, key in enumerate(keys):
+        tokens, logp, finish = references.decode(
+            logits_of,
+            lambda t, key=key: draw(key, jnp.int32(t)),
+            PROMPTS[uid // SAMPLES],
+            setting,
+            MODEL.eos_ids,
+            STOPS,
+            LIMIT,
+        )
+        found.append((uid, tokens, finish))
+        logprobs.append(logp)
+    return found, logprobs
+
+
+PLAIN, COLD, NUCLEUS, GREEDY = Sampling(1.0), Sampling(0.6, 8, 1.0), Sampling(1.0, 0, 0.8), Sampling(0.0)
+LONG = replace(MODEL, num_layers=1, max_positions=224, eos_ids=(0,))
+LONG_LIMIT, LONG_STOPS = 200, ((7, 7),)
+LONG_PROMPTS = [np.random.default_rng(i).integers(1, 37, 9 + i % 8).tolist() for i in range(64)]
