@@ -1,0 +1,140 @@
+"""A rollout in steps: its owner polls it, listeners see every look, idle groups hold nothing, it can be stopped."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import toys
+
+from tlt_jax.rollout import driver
+from tlt_jax.rollout.events import Decided, Dispatched, Look, Retired, WentIdle
+from tlt_jax.rollout.recorder import RolloutRecorder
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import DecodingParams
+
+V = 12
+TABLE = toys.table(V, scale=1.0)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9], [11, 10]]
+PARAMS = DecodingParams(Sampling(1.0), eos_ids=(0,))
+SHAPE = {"capacity": 6, "batches": (2, 6), "slots": (128,), "rounds": 2, "max_new_tokens": 30}
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@cache
+def executables(groups: int):
+    """Executables that the tests share."""
+    return toys.executables(groups, V)
+
+
+class Patient:
+    """A clock whose sleeps are counted, and that never sleeps."""
+
+    def __init__(self):
+        self.time, self.sleeps = 0.0, 0
+
+    def now(self) -> float:
+        self.time += 1e-3
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps += 1
+
+
+def begun(groups: int = 1, *listeners, prompts=PROMPTS, clock=driver.WALL, **rest) -> driver.Rollout:
+    """A rollout of which nothing is dispatched."""
+    contexts = toys.contexts(executables(groups), TABLE, prompts, 3, PARAMS, **SHAPE | rest)
+    return driver.start(contexts, listeners, clock=clock)
+
+
+def answers(result) -> dict[int, list[int]]:
+    return {one.uid: one.tokens.tolist() for one in result.completions}
+
+
+def finished(rollout: driver.Rollout) -> dict[int, list[int]]:
+    """The answers, when its owner polls it to the end."""
+    while not rollout.is_done():
+        rollout.poll()
+    return answers(rollout.result())
+
+
+def test_whoever_polls_a_rollout_gets_the_answers_of_run():
+    assert finished(begun(2)) == answers(driver.run(begun(1))) == answers(driver.run(begun(2)))
+
+
+def test_polling_never_waits_and_the_looks_without_events_are_reported():
+    clock, seen = Patient(), []
+    rollout = begun(1, seen.append, clock=clock)
+    looks = [look for _ in range(400) for look in rollout.poll()]
+    assert clock.sleeps == 0 and seen == looks
+    assert any(not look.events for look in looks) and any(look.events for look in looks)
+    assert all(look.began < look.ended for look in looks)
+    ends = [look.ended for look in looks]
+    assert ends == sorted(ends)
+    finished(rollout)
+
+
+def test_listeners_are_called_in_order_and_events_come_once():
+    order, events = [], []
+
+    def first(look: Look) -> None:
+        order.append("first")
+        events.extend(look.events)
+
+    rollout = begun(2, first, lambda look: order.append("second"))
+    finished(rollout)
+    assert order == ["first", "second"] * (len(order) // 2)
+    dispatched = [event for event in events if isinstance(event, Dispatched)]
+    retired = [event for event in events if isinstance(event, Retired)]
+    assert len(dispatched) == len(retired) > 4
+    assert sum(isinstance(event, WentIdle) for event in events) == 2
+
+
+def test_an_idle_group_holds_no_decoding_state_while_another_goes_on():
+    """Two prompts for two groups; the answers to one of them end at once."""
+    expected = answers(driver.run(begun(1, prompts=PROMPTS[:2], max_new_tokens=60)))
+    contexts = toys.contexts(
+        executables(2), TABLE, PROMPTS[:2], 3, PARAMS, **SHAPE | {"max_new_tokens": 60}
+    )
+    rollout = driver.start(contexts)
+    alone = 0
+    while not rollout.is_done():
+        rollout.poll()
+        for group, state in rollout.states.items():
+            assert rollout.is_idle(group) == state.is_released
+            if rollout.is_idle(group):
+                assert state.device is None and not state.prefills and rollout.unawaited(group) == 0
+        alone += sum(map(rollout.is_idle, rollout.states)) == 1
+    assert alone > 0 and answers(rollout.result()) == expected
+
+
+def test_a_stopped_rollout_decides_nothing_more_and_gives_what_it_has():
+    whole, decided = answers(driver.run(begun(1, max_new_tokens=60))), []
+    rollout = begun(1, lambda look: decided.extend(look.events), max_new_tokens=60)
+    while sum(isinstance(event, Retired) for event in decided) < 4:
+        rollout.poll()
+    rollout.stop()
+    before = sum(isinstance(event, Decided) for event in decided)
+    some = finished(rollout)
+    assert sum(isinstance(event, Decided) for event in decided) == before
+    partial = rollout.result().partial
+    assert partial and not some.keys() & partial.keys()
+    for uid, tokens in partial.items():
+        assert 0 < len(tokens) < len(whole[uid])
+        assert tokens.tolist() == whole[uid][: len(tokens)]
+    assert all(tokens == whole[uid] for uid, tokens in some.items())
+    assert rollout.is_idle(0) and rollout.states[0].device is None
+
+
+def test_a_rollout_that_is_not_stopped_has_nothing_partial():
+    assert driver.run(begun(1)).partial == {}
+
+
+def test_the_recorder_takes_spans_of_work_that_it_does_not_know():
+    recorder = RolloutRecorder(samples=1, begin=10.0)
+    recorder.record(Look(0, 10.5, 11.0, (Dispatched(0, "train", 4, 64),)))
+    recorder.record(Look(0, 13.0, 13.0, (Retired(0, "train"),)))
+    (span,) = recorder.result(14.0).spans
+    assert (span.kind, span.start, span.end) == ("train", 1.0, 3.0)
+    assert not recorder.measurements and np.isclose(recorder.result(14.0).stats["seconds"], 4.0)
