@@ -28,8 +28,8 @@ from safetensors.numpy import load_file
 
 SHORT = (
     "--config configs/quickstart.yaml --sft.steps 40 --train.steps 3 --train.row_tokens 256"
-    " --rollout.prompts 16 --rollout.batch_buckets [16,64] --warmup.rollouts 1 --warmup.steps 20"
-    " --eval.every 0 --checkpoint.every 0 --log.progress false"
+    " --rollout.prompts 16 --rollout.batch_buckets [16,64] --eval.every 0 --checkpoint.every 0"
+    " --log.progress false --drafter_training.rollouts 1 --drafter_training.steps 20"
 ).split()
 DRAFTED = "--train.steps 2 --speculation.tuner fixed --speculation.drafter".split()
 RUNS = {  # module, and more arguments; DIRECTORY is of the trained drafter
@@ -42,10 +42,10 @@ TOLD = ("step", "uid", "prompt", "completion", "reward", "length", "finish")  # 
 
 
 def renamed(word: str, old: str, new: str) -> str:
-    """An argument under HEAD's name of a knob, of a section (`--OLD.knob`), or of a module."""
-    if word.startswith(f"--{old}."):
-        return f"--{new}{word[len(old) + 2 :]}"
-    return {old: new, f"--{old}": f"--{new}"}.get(word, word)
+    """An argument under BASE's name of a knob, of a section (`--NEW.knob`), or of a module."""
+    if word.startswith(f"--{new}."):
+        return f"--{old}{word[len(new) + 2 :]}"
+    return {new: old, f"--{new}": f"--{old}"}.get(word, word)
 
 
 def play(python: str, tree: Path, folder: Path, renames: list[str], more: list[str]) -> None:
@@ -117,12 +117,12 @@ def main() -> int:
     parser.add_argument("base")
     parser.add_argument("head")
     parser.add_argument("--python", default=sys.executable, help="interpreter for both")
-    named = "knob, section or module with another name in HEAD (may be given again)"
+    named = "knob, section or module with another name in BASE (may be given again)"
     parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW", help=named)
     options, more = parser.parse_known_args()
     git, is_equal = ["git", "-C", str(Path(__file__).parent), "worktree"], True
     with tempfile.TemporaryDirectory(prefix="compare_commits_") as made:
-        for side, renames in (("base", []), ("head", options.rename)):
+        for side, renames in (("base", options.rename), ("head", [])):
             tree, commit = f"{made}/trees/{side}", vars(options)[side]
             subprocess.run([*git, "add", "--quiet", "--detach", tree, commit], check=True)
             try:

@@ -114,6 +114,7 @@ WRONG = [
     ("--rollout.cache_buckets [64]", "add a bucket of at least 768"),
     ("--profile.steps 5-3", "profile.steps '5-3' is no range of steps"),
     ("--config a.yaml", "--config is given 2 times"),
+    ("--warmup.steps 3", "warmup.steps has a new name: write drafter_training.steps"),
 ]
 
 
@@ -133,6 +134,7 @@ FILES = [
     ("rollout: [", "not valid YAML: line 2"),
     ("rollout: {compile_cache: off}", "rollout.compile_cache False has the wrong type: write text (quote it)"),
     ("rollout: {samples: }", "rollout.samples None has the wrong type"),
+    ("warmup: {steps: 3}", "warmup has a new name: write drafter_training"),
 ]
 
 

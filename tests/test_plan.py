@@ -42,7 +42,10 @@ TINY = [
 DRAFTERS = {
     "ngram": ("--speculation.drafter", "ngram"),
     "eagle": ("--speculation.drafter", "runs/nowhere"),
-    "eagle3": ("--speculation.drafter", "runs/nowhere", "--warmup.kind", "eagle3", "--warmup.vocab", "64"),
+    "eagle3": (
+        *("--speculation.drafter", "runs/nowhere"),
+        *("--drafter_training.kind", "eagle3", "--drafter_training.vocab", "64"),
+    ),
 }
 
 
@@ -120,17 +123,18 @@ def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
 
 
 def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_path):
-    told = ("--speculation.drafter", str(tmp_path / "drafter"), "--warmup.kind", "eagle3", "--warmup.vocab")
+    told = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab")
+    told = ("--speculation.drafter", str(tmp_path / "drafter"), *told)
     _, recipe, engine = plan_of(*told, "50")
     assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
     (tmp_path / "drafter").mkdir()
     raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
     assert plan_of(*told, "60")[2].drafter == engine.drafter
-    started = ("--speculation.drafter", "runs/nowhere", "--warmup.start", str(tmp_path / "drafter"))
+    started = ("--speculation.drafter", "runs/nowhere", "--drafter_training.start", str(tmp_path / "drafter"))
     assert plan_of(*started)[2].drafter == engine.drafter
-    with pytest.raises(ConfigError, match="warmup.vocab 60: an eagle drafter proposes every token"):
-        plan_of("--speculation.drafter", "runs/nowhere", "--warmup.vocab", "60")
+    with pytest.raises(ConfigError, match="drafter_training.vocab 60: an eagle drafter proposes every token"):
+        plan_of("--speculation.drafter", "runs/nowhere", "--drafter_training.vocab", "60")
 
 
 def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
@@ -248,7 +252,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
         assert f"{name}: compiled in" in printed
     assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed
     assert "all-gather over data" in printed and "drafter optimizer" in printed
-    assert printed.startswith("runs/nowhere is not there: planning for the eagle3 drafter of `warmup`")
+    assert printed.startswith("runs/nowhere is not there: planning for the eagle3 drafter of `drafter_training`")
 
 
 def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):

@@ -42,9 +42,9 @@ KNOBS = {
     "rollout.batch_buckets": [32],
     "train.row_tokens": 64,
     "train.rows": 8,
-    "warmup.rollouts": 2,
-    "warmup.steps": STEPS,
-    "warmup.learning_rate": 0.01,
+    "drafter_training.rollouts": 2,
+    "drafter_training.steps": STEPS,
+    "drafter_training.learning_rate": 0.01,
     "checkpoint.every": 1,
     "checkpoint.keep": 9,
     "log.progress": False,
@@ -99,7 +99,8 @@ def state_of(config: Config, step: int = STEPS) -> drafter_update.DrafterState:
     """The state that was saved after a step."""
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    recipe = drafter_update.Recipe.of(config, model, drafter.eagle.for_policy(model, config.warmup.kind), mesh)
+    sizes = drafter.eagle.for_policy(model, config.drafter_training.kind)
+    recipe = drafter_update.Recipe.of(config, model, sizes, mesh)
     with Store(inside(config).run, create=False) as store:
         return store.restore(step, {"drafter": drafter_update.abstract_state(recipe)}).items["drafter"]
 
@@ -118,7 +119,12 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 @pytest.mark.parametrize(("kind", "least"), [("eagle", 0.93), ("eagle3", 0.96)])
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least, configure, tmp_path, capsys):
-    knobs = {"warmup.kind": kind, "warmup.steps": 150, "warmup.unroll": 2, "checkpoint.every": 0}
+    knobs = {
+        "drafter_training.kind": kind,
+        "drafter_training.steps": 150,
+        "drafter_training.unroll": 2,
+        "checkpoint.every": 0,
+    }
     config = configure(tmp_path, knobs)
     assert drafter.train(config) == cli.DONE
     written = {name: values[-1] for name, values in events(inside(config)).items()}
@@ -199,9 +205,9 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, 
     first = Path(whole.run) / "drafter" / "hf"
     monkeypatch.setattr(corpus, "Engine", None)
     knobs = {
-        "warmup.texts": Path(whole.run) / "drafter" / "answers",
-        "warmup.start": first,
-        "warmup.learning_rate": 0.0,
+        "drafter_training.texts": Path(whole.run) / "drafter" / "answers",
+        "drafter_training.start": first,
+        "drafter_training.learning_rate": 0.0,
     }
     config = configure(tmp_path / "run", knobs)
     assert drafter.train(config) == cli.DONE
@@ -210,8 +216,8 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, 
         (first / name).read_bytes() for name in names
     ]
     for wrong, message in (
-        ({"warmup.vocab": 9}, "has its own"),
-        ({"warmup.vocab": 9, "warmup.start": ""}, "every token"),
+        ({"drafter_training.vocab": 9}, "has its own"),
+        ({"drafter_training.vocab": 9, "drafter_training.start": ""}, "every token"),
     ):
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
@@ -225,9 +231,9 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, 
 
 def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, tmp_path):
     answers = Path(whole.run) / "drafter" / "answers"
-    config = configure(
-        tmp_path, {"warmup.texts": answers, "warmup.kind": "eagle3", "warmup.vocab": 5, "warmup.unroll": 1}
-    )
+    knobs = {"texts": answers, "kind": "eagle3", "vocab": 5, "unroll": 1}
+    knobs = {f"drafter_training.{name}": value for name, value in knobs.items()}
+    config = configure(tmp_path, knobs)
     assert drafter.train(config) == cli.DONE
     model = from_config.model_config(config, datasets.tokenizer(config))
     _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
@@ -241,12 +247,12 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
     monkeypatch.setattr(drafter, "SAY_EVERY", 2)
     knobs = {
-        "warmup.texts": Path(whole.run) / "drafter" / "answers",
-        "warmup.learning_rate": 1e30,
+        "drafter_training.texts": Path(whole.run) / "drafter" / "answers",
+        "drafter_training.learning_rate": 1e30,
         "train.max_nonfinite": 1,
     }
     assert drafter.train(configure(tmp_path, knobs)) == cli.DIVERGED
-    assert "updates in a row were not finite: lower warmup.learning_rate" in capsys.readouterr().err
+    assert "updates in a row were not finite: lower drafter_training.learning_rate" in capsys.readouterr().err
     assert not (tmp_path / "drafter" / "hf").exists()
 
 

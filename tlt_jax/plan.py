@@ -138,7 +138,8 @@ def main() -> int:
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
         drafter = from_config.drafter_config(config, model)
         if drafter and not from_config.drafter_directory(config).exists():
-            print(f"{config.speculation.drafter} is not there: planning for the {drafter.kind} drafter of `warmup`")
+            wanted = f"the {drafter.kind} drafter of `drafter_training`"
+            print(f"{config.speculation.drafter} is not there: planning for {wanted}")
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"

@@ -10,7 +10,7 @@ from typing import NoReturn
 import draccus
 
 from tlt_jax.config import parse as parsing
-from tlt_jax.config.schema import Config
+from tlt_jax.config.schema import RENAMED, Config
 from tlt_jax.config.validate import validate
 from tlt_jax.errors import ConfigError
 
@@ -58,9 +58,18 @@ def parse(arguments: Sequence[str], require_config: bool = True) -> Config:
     if require_config and not files:
         raise ConfigError("--config is missing: give a YAML file, for example --config configs/quickstart.yaml")
     tree = parsing.read_yaml(files[0]) if files else {}
+    refuse_old_names([*tree, *(name for name, _ in overrides)])
     config = parsing.build(Config, tree, [pair for pair in overrides if pair[0] != "config"])
     validate(config)
     return config
+
+
+def refuse_old_names(names: Sequence[str]) -> None:
+    """Raises ConfigError, with the new name, when a section or knob is called as in an older version."""
+    for name in names:
+        section, dot, knob = str(name).partition(".")
+        if section in RENAMED:
+            raise ConfigError(f"{name} has a new name: write {RENAMED[section]}{dot}{knob}")
 
 
 def read(path: str | Path) -> Config:

@@ -9,6 +9,7 @@ from tlt_jax.config.parse import knob, section
 
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "gsm8k", "exact", "format")
+RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older versions gave them
 NONE, NGRAM = "none", "ngram"  # of speculation.drafter; other values name a directory
 
 
@@ -195,7 +196,7 @@ class Sft:
 
 
 @dataclass(frozen=True)
-class Warmup:
+class DrafterTraining:
     """What `python -m tlt_jax.train.drafter` does."""
 
     kind: str = knob("eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3"))
@@ -205,7 +206,9 @@ class Warmup:
         "JSONL or Parquet files with columns prompt and response (text or token ids); empty: the policy answers "
         "the data's prompts",
     )
-    rollouts: int = knob(16, "RL-sized rollouts that the policy answers, when warmup.texts is empty", at_least=1)
+    rollouts: int = knob(
+        16, "RL-sized rollouts that the policy answers, when drafter_training.texts is empty", at_least=1
+    )
     steps: int = knob(1000, "optimizer steps, each on train.rows packed rows", at_least=1)
     learning_rate: float = knob(1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0)
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
@@ -273,7 +276,7 @@ class Config:
     optim: Optim = section(Optim)
     train: Train = section(Train)
     sft: Sft = section(Sft)
-    warmup: Warmup = section(Warmup)
+    drafter_training: DrafterTraining = section(DrafterTraining)
     eval: Eval = section(Eval)
     checkpoint: Checkpoint = section(Checkpoint)
     log: Log = section(Log)

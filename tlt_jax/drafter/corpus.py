@@ -39,12 +39,14 @@ def answer(
     tokenizer: Any,
     interrupted: Callable[[], bool],
 ) -> list[Path]:
-    """Files with the policy's own answers to warmup.rollouts x rollout.prompts prompts, as `read` takes them.
+    """Files with the policy's own answers, as `read` takes them: one file for each rollout.
 
-    Those that an earlier attempt has written are not answered again. Raises Interrupted on demand.
+    There are drafter_training.rollouts of them, each to rollout.prompts prompts. Those that an
+    earlier attempt has written are not answered again. Raises Interrupted on demand.
     """
-    paths = [Path(config.run) / run_folder.ANSWERS / f"{step:06d}.jsonl" for step in range(config.warmup.rollouts)]
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    folder, steps = Path(config.run) / run_folder.ANSWERS, config.drafter_training.rollouts
+    paths = [folder / f"{step:06d}.jsonl" for step in range(steps)]
+    folder.mkdir(parents=True, exist_ok=True)
     missing = [step for step, path in enumerate(paths) if not path.exists()]
     if not missing:
         return paths
@@ -73,8 +75,8 @@ def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> 
 
 def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
     """Prompts with responses, text or token ids; text is tokenized as for RL, and EOS ends a response."""
-    problems, rows = Problems(), []
-    for path in files.locate(parse.expand(source, "warmup.texts"), "warmup.texts", problems):
+    problems, rows, knob = Problems(), [], "drafter_training.texts"
+    for path in files.locate(parse.expand(source, knob), knob, problems):
         for line, row in files.read(path, problems):
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size):

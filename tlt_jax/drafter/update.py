@@ -1,4 +1,4 @@
-"""One optimizer step of the drafter on packed rows, for its warm-up and for idle devices; knows no rollout.
+"""One optimizer step of the drafter on packed rows, in a command of its own or on idle devices; knows no rollout.
 
 Slot t of unrolled draft step j predicts token t + 2 + j (models/eagle.py). Everything below stands at the position s whose
 next token is predicted, s = t + 1 + j: there the policy's distribution is made once and compared with that of every step.
@@ -59,13 +59,13 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
-        """The recipe of a drafter's warm-up."""
-        warmup, train = config.warmup, config.train
-        unroll = warmup.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
+        """The recipe of `drafter_training`."""
+        knobs, train = config.drafter_training, config.train
+        unroll = knobs.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
         return cls(
             model, drafter, mesh,
-            Adam.short(config, warmup.learning_rate, warmup.steps, warmup.weight_decay),
-            Objective(unroll, warmup.decay, warmup.loss, warmup.noise),
+            Adam.short(config, knobs.learning_rate, knobs.steps, knobs.weight_decay),
+            Objective(unroll, knobs.decay, knobs.loss, knobs.noise),
             train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
         )  # fmt: skip
 

@@ -65,25 +65,27 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
     if path is None:
         return None
     if not path.exists():
-        if not config.warmup.start:
+        if not config.drafter_training.start:
             return new_drafter_config(config, model)
-        path = Path(parse.expand(config.warmup.start, "warmup.start"))
+        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
     return hf_drafter.read_config(path, model, longest_sequence(config, model))
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
-    """A new drafter, as `warmup` wants it. Raises ConfigError when its knobs clash."""
-    check_warmup(config)
-    size = min(config.warmup.vocab or model.vocab_size, model.vocab_size)
-    return eagle.for_policy(model, config.warmup.kind, draft_vocab_size=size)
+    """A new drafter, as `drafter_training` wants it. Raises ConfigError when its knobs clash."""
+    check_drafter_training(config)
+    size = min(config.drafter_training.vocab or model.vocab_size, model.vocab_size)
+    return eagle.for_policy(model, config.drafter_training.kind, draft_vocab_size=size)
 
 
-def check_warmup(config: Config) -> None:
-    """Raises ConfigError when the knobs of the warm-up clash."""
-    warmup = config.warmup
-    if warmup.vocab and (warmup.start or warmup.kind == "eagle"):
-        reason = "the drafter of warmup.start has its own" if warmup.start else "an eagle drafter proposes every token"
-        raise ConfigError(f"warmup.vocab {warmup.vocab}: {reason}: set it to 0")
+def check_drafter_training(config: Config) -> None:
+    """Raises ConfigError when the knobs of `drafter_training` clash."""
+    knobs = config.drafter_training
+    if knobs.vocab and (knobs.start or knobs.kind == "eagle"):
+        reason = "an eagle drafter proposes every token"
+        if knobs.start:
+            reason = "the drafter of drafter_training.start has its own"
+        raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
 
 
 def drafter_directory(config: Config) -> Path | None:

@@ -38,14 +38,14 @@ vLLM load it."""
 
 
 def train(config: Config) -> int:
-    """Trains to warmup.steps, going on from the newest checkpoint; returns the exit code."""
+    """Trains to drafter_training.steps, going on from the newest checkpoint; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / FOLDER))
-    from_config.check_warmup(config)
+    from_config.check_drafter_training(config)
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
-    mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.warmup.steps
-    dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.warmup.texts else None
+    mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.drafter_training.steps
+    dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.drafter_training.texts else None
     run_folder.enter(config)
     with Store(config.run, config.checkpoint.keep) as store, Preemption() as preempted:
         resumed = store.latest()
@@ -76,8 +76,8 @@ def gather(
     interrupted: Callable[[], bool],
 ) -> list[Example]:
     """The texts to learn from, cut to rows and to the policy's positions."""
-    sources = [config.warmup.texts]
-    if not config.warmup.texts:
+    sources = [config.drafter_training.texts]
+    if not config.drafter_training.texts:
         sources = corpus.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
     encoder = Encoder(config, tokenizer)
     examples = [example for source in sources for example in corpus.read(str(source), encoder, model.vocab_size)]
@@ -88,7 +88,7 @@ def gather(
 def begin(
     config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example], store: Store, resumed: int | None
 ) -> tuple[Recipe, DrafterState]:
-    """The recipe, and the state to go on from: that of the checkpoint, of warmup.start, or a new one."""
+    """The recipe, and the state to go on from: of the checkpoint, of drafter_training.start, or new."""
     drafter, params = initial_drafter(config, model, mesh, examples)
     recipe = Recipe.of(config, model, drafter, mesh)
     if resumed is not None:
@@ -99,11 +99,15 @@ def begin(
 def initial_drafter(
     config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example]
 ) -> tuple[DrafterConfig, DrafterParams]:
-    """The drafter to start from: of warmup.start, or a new one that proposes the most frequent tokens of the texts."""
-    warmup, dtype = config.warmup, config.model.param_dtype
-    if warmup.start:
+    """The drafter to start from: of drafter_training.start, or a new one.
+
+    A new one proposes the most frequent tokens of the texts.
+    """
+    start, dtype = config.drafter_training.start, config.model.param_dtype
+    if start:
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        return hf_drafter.load(Path(parse.expand(warmup.start, "warmup.start")), model, mesh, dtype, longest)
+        directory = Path(parse.expand(start, "drafter_training.start"))
+        return hf_drafter.load(directory, model, mesh, dtype, longest)
     drafter = from_config.new_drafter_config(config, model)
     ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)
@@ -121,7 +125,7 @@ def train_drafter(
     interrupted: Callable[[], bool],
 ) -> tuple[DrafterState, int]:
     """The state after the last step, or where it stopped, and the exit code."""
-    update, steps = drafter_update.program(recipe), config.warmup.steps
+    update, steps = drafter_update.program(recipe), config.drafter_training.steps
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
         if interrupted():
@@ -135,7 +139,7 @@ def train_drafter(
             report(writer, step, jax.device_get(metrics), tokens, step - reported, time.perf_counter() - begin)
             if int(state.skips) >= config.train.max_nonfinite:
                 print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
-                      "warmup.learning_rate", file=sys.stderr)  # fmt: skip
+                      "drafter_training.learning_rate", file=sys.stderr)  # fmt: skip
                 return state, DIVERGED
             begin, tokens, reported = time.perf_counter(), 0, step
         if run_state.is_due(config, step, steps):
@@ -155,7 +159,7 @@ def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner)
-    print(f"{directory}: the drafter after {config.warmup.steps} steps")
+    print(f"{directory}: the drafter after {config.drafter_training.steps} steps")
 
 
 def main() -> int:
