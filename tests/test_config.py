@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tlt_jax.config import Config, load as configuration, parse as parsing, validate
-from tlt_jax.config.load import differences, load, parse, read, to_yaml
+from tlt_jax.config.load import differences, load, parse, read, read_resolved, to_yaml
 from tlt_jax.distributed import process
 from tlt_jax.errors import ConfigError
 
@@ -69,6 +69,21 @@ def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
     got = parse([*write(), "--rollout.stop", "['a: b', '#']", "--mesh.xla_flags", "--a=1 --b=2", "--run", "1e3"])
     (tmp_path / "resolved.yaml").write_text(to_yaml(got))
     assert read(tmp_path / "resolved.yaml") == got
+
+
+def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, tmp_path):
+    got, path = parse([*write(), "--drafter_training.steps", "7"]), tmp_path / "resolved.yaml"
+    path.write_text(to_yaml(got).replace("\ndrafter_training:\n", "\nwarmup:\n"))  # as up to 9d11fee
+    assert "\nwarmup:\n" in path.read_text() and read_resolved(path) == got
+    changed = read_resolved(path, ["--drafter_training.steps", "8"])
+    assert differences(got, changed) == ["drafter_training.steps"]
+    with pytest.raises(ConfigError, match="warmup.steps has a new name"):
+        read_resolved(path, ["--warmup.steps", "8"])
+    path.write_text(path.read_text() + "pilot: {pace: 3}\n")
+    path.write_text(path.read_text().replace("\n  remat:", "\n  rematerialize: false\n  remat:"))
+    wanted = "made by an older version of tlt_jax, with model.rematerialize, pilot, .* continue it"
+    with pytest.raises(ConfigError, match=wanted):
+        read_resolved(path)
 
 
 WRONG = [

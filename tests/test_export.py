@@ -63,6 +63,22 @@ def test_the_newest_and_any_kept_checkpoint_are_exported(run, tmp_path, monkeypa
     assert '"torch_dtype": "bfloat16"' in (tmp_path / "old" / "config.json").read_text()
 
 
+def test_the_run_of_an_older_version_is_exported_or_named(run, tmp_path, monkeypatch, capsys):
+    path = run / "config.yaml"
+    ours = path.read_text()
+    try:
+        path.write_text(ours.replace("\ndrafter_training:\n", "\nwarmup:\n"))  # as up to 9d11fee
+        assert call(monkeypatch, "--run", run, "--out", tmp_path / "out") == 0
+        path.write_text(ours + "pilot: {pace: 3}\n")
+        with pytest.raises(SystemExit) as stop:
+            call(monkeypatch, "--run", run, "--out", tmp_path / "out")
+    finally:
+        path.write_text(ours)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert "the run was made by an older version of tlt_jax, with pilot," in error
+
+
 def test_a_checkpoint_that_is_not_there_is_named(run):
     config = configuration.read(run / "config.yaml")
     with pytest.raises(ConfigError, match="best.*only \\[1, 2\\]"):

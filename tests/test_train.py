@@ -469,6 +469,20 @@ def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_
         run_folder.enter(configure(tmp_path / "file" / "run"))
 
 
+def test_the_folder_of_an_older_version_goes_on_or_is_named(configure, tmp_path):
+    config, path = configure(tmp_path / "run"), tmp_path / "run" / "config.yaml"
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    ours = configuration.to_yaml(config)
+    path.write_text(ours.replace("\ndrafter_training:\n", "\nwarmup:\n"))  # as up to 9d11fee
+    with pytest.raises(ConfigError, match="a run with other values of drafter_training.steps: use"):
+        run_folder.enter(configure(tmp_path / "run", {"drafter_training.steps": 7}))
+    run_folder.enter(config)
+    assert path.read_text() == ours
+    path.write_text(ours + "pilot: {pace: 3}\n")
+    with pytest.raises(ConfigError, match="made by an older version of tlt_jax, with pilot,"):
+        run_folder.enter(config)
+
+
 def test_an_empty_evaluation_split_is_refused_at_once(configure, tmp_path):
     with pytest.raises(ConfigError, match="eval.every 2 needs prompts"):
         configure(tmp_path, {"data.eval_size": 0})

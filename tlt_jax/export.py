@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tlt_jax import cli
+from tlt_jax import cli, run_folder
 from tlt_jax.config import load as configuration
 from tlt_jax.config.schema import DTYPES, Config
 from tlt_jax.errors import ConfigError
@@ -25,7 +25,10 @@ def main() -> int:
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
     step = cli.take(arguments, "--step") if "--step" in arguments else "latest"
     dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
-    config = configuration.load(["--config", str(run / "config.yaml"), *arguments])
+    try:
+        config = run_folder.read(run, arguments)
+    except ConfigError as error:
+        cli.stop(error)
     with cli.prepared(config):
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is unknown: use {', '.join(DTYPES)}")

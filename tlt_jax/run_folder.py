@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tlt_jax import atomic
@@ -18,7 +19,7 @@ def enter(config: Config) -> None:
     """
     path = Path(config.run) / RESOLVED
     if path.exists() and has_begun(config):
-        different = configuration.differences(config, configuration.read(path))
+        different = configuration.differences(config, read(config.run))
         if different:
             raise ConfigError(
                 f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
@@ -29,6 +30,11 @@ def enter(config: Config) -> None:
         atomic.write_text(path, configuration.to_yaml(config))
     except OSError as error:
         raise ConfigError(f"run {config.run!r} cannot be written ({error.strerror}): set another run folder") from error
+
+
+def read(run: str | Path, arguments: Sequence[str] = ()) -> Config:
+    """The configuration of the run in a folder, with the changes of a command line; ConfigError."""
+    return configuration.read_resolved(Path(run) / RESOLVED, arguments)
 
 
 def has_begun(config: Config) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import draccus
 
@@ -58,14 +58,20 @@ def parse(arguments: Sequence[str], require_config: bool = True) -> Config:
     if require_config and not files:
         raise ConfigError("--config is missing: give a YAML file, for example --config configs/quickstart.yaml")
     tree = parsing.read_yaml(files[0]) if files else {}
-    refuse_old_names([*tree, *(name for name, _ in overrides)])
-    config = parsing.build(Config, tree, [pair for pair in overrides if pair[0] != "config"])
+    refuse_old_names(tree)
+    return build(tree, [pair for pair in overrides if pair[0] != "config"])
+
+
+def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
+    """The checked configuration of a file's mapping and what a command line changes of it."""
+    refuse_old_names([name for name, _ in overrides])
+    config = parsing.build(Config, tree, overrides)
     validate(config)
     return config
 
 
-def refuse_old_names(names: Sequence[str]) -> None:
-    """Raises ConfigError, with the new name, when a section or knob is called as in an older version."""
+def refuse_old_names(names: Iterable[str]) -> None:
+    """Raises ConfigError, with the new name, when a section is called as in an older version."""
     for name in names:
         section, dot, knob = str(name).partition(".")
         if section in RENAMED:
@@ -73,8 +79,23 @@ def refuse_old_names(names: Sequence[str]) -> None:
 
 
 def read(path: str | Path) -> Config:
-    """The configuration in a YAML file, such as the resolved one of a run folder."""
+    """The configuration in a YAML file."""
     return parse(["--config", str(path)])
+
+
+def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
+    """What `to_yaml` of this version or an older one wrote, with the changes of a command line.
+
+    Sections with a new name are read under it. Raises ConfigError when knobs are no longer there.
+    """
+    tree = {RENAMED.get(name, name): value for name, value in parsing.read_yaml(path).items()}
+    unknown = parsing.unknown(Config, tree)
+    if unknown:
+        raise ConfigError(
+            f"{path}: the run was made by an older version of tlt_jax, with {', '.join(unknown)}, "
+            "which this version does not have: continue it with that version, or start another run folder"
+        )
+    return build(tree, parsing.read_overrides(Config, arguments))
 
 
 def to_yaml(config: Config) -> str:

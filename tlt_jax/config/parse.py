@@ -196,6 +196,18 @@ def flatten_tree(cls, tree: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return values
 
 
+def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the keys in a nested mapping that are neither knobs nor sections."""
+    names, found = knobs(cls), []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if any(other.startswith(name + ".") for other in names):
+            found += unknown(cls, value, name + ".") if isinstance(value, Mapping) else []
+        elif name not in names:
+            found.append(name)
+    return found
+
+
 def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = ()):
     """The dataclass with the values of the tree, then of the overrides; every value has been checked alone."""
     values = flatten(cls())
