@@ -149,6 +149,7 @@ FILES = [
     ("rollout: [", "not valid YAML: line 2"),
     ("rollout: {compile_cache: off}", "rollout.compile_cache False has the wrong type: write text (quote it)"),
     ("rollout: {samples: }", "rollout.samples None has the wrong type"),
+    ("run: !!python/name:os.getcwd", "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'"),
     ("warmup: {steps: 3}", "warmup has a new name: write drafter_training"),
 ]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import draccus
+import yaml
 
 from tlt_jax.config import parse as parsing
 from tlt_jax.config.schema import RENAMED, Config
@@ -100,7 +101,7 @@ def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load` reads back."""
-    return draccus.dump(config, sort_keys=False)
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:

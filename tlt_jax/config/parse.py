@@ -15,9 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import draccus
 import yaml
-from draccus.parsers.yaml_loader import FullLoaderWithInclusion
 
 from tlt_jax.errors import ConfigError, DataError
 
@@ -31,8 +29,8 @@ class Spelled(int):
     text: str
 
 
-class Loader(FullLoaderWithInclusion):
-    """Reads YAML 1.1, and whole numbers with underscores as Spelled."""
+class Loader(yaml.SafeLoader):
+    """Reads YAML 1.1 without objects of Python, and whole numbers with underscores as Spelled."""
 
     def spelled(self, node: yaml.ScalarNode) -> int:
         number = Spelled(self.construct_yaml_int(node))
@@ -218,14 +216,19 @@ def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (
         item = knobs(cls)[name]
         raw = text if item.kind is str else parse_text(dotted, text)
         values[name] = checked(name, item, graft(values[name], item, rest, raw) if rest else raw)
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, leaf = name.split(".")
-        level = nested
-        for parent in parents:
-            level = level.setdefault(parent, {})
-        level[leaf] = value
-    return draccus.decode(cls, nested)
+    return unflatten(cls, values)
+
+
+def unflatten(cls, values: Mapping[str, Any], prefix: str = ""):
+    """The dataclass with every value under its dotted name; `flatten` undone."""
+    made = {}
+    for item in dataclasses.fields(cls):
+        name = prefix + item.name
+        if dataclasses.is_dataclass(item.default_factory):
+            made[item.name] = unflatten(item.default_factory, values, name + ".")
+        else:
+            made[item.name] = values[name]
+    return cls(**made)
 
 
 def parse_text(name: str, text: str) -> Any:
