@@ -48,6 +48,13 @@ def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
     assert parse([*write(), "--run", "0012"]).run == "0012"
 
 
+def test_dotted_names_in_the_file_reach_knobs_and_keys_of_mappings(write):
+    text = "rollout.samples: 4\nmodel.init.hidden_size: 64\nreward: {terms.format: 1}"
+    got = parse(write(text))
+    assert got.rollout.samples == 4 and got.reward.terms == {"task": 1.0, "format": 1.0}
+    assert got.model.init == {"model_type": "qwen2", "hidden_size": 64}
+
+
 def test_small_numbers_without_a_point_are_numbers(write):
     got = parse([*write("optim: {learning_rate: 1e-4}"), "--model.init", "{rms_norm_eps: 1e-6}"])
     assert got.optim.learning_rate == 1e-4 and got.model.init == {"rms_norm_eps": 1e-6}

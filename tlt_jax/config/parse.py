@@ -209,12 +209,13 @@ def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = ()):
     """The dataclass with the values of the tree, then of the overrides; every value has been checked alone."""
     values = flatten(cls())
-    for name, raw in flatten_tree(cls, tree).items():
-        values[name] = checked(name, knobs(cls)[name], raw)
+    given = list(flatten_tree(cls, tree).items())
     for dotted, text in overrides:
+        is_text = knobs(cls)[owner(cls, dotted)[0]].kind is str
+        given.append((dotted, text if is_text else parse_text(dotted, text)))
+    for dotted, raw in given:
         name, rest = owner(cls, dotted)
         item = knobs(cls)[name]
-        raw = text if item.kind is str else parse_text(dotted, text)
         values[name] = checked(name, item, graft(values[name], item, rest, raw) if rest else raw)
     return unflatten(cls, values)
 
