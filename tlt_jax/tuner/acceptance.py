@@ -1,8 +1,9 @@
-"""How many drafted tokens a round of any strategy would accept, from rounds of others; knows neither cost nor choice.
+"""Expected accepted tokens per round of each strategy, estimated from measurements of all of them.
 
-Evidence is JSON-able: {batch: {source: {"at": rounds on the clock, "rounds": row rounds, "accepted": {target: mean}}}},
-where source and target are strategies as text. One verified tree tells what every smaller tree would have accepted, so
-each measurement updates all of them.
+It knows neither costs nor choices. Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
+"rounds": row rounds, "accepted": {target: mean per row and round}}}}, where source and target are
+strategies as text. A verified tree shows what every smaller tree would have accepted, so one
+measurement is evidence for all smaller strategies too.
 """
 
 from __future__ import annotations
@@ -14,104 +15,124 @@ import numpy as np
 
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
-HALF_LIFE = 512.0  # rounds after which a measurement counts half
-MEMORY = 2048.0  # row rounds that one source remembers at most
-WALK = 0.12  # log(1 + accepted) may wander this far in a half-life, and by the root of the time; at most:
-FARTHEST = 0.5
-REPEATS = 2.0  # row rounds that tell as much as an independent one: rounds of a row are alike
-OTHER_TREE = 0.03  # relative error of what one tree tells about a smaller one
-OTHER_BATCH = 0.1  # relative difference between the rows of two batch sizes (short answers, long answers)
-PRIOR = 4.0  # row rounds that the prior counts
-WIDTHS = 0.9  # w children are hit with p ** w^-0.9: k = 1, 2, 4, 8 of an EAGLE layer at temperature 1 within 0.01
-HITS = np.exp(-np.geomspace(0.02, 9.0, 48))  # grid of the prior's hit rate p of a first child
-GUESS = 0.6  # p of a drafter nobody measured
-GUESS_ROUNDS = 8.0
+HALF_LIFE = 512.0  # rounds after which the weight of a measurement is halved
+MEMORY = 2048.0  # limit on the weight of one source, in row rounds
+WALK = 0.12  # std of the random walk of log(1 + accepted) over one half-life
+FARTHEST = 0.5  # limit on the std of that random walk
+REPEATS = 2.0  # row rounds per effectively independent sample: rounds of one row are correlated
+OTHER_TREE = 0.03  # relative error of the estimate for a smaller tree
+OTHER_BATCH = 0.1  # relative error of an estimate from another batch size (other answer lengths)
+PRIOR = 4.0  # weight of the prior, in row rounds
+# The target's token is among the best w children with probability p ** w^-0.9, where p is that of
+# the best child: within 0.01 of an EAGLE layer's at temperature 1 for w = 1, 2, 4, 8.
+WIDTHS = 0.9
+HITS = np.exp(-np.geomspace(0.02, 9.0, 48))  # grid of p for the prior
+GUESS = 0.6  # p before any measurement
+GUESS_ROUNDS = 8.0  # and its weight, in row rounds
 
 
 def counterfactual(hits: np.ndarray, strategy: Strategy) -> float:
-    """Accepted nodes that a smaller tree would have held, expected from those of a larger one.
+    """Expected accepted nodes of a smaller tree, given those of a larger one.
 
-    hits[D, N, K]: accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way to the node.
-    A tree of the same levels and siblings holds the first ranks: exact. One of fewer spends the nodes of the others on
-    lower ranks. Scores are calibrated, so nodes of one rank are hit alike, and the share of a rank's hits inside the
-    smaller tree is the share of its nodes there; summed, the shares are a node's rank in the smaller tree. Ranks beyond
-    the measured ones are given half the rate of the last quarter.
+    hits[D, N, K]: accepted nodes by depth - 1, rank by score within the tree, and largest sibling
+    rank on the path to the node. With the same depth and topk the smaller tree consists of the
+    first ranks: the result is exact. With a smaller depth or topk it contains nodes of lower ranks
+    instead. Scores are calibrated, so nodes of equal rank have equal acceptance rates: the smaller
+    tree's share of a rank's hits estimates its share of that rank's nodes, and the sum of the
+    shares of all higher ranks is a node's rank in the smaller tree. Ranks that were not measured
+    count half the rate of the last quarter of the measured ones.
     """
     inside_N = hits[: strategy.depth, :, : strategy.topk].sum((0, 2))
     total_N, budget = hits.sum((0, 2)), strategy.nodes - 1
     if not total_N.any():
         return 0.0
+
     common = inside_N.sum() / total_N.sum()
     share_N = (inside_N + 2 * common) / (total_N + 2)
     if strategy.depth >= hits.shape[0] and strategy.topk >= hits.shape[2]:
         share_N = np.ones_like(share_N)
+
     rank_N = np.concatenate([[0.0], np.cumsum(share_N)])
     kept = float((inside_N * np.clip(budget - rank_N[:-1], 0.0, 1.0)).sum())
+
     tail = max(len(inside_N) // 4, 1)
     missing = max(budget - rank_N[-1], 0.0)
     return kept + 0.5 * missing * float(inside_N[-tail:].sum() / max(share_N[-tail:].sum(), 1e-9))
 
 
 def covers(source: Strategy, target: Strategy) -> bool:
-    """Whether a tree of the source holds one of the target."""
+    """True when every tree of the source contains one of the target."""
     return source.depth >= target.depth and source.topk >= target.topk and source.nodes >= target.nodes
 
 
 def add(
     evidence: Mapping, clock: float, batch: int, source: Strategy, row_rounds: float, hits: np.ndarray, arms: Sequence[Strategy]
 ) -> dict:
-    """The evidence with one measurement more, of every arm that the measured trees hold."""
+    """The evidence with one measurement, which counts for every arm that the source covers.
+
+    `clock` is in rounds; hits[D, N, K] as in interface.Measurement.
+    """
     text, hits = name(source), np.asarray(hits)[:, : max(source.nodes - 1, 1)]
     rows = evidence.get(str(batch), {})
     old = rows.get(text, {"at": clock, "rounds": 0.0, "accepted": {}})
     before = remaining(old, clock)
     after, accepted = before + row_rounds, {}
+
     for arm in arms:
         if arm != PLAIN and covers(source, arm):
             seen = float(hits.sum()) if arm == source else counterfactual(hits, arm)
             accepted[name(arm)] = (before * old["accepted"].get(name(arm), seen / row_rounds) + seen) / after
+
     entry = {"at": clock, "rounds": min(after, MEMORY), "accepted": accepted}
     return {**evidence, str(batch): {**rows, text: entry}}
 
 
 def remaining(entry: Mapping, clock: float) -> float:
-    """Row rounds that an entry still counts."""
+    """Weight of an entry at this clock, in row rounds."""
     return entry["rounds"] * 0.5 ** ((clock - entry["at"]) / HALF_LIFE)
 
 
 def estimate(evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy]) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted tokens of a row and round for each arm, and the standard error of log(1 + accepted).
+    """Accepted tokens per row and round [A], and the standard error of log(1 + accepted) [A].
 
-    The prior is fitted to what the arms measured themselves, the newest of it undiscounted: what was long ago is known
-    less well, but remains the best guess.
+    The prior is fitted to each arm's own measurements, weighted as of the newest of them: time
+    since then makes estimates less certain, and leaves the prior as it is.
     """
     position = {name(arm): i for i, arm in enumerate(arms)}
     sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
     fresh_A = np.full(len(arms), -np.inf)
     newest = max((entry["at"] for rows in evidence.values() for entry in rows.values()), default=clock)
+
     for where, rows in evidence.items():
         for source, entry in rows.items():
             for target, mean in entry["accepted"].items():
                 i = position.get(target)
                 if i is None:
                     continue
-                bias = OTHER_TREE**2 * (source != target) + OTHER_BATCH**2 * (where != str(batch))
+                bias = OTHER_TREE**2 if source != target else 0.0
+                bias += OTHER_BATCH**2 if where != str(batch) else 0.0
                 weight, lasting = (1 / (REPEATS / max(remaining(entry, at), 1e-9) + bias) for at in (clock, newest))
                 sum_A[i] += weight * mean
                 weight_A[i] += weight
                 fresh_A[i] = max(fresh_A[i], entry["at"])
+
                 if source == target:
                     own_A[i] += lasting * mean
                     own_weight_A[i] += lasting
+
     prior_A = prior(arms, own_A / np.maximum(own_weight_A, 1e-12), own_weight_A)
     mean_A = (sum_A + PRIOR * prior_A) / (weight_A + PRIOR)
+
     drift_A = np.minimum(WALK * np.sqrt((clock - fresh_A) / HALF_LIFE), FARTHEST)
     error_A = np.sqrt(mean_A / (1 + mean_A) / (weight_A + PRIOR) + drift_A**2)
-    return mean_A, np.array([arm != PLAIN for arm in arms]) * error_A
+    return mean_A, np.where([arm != PLAIN for arm in arms], error_A, 0.0)
 
 
 def prior(arms: Sequence[Strategy], mean_A: np.ndarray, weight_A: np.ndarray) -> np.ndarray:
-    """Accepted tokens of each arm when every level accepts alike, with the hit rate that fits the measured arms best."""
+    """Accepted tokens per row and round [A] under one acceptance rate per level.
+
+    The rate is the one of the grid that best fits the arms' measured means [A], with weights [A].
+    """
     model_HA = np.stack([modelled(arm) for arm in arms], axis=1)
     error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + GUESS_ROUNDS * (HITS - GUESS) ** 2
     return model_HA[np.argmin(error_H)]
@@ -119,7 +140,10 @@ def prior(arms: Sequence[Strategy], mean_A: np.ndarray, weight_A: np.ndarray) ->
 
 @lru_cache
 def modelled(arm: Strategy) -> np.ndarray:
-    """Accepted tokens of a round for each hit rate of the grid: a tree of equally wide levels."""
+    """Accepted tokens of a round for each rate of the grid HITS.
+
+    The tree has min(topk, (nodes - 1) / depth) children of each accepted node.
+    """
     if arm == PLAIN:
         return np.zeros_like(HITS)
     width = min(arm.topk, max((arm.nodes - 1) / arm.depth, 1.0))

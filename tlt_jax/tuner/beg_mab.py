@@ -1,4 +1,7 @@
-"""The paper's tuner: an epsilon-greedy bandit in every bucket of batch sizes; knows nothing of costs and hit rates."""
+"""BEG-MAB, the bucketed epsilon-greedy bandit of arXiv 2511.16665, section 5.
+
+It has no model of costs or acceptance.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Choice, Measurement, State, Tuner
 
-EPSILON, WINDOW = 0.1, 300  # of the reference system
+EPSILON, WINDOW = 0.1, 300  # defaults of the paper's reference implementation
 
 
 def beg_mab(
@@ -23,19 +26,23 @@ def beg_mab(
     window: int = WINDOW,
     seed: int = 0,
 ) -> Tuner:
-    """The paper's bucketed epsilon-greedy bandit [b11], with plain decoding as an arm of every bucket.
+    """The paper's bandit, with plain decoding as an additional arm of every bucket.
 
-    A reward is tokens per second of one live row; an arm's worth is the median of its last `window` rewards in the batch.
-    Every arm is tried once before any is judged, and a first pull counts as measured.
+    The reward is tokens per second of one live row. The value of an arm is the median of its last
+    `window` rewards at this batch size. Each arm is chosen once before values decide; unlike in
+    the reference implementation its first reward counts. See arms.bucketed for `thresholds`;
+    `epsilon`: probability of a uniformly random arm.
     """
     buckets = bucketed(parse_arms(strategies), thresholds)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+
         arms = (PLAIN, *strategies_for(buckets, batch))
         keys = [f"{batch}/{name(arm)}" for arm in arms]
         worths = [median(state["rewards"][key]) if key in state["rewards"] else None for key in keys]
         fresh = [i for i, key in enumerate(keys) if worths[i] is None and key not in state["tried"]]
         known = [i for i, worth in enumerate(worths) if worth is not None]
+
         random = np.random.default_rng([seed, state["choices"]])
         if fresh:
             i, reason = fresh[0], "never tried"
@@ -43,12 +50,13 @@ def beg_mab(
             i, reason = int(random.integers(len(arms))), "epsilon"
         else:
             i, reason = max(known, key=lambda one: worths[one]), "best median"
+
         tried = list(dict.fromkeys([*state["tried"], keys[i]]))
         predicted = math.nan if worths[i] is None else worths[i] * live
         return {**state, "choices": state["choices"] + 1, "tried": tried}, Choice(arms[i], predicted, reason)
 
     def renew(state: State) -> State:
-        return {**state, "tried": []}  # a pull that was never read is taken again
+        return {**state, "tried": []}  # arms without a reward are chosen again
 
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)
@@ -57,17 +65,26 @@ def beg_mab(
 
 
 def begin_beg_mab() -> State:
-    """Nothing known. rewards: of each batch and arm; tried: those that were chosen since the last update."""
+    """The initial state.
+
+    rewards: by "batch/strategy", tokens per second of a row. tried: the "batch/strategy" chosen
+    since the last update of weights. choices: their number, from which random numbers derive.
+    """
     return {"choices": 0, "tried": [], "rewards": {}}
 
 
 def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
-    """The state with one reward more."""
+    """The state with the reward of one measurement.
+
+    Without a reliable time there is no reward, and the arm counts as not yet tried.
+    """
     if min(seen.rounds, seen.row_rounds) <= 0:
         return state
+
     key = f"{seen.batch}/{name(seen.strategy)}"
-    if not seen.is_timed:  # pulled in vain
+    if not seen.is_timed:
         return {**state, "tried": [other for other in state["tried"] if other != key]}
+
     reward = float(seen.tokens / seen.row_rounds * seen.rounds / seen.seconds)
     rewards = [*state["rewards"].get(key, []), reward][-window:]
     return {**state, "rewards": {**state["rewards"], key: rewards}}

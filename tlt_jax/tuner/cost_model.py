@@ -1,10 +1,10 @@
-"""Seconds of a decoding round by batch, cache slots and strategy: measured where it ran, predicted elsewhere.
+"""Seconds of a decoding round by batch, cache slots and strategy: measured, or predicted.
 
-A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. Two layers predict a cell:
-seconds = a + b nodes + c levels + d drafted + e cache with weights >= 0 (section 8.1 of the cost model: a verify costs by
-the nodes of all rows, so plain rounds of large batches tell what trees cost small ones), and a Gaussian process over the
-logarithm of what that leaves, which shares a surprise among cells that are alike. Letters: C cells, A arms, F terms, X
-columns that describe a cell.
+A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A
+prediction has two parts. seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with
+weights >= 0 (verification costs by the nodes of all rows, so plain rounds of large batches are
+evidence on trees at small ones); and a Gaussian process over the residuals in log seconds, which
+extends them to similar cells. Letters: C cells, A arms, F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -17,39 +17,53 @@ import numpy as np
 
 from tlt_jax.spec_decode.strategy import Strategy, name, parse
 
-SAMPLES = 9  # latest samples of a cell; the median of them is its cost
-CELLS = 96  # latest cells that are remembered
-# Seconds, in units of a round's fixed part, of: the round, a node, a draft level, a drafted node, a cached slot of a row.
-UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072])  # nan: as given, or NODE
-NODE = 1 / 32  # between a CPU (1/10) and an accelerator that waits for its memory (1/300)
-RIDGE = 0.02  # weight of the units against one cell
-WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01  # of log seconds: one sample, a first sample, any cell
-AGEING, LIFE, OLD = 0.1, 64, 0.2  # spread of log seconds after so many measurements of others in the batch; the most
-FAR = 0.3  # log error of the linear layer beyond which a cell counts less
-ALIKE = 0.25  # spread of log seconds about the linear layer; alike within these distances:
-REACH = (1.5, 1.0, 1.0, 0.4)  # log batch, log nodes, log (1 + depth), log (1 + topk)
+SAMPLES = 9  # samples kept of a cell, the latest; its cost is their median
+CELLS = 96  # cells kept, the latest
+# Prior weights of the terms, in units of a round's fixed cost: the round itself, a node, a draft
+# level, a drafted node, a cache slot of a row. nan: `node`, NODE by default.
+UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072])
+NODE = 1 / 32  # between a CPU (1/10) and a memory-bound accelerator (1/300)
+RIDGE = 0.02  # strength of the prior weights, relative to one cell
+# Standard deviations of log seconds: one warm sample, one cold sample, the least of a warm cell.
+WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01
+# Std that age adds: AGEING after LIFE measurements of other cells of the batch; at most OLD.
+AGEING, LIFE, OLD = 0.1, 64, 0.2
+FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
+ALIKE = 0.25  # std of the Gaussian process; its length scales:
+REACH = (1.5, 1.0, 1.0, 0.4)  # in log batch, log nodes, log(1 + depth), log(1 + topk)
 TERMS, PLACE, WHICH = slice(0, 5), slice(5, 9), slice(9, 12)  # columns that describe a cell
-HERE, ARM, CELL = 0.08, 0.05, 0.02  # spread common to a batch and cache, to a strategy in a batch, of a cell alone
+# Std common to a batch and cache size, to a strategy at a batch size, and of a single cell.
+HERE, ARM, CELL = 0.08, 0.05, 0.02
 
 
 def note(cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool) -> dict:
-    """The cells with one sample more. A cold one may hold a compile, a move, or few short rounds.
+    """The cells with one more sample, in seconds per round.
 
-    The batch's other cells age by one: machines do not stay as fast as they were. What is older than LIFE is replaced.
+    A cold sample may include a compilation or copying of rows, or have too few rounds. The age of
+    the batch's other cells grows by one, since the speed of a machine changes over time; samples of
+    a cell older than LIFE are replaced.
     """
     key, here = f"{batch}/{slots}/{name(strategy)}", f"{batch}/"
+
     cell = cells.get(key, {"warm": [], "cold": [], "age": 0})
     kind = "cold" if is_cold else "warm"
     found = [*(cell[kind] if cell["age"] <= LIFE else ()), seconds][-SAMPLES:]
     age = cell["age"] if is_cold and cell["warm"] else 0
+
     rest = {other: value for other, value in cells.items() if other != key}
     kept = list(rest.items())[max(len(rest) + 1 - CELLS, 0) :]
-    aged = {other: {**value, "age": value["age"] + other.startswith(here)} for other, value in kept}
+    aged = {
+        other: {**value, "age": value["age"] + 1} if other.startswith(here) else value
+        for other, value in kept
+    }
     return {**aged, key: {**cell, kind: found, "age": age}}
 
 
 def settled(cell: Mapping) -> tuple[float, float]:
-    """Log seconds of a cell and their standard error. Medians, as a stall only ever adds; cold samples until warm ones come."""
+    """Log seconds of a cell and their standard error.
+
+    The median of the warm samples, which ignores stalls; without warm ones the least cold sample.
+    """
     warm, cold, aged = cell["warm"], cell["cold"], min(AGEING * math.sqrt(cell["age"] / LIFE), OLD)
     if warm:
         middle = sorted(warm)[(len(warm) - 1) // 2]
@@ -59,7 +73,7 @@ def settled(cell: Mapping) -> tuple[float, float]:
 
 @lru_cache(1024)
 def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
-    """A row of the arrays below: the terms that a round's seconds are linear in, where it stands in shape, and which it is."""
+    """The columns of a cell: terms of the linear part, kernel coordinates, and identity."""
     terms = (1.0, batch * arm.nodes, arm.depth, batch * arm.depth * arm.topk, batch * slots)
     place = (math.log(batch), math.log(arm.nodes), math.log1p(arm.depth), math.log1p(arm.topk))
     which = (batch, slots, (arm.depth << 40) + (arm.topk << 20) + arm.nodes)
@@ -68,24 +82,24 @@ def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
 
 @lru_cache(1024)
 def row(key: str) -> tuple[float, ...]:
-    """What describes a cell."""
+    """The columns of the cell with this key."""
     batch, slots, text = key.split("/")
     return described(int(batch), int(slots), parse(text))
 
 
 def known(cells: Mapping) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the cells, their log seconds and the standard errors of these."""
+    """The cells' columns [C, X], log seconds [C], and standard errors of these [C]."""
     log_C, noise_C = np.array([settled(cell) for cell in cells.values()]).T
     return np.array([row(key) for key in cells], float), log_C, noise_C
 
 
 def units_of(node: float) -> np.ndarray:
-    """The units, with the given cost of a node."""
+    """The prior weights UNITS with this cost of a node."""
     return np.where(np.isnan(UNITS), node, UNITS)
 
 
 def law(cells: Mapping, node: float = NODE) -> np.ndarray:
-    """Weights of the terms that fit the cells."""
+    """Weights [F], in seconds, of the terms that fit the cells."""
     cell_CX, log_C, noise_C = known(cells)
     return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
 
@@ -98,30 +112,41 @@ def predict(
     node: float = NODE,
     weights: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log seconds of a round of each arm, and their standard errors; of the prior, up to a common factor, without cells.
+    """Log seconds of a round of each arm [A], and their standard errors [A].
 
-    `weights` are those of a `law` of nearly these cells, when there is one.
+    `weights`: the result of `law` for nearly the same cells; None: fitted here. Without cells the
+    result is the prior, correct up to one unknown common factor.
     """
     target_AX = np.array([described(batch, slots, arm) for arm in arms], float)
     if not cells:
         return np.log(target_AX[:, TERMS] @ units_of(node)), np.full(len(arms), math.hypot(ALIKE, HERE))
+
     cell_CX, log_C, noise_C = known(cells)
     if weights is None:
         weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
+
     rest_C = log_C - np.log(cell_CX[:, TERMS] @ weights)
     few_C = np.array([max(len(cell["warm"]) * 2, len(cell["cold"])) for cell in cells.values()])
-    excess_C = np.maximum(np.abs(rest_C) - 3 * ALIKE, 0.0) / few_C**2  # a lone sample far off is a stall, not a cost
+    excess_C = np.maximum(np.abs(rest_C) - 3 * ALIKE, 0.0) / few_C**2  # with few samples: a stall
+
     gain_AC, sd_A = kriging(cell_CX, target_AX, noise_C**2 + excess_C**2)
     return np.log(target_AX[:, TERMS] @ weights) + gain_AC @ rest_C, sd_A
 
 
 def fit(terms_CF: np.ndarray, seconds_C: np.ndarray, noise_C: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Non-negative weights of the terms: least relative squares, robust to outliers, ridged towards the units."""
+    """Non-negative weights of the terms, by ridge regression on relative errors.
+
+    Iteratively reweighted against outliers; the ridge pulls towards the prior weights `units`,
+    scaled by the median ratio of measured to predicted seconds.
+    """
     is_sure_C = noise_C <= max(noise_C.min(), WARM_NOISE)
     scaled = units * float(np.median((seconds_C / (terms_CF @ units))[is_sure_C]))
+
     relative_CF = terms_CF * scaled / seconds_C[:, None]
     trust_C, weights = np.minimum(WARM_NOISE / noise_C, 1.0) ** 2, np.ones(len(units))
-    power_C = np.where(noise_C < COLD_NOISE, 1.0, 3.0)  # a lone first sample has a say only where it surprises little
+    # A cell with one cold sample loses its weight faster as its error grows.
+    power_C = np.where(noise_C < COLD_NOISE, 1.0, 3.0)
+
     for _ in range(3):
         error_C = np.abs(np.log(np.maximum(relative_CF @ weights, 1e-6)))
         weighted_CF = relative_CF * (trust_C / np.maximum(error_C / FAR, 1.0) ** power_C)[:, None]
@@ -131,7 +156,7 @@ def fit(terms_CF: np.ndarray, seconds_C: np.ndarray, noise_C: np.ndarray, units:
 
 
 def non_negative(square_FF: np.ndarray, target_F: np.ndarray) -> np.ndarray:
-    """Solves the normal equations, taking negative weights out one round after the other."""
+    """Solution of the normal equations; negative weights are removed repeatedly."""
     kept_F = np.ones(len(target_F), bool)
     while True:
         weights_F = np.zeros(len(target_F))
@@ -142,7 +167,7 @@ def non_negative(square_FF: np.ndarray, target_F: np.ndarray) -> np.ndarray:
 
 
 def kernel(left_CX: np.ndarray, right_CX: np.ndarray) -> np.ndarray:
-    """Covariance of log seconds between cells, beyond what the linear layer explains."""
+    """Covariance between cells of the residuals of log seconds."""
     left, right = left_CX[:, None], right_CX[None]
     near = ALIKE**2 * np.exp(-0.5 * ((left[..., PLACE] - right[..., PLACE]) ** 2).sum(-1))
     same_batch, same_slots, same_arm = np.moveaxis(left[..., WHICH] == right[..., WHICH], -1, 0)
@@ -151,7 +176,10 @@ def kernel(left_CX: np.ndarray, right_CX: np.ndarray) -> np.ndarray:
 
 
 def kriging(cell_CX: np.ndarray, target_AX: np.ndarray, noise_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights that turn the cells' remainders into the targets', and the targets' standard errors. `noise`: variances."""
+    """Weights [A, C] that map the cells' residuals to the targets', and the targets' std [A].
+
+    `noise_C` are variances.
+    """
     count = len(cell_CX)
     both = kernel(np.concatenate([cell_CX, target_AX]), cell_CX)
     cross_AC = both[count:]

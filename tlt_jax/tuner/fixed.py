@@ -1,4 +1,4 @@
-"""Tuners that learn nothing: always one strategy, or the paper's switch by the number of live sequences."""
+"""Tuners that do not learn: one fixed strategy, or a threshold on the number of live sequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Choice, State, Tuner, unchanged
 
-LIMIT = 32  # of the reference system
+LIMIT = 32  # live sequences; the default of arXiv 2511.16665
 
 
 def fixed(strategy: Strategy | str) -> Tuner:
-    """Always the one strategy (plain decoding too)."""
+    """A tuner that always returns this strategy, which may be plain decoding."""
     arm = (parse_arms([strategy]) or (PLAIN,))[0]
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
@@ -28,7 +28,10 @@ def fixed(strategy: Strategy | str) -> Tuner:
 def threshold(
     strategies: Sequence[Strategy | str], limit: int = LIMIT, thresholds: Sequence[int] | None = None
 ) -> Tuner:
-    """The paper's switch [b10]: speculation when at most `limit` sequences are live, the first strategy of the bucket."""
+    """Speculation when at most `limit` sequences are live (arXiv 2511.16665, section 5).
+
+    Its strategy is the first of the batch's bucket; see arms.bucketed for `thresholds`.
+    """
     buckets = bucketed(parse_arms(strategies), thresholds)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:

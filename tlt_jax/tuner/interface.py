@@ -1,4 +1,4 @@
-"""What a tuner is: measurements in, choices out, a state that is JSON; no JAX."""
+"""The interface of a tuner: measurements in, choices out, a state that is JSON. No JAX."""
 
 from __future__ import annotations
 
@@ -11,26 +11,34 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import Strategy
 
 State = dict[str, Any]
-MOST_ROUNDS = 1 << 30  # of a chunk whose length others decide
-EXPLORATION_ROUNDS = 4  # of a chunk that explores
-
-
-BUSY = 0.02  # seconds that a host may be busy with dispatching
+MOST_ROUNDS = 1 << 30  # of a choice that does not limit the length of the chunk
+EXPLORATION_ROUNDS = 4  # of an exploration chunk
+BUSY = 0.02  # seconds: normal delays of the host, such as dispatching
 
 
 def is_timed(seconds: float, doubt: float) -> bool:
-    """Whether these seconds, which may be off by so much, tell anything; what a host does besides compiling is let pass."""
+    """True when an uncertainty of `doubt` seconds leaves the duration usable.
+
+    It is below half of the duration, or below BUSY: normal delays of the host never make a
+    duration unusable, compilations do.
+    """
     return doubt < max(seconds / 2, BUSY)
 
 
 class Measurement(NamedTuple):
-    """A chunk that was read. `batch` rows were compiled, `live` decoded (mean); `row_rounds` sums live rows over rounds.
+    """One decoding chunk whose results are on the host. All times are wall-clock seconds.
 
-    hits[D, N, K] counts accepted nodes by depth - 1, rank by score in the tree, and largest sibling rank on the way.
-    `number` counts the programs of the group; `predicted` (tokens per second) and `reason` are of the choice. `seconds` may
-    be off by `doubt`: nobody looked for so long whether the chunk, or what it waited for, was done; by any time when no round
-    of the program had run before. When the rows `is_moved` to other numbers of rows or slots, they hold that too. What the
-    drafter took before to learn of tokens that were decoded without it is in `catch_up`, unless that was doubtful.
+    `batch` is the compiled batch size, `live` the mean number of unfinished rows, `row_rounds` the
+    sum of unfinished rows over the rounds, `number` the index of the program within its group.
+    `predicted` (tokens per second; nan: no prediction), `reason` and `is_exploring` are those of
+    the Choice. hits[D, N, K] counts accepted nodes by depth - 1, rank by score within the tree, and
+    largest sibling rank on the path to the node.
+
+    `seconds` may be off by up to `doubt`, the time during which the host did not check whether the
+    chunk, or the program before it, was done; inf for the first run of a program.
+    `is_moved`: `seconds` includes copying the rows to another batch size or cache size.
+    `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
+    without it; 0 when that time is unreliable.
     """
 
     group: int
@@ -53,14 +61,15 @@ class Measurement(NamedTuple):
 
     @property
     def is_timed(self) -> bool:
-        """Whether `seconds` tells what the chunk took."""
+        """True when `seconds` is reliable."""
         return is_timed(self.seconds, self.doubt)
 
 
 class Choice(NamedTuple):
-    """A strategy, the tokens per second that the tuner expects of it (nan: it does not know), why, and for how many rounds.
+    """The strategy of the next chunk, and at most how many rounds to run it.
 
-    `is_exploring`: it is tried in order to measure it.
+    `predicted`: expected tokens per second of the batch; nan: no prediction. `reason` is for logs.
+    `is_exploring`: chosen in order to measure it.
     """
 
     strategy: Strategy
@@ -71,9 +80,13 @@ class Choice(NamedTuple):
 
 
 class Tuner(NamedTuple):
-    """init() -> state; choose(state, live, batch, slots) -> (state, Choice); observe(state, Measurement) -> state;
-    renew(state) -> state after the policy's or the drafter's weights changed; usable(batch, fewest_live) -> the strategies
-    besides plain decoding that `choose` may return for so many rows of which at least so many are live."""
+    """A tuner as pure functions.
+
+    init() -> state. choose(state, live rows, batch, cache slots) -> (state, Choice).
+    observe(state, Measurement) -> state. renew(state) -> state, after the weights of the policy or
+    the drafter changed. usable(batch, fewest_live) -> the strategies, plain decoding left out,
+    that `choose` may return for this batch size when at least `fewest_live` rows are unfinished.
+    """
 
     init: Callable[[], State]
     choose: Callable[[State, int, int, int], tuple[State, Choice]]
@@ -83,5 +96,5 @@ class Tuner(NamedTuple):
 
 
 def unchanged(state: State, *_: Any) -> State:
-    """What a tuner learns that learns nothing."""
+    """The same state: `observe` and `renew` of tuners that do not learn."""
     return state
