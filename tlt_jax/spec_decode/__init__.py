@@ -1,5 +1,5 @@
-"""Speculative decoding on devices, over an abstract Target and Drafter: no network, no host, no clock.
+"""Speculative decoding on devices, over an abstract Target and Drafter.
 
-Public: decode (decode_chunk, admit, resize, catch_up), interface (Target, Drafter, Network, Context), strategy,
-sampling.Sampling, stopping.DecodingParams.
+It knows no network, host or clock. Public: decode (decode_chunk, admit, resize, catch_up),
+interface (Target, Drafter, Network, Context), strategy, sampling.Sampling, stopping.DecodingParams.
 """

@@ -1,4 +1,7 @@
-"""Position-keyed Gumbel noise: a function of (sequence key, absolute position, token id); knows no network or batch."""
+"""Gumbel noise as a function of (sequence key, absolute position, token id).
+
+It knows no network or batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), written out so that XLA fuses it with what reads it."""
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011).
+
+    Written out, so that XLA fuses it with its consumers.
+    """
     words = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     x0, x1 = counter[0] + words[0], counter[1] + words[1]
     for block in range(5):
@@ -33,7 +39,8 @@ def gumbel(
 ) -> Float[Array, "B D V"]:
     """Standard Gumbel noise of every token id at these absolute positions of each sequence.
 
-    A value depends on (key, position, token id) alone: not on `vocab`, the batch, or how the result is sharded.
+    A value depends only on (key, position, token id): not on `vocab`, the batch, or the sharding of
+    the result.
     """
     ids = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, vocab), 2)
     key = (keys[:, 0, None, None], keys[:, 1, None, None])
@@ -42,10 +49,11 @@ def gumbel(
 
 @shaped
 def from_words(high: UInt32[Array, "*A"], low: UInt32[Array, "*A"], dtype=jnp.float32) -> Float[Array, "*A"]:
-    """Gumbel noise from 64 random bits.
+    """Standard Gumbel noise from 64 random bits.
 
-    They make v, uniform on (0, 1) in steps of 2**-64, so that the exponential E = -log(1 - v) keeps full relative precision
-    where it is small: the tail that lets an unlikely token win is exact.
+    The bits are v, uniform on (0, 1) in steps of 2**-64, so that the exponential variate E = -log(1
+    - v) has full relative precision where it is small: the upper tail of the noise, which lets
+    unlikely tokens win, is exact.
     """
     v = high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
     v = jnp.minimum(v, 1 - jnp.finfo(dtype).epsneg)  # rounding up to 1 would make E infinite

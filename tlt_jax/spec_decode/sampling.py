@@ -1,4 +1,7 @@
-"""From logits and noise to a token and its log-probability; knows one position, not sequences, trees or networks."""
+"""Sampling of one token from logits and noise, and its log-probability.
+
+It knows one position: no sequences, trees or networks.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tlt_jax.shapes import shaped
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: scaled by the temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
+    """How a token is drawn: temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -23,7 +26,7 @@ class Sampling:
 
     @classmethod
     def of(cls, section: Any) -> Sampling:
-        """The sampling of a configuration's section: rollout or eval."""
+        """The sampling of a configuration section, rollout or eval."""
         return cls(section.temperature, section.top_k, section.top_p)
 
     @property
@@ -33,7 +36,7 @@ class Sampling:
 
 @shaped
 def scale(logits: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A V"]:
-    """Logits over the temperature, in at least float32; greedy sampling leaves them as they are."""
+    """Logits divided by the temperature, in at least float32; unchanged when greedy."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     return logits if sampling.temperature in (0, 1) else logits / sampling.temperature
 
@@ -41,13 +44,18 @@ def scale(logits: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A 
 @jax.named_scope("filter")
 @shaped
 def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A V"]:
-    """Scaled logits with the tokens outside top-k, then outside top-p of the rest, at minus infinity; ties stay."""
+    """Scaled logits, -inf at tokens outside top-k, and of the rest outside top-p.
+
+    Tokens that tie with the last one kept are kept too. Greedy sampling filters nothing.
+    """
     if sampling.is_greedy:
         return scaled
+
     if 0 < sampling.top_k < scaled.shape[-1]:
         ordered = ordered_bits(scaled)
         border = largest_threshold(ordered, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= sampling.top_k)
         scaled = jnp.where(ordered >= border, scaled, -jnp.inf)
+
     if sampling.top_p < 1:
         ordered, probs = ordered_bits(scaled), jax.nn.softmax(scaled, axis=-1)
         border = largest_threshold(ordered, lambda kept: jnp.sum(jnp.where(kept, probs, 0), axis=-1) >= sampling.top_p)
@@ -56,7 +64,10 @@ def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A
 
 
 def ordered_bits(x: Float[Array, "*A V"]) -> UInt[Array, "*A V"]:
-    """Unsigned integers in the order of the floats; equal floats, the two zeros too, give equal integers."""
+    """Unsigned integers in the order of the floats.
+
+    Equal floats, +0 and -0 included, give equal integers.
+    """
     kind = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), kind)
     sign = jnp.array(1, kind) << (bits.dtype.itemsize * 8 - 1)
@@ -66,7 +77,10 @@ def ordered_bits(x: Float[Array, "*A V"]) -> UInt[Array, "*A V"]:
 def largest_threshold(
     ordered: UInt[Array, "*A V"], enough: Callable[[Bool[Array, "*A V"]], Bool[Array, "*A"]]
 ) -> UInt[Array, "*A 1"]:
-    """Largest threshold for which the set of values at or above it is `enough`, found bit by bit: no sort."""
+    """The largest threshold such that the set of values >= it satisfies `enough`.
+
+    Binary search over the bits, from the highest on; sorts nothing.
+    """
     width = ordered.dtype.itemsize * 8
 
     def set_bit(i: Array, border: Array) -> Array:
@@ -79,9 +93,10 @@ def largest_threshold(
 @jax.named_scope("sample")
 @shaped
 def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
-    """Id of the largest value, the lowest id among equals, also when V is sharded: a maximum, then one of reversed ids.
+    """Id of the largest value; of equal values the lowest id.
 
-    The ids are compared as floats (exact up to 2**24): on CPUs a float maximum is 7 times faster than one of integers.
+    A maximum and one over reversed ids, so that it also works with V sharded. The ids are compared
+    as floats (exact up to 2**24): on CPUs a float maximum is 7 times faster than an integer one.
     """
     last = perturbed.shape[-1] - 1
     reversed_ids = (last - jax.lax.broadcasted_iota(jnp.int32, perturbed.shape, perturbed.ndim - 1)).astype(
@@ -93,6 +108,6 @@ def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
 
 @shaped
 def logprob(scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"]) -> Float[Array, "*A"]:
-    """Log-probability of the tokens over the whole vocabulary, before top-k and top-p."""
+    """Log-probability of the tokens over the full vocabulary, before top-k and top-p."""
     chosen = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(scaled, axis=-1)

@@ -1,4 +1,4 @@
-"""What the tokens of an answer depend on besides weights and keys, and when a stop sequence ends it; knows no rounds."""
+"""Decoding parameters, and stop sequences within generated tokens; knows no rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ RUNNING, STOPPED, TRUNCATED = 0, 1, 2
 
 @dataclass(frozen=True)
 class DecodingParams:
-    """What the tokens depend on besides weights and keys: how they are drawn, and what ends an answer."""
+    """All that generated tokens depend on, besides weights and random keys.
+
+    `eos_ids`: tokens that end a sequence; `stop_ids`: token sequences that end it.
+    """
 
     sampling: Sampling = Sampling()
     eos_ids: tuple[int, ...] = ()
@@ -23,13 +26,13 @@ class DecodingParams:
 
     @property
     def tail(self) -> int:
-        """How many of its last tokens a sequence must remember to notice a stop sequence."""
+        """W: how many of its last tokens a sequence keeps to detect a stop sequence."""
         return max((len(stop) for stop in self.stop_ids), default=1) - 1
 
 
 @shaped
 def ends_sequence(rules: DecodingParams, tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
-    """Whether a stop sequence is complete with each token."""
+    """True at each token that completes a stop sequence; `tail`: the W tokens before."""
     window = jnp.concatenate([tail, tokens], axis=1)
     hit = jnp.zeros(tokens.shape, bool)
     for stop in rules.stop_ids:
@@ -43,6 +46,6 @@ def ends_sequence(rules: DecodingParams, tail: Int32[Array, "B W"], tokens: Int3
 
 @shaped
 def shift(tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]) -> Int32[Array, "B W"]:
-    """The last W tokens after counts[b] more."""
+    """The last W tokens once tokens[b, :counts[b]] are appended to the tail."""
     window = jnp.concatenate([tail, tokens], axis=1)
     return jnp.take_along_axis(window, counts[:, None] + jnp.arange(tail.shape[1]), axis=1)

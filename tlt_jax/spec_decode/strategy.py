@@ -1,4 +1,4 @@
-"""Strategies: the shape of a round's trees, and their names; no JAX."""
+"""Strategies: the shape of a round's draft tree, and their names. No JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Strategy:
-    """Shape of a round's trees: levels below the root, children of a node, nodes with the root. Plain is (0, 0, 1)."""
+    """Shape of a round's draft tree. Plain decoding is (0, 0, 1).
+
+    depth: levels below the root; topk: largest number of children of a node; nodes: tree size, with
+    the root.
+    """
 
     depth: int = 0
     topk: int = 0
@@ -17,7 +21,7 @@ class Strategy:
 
     @property
     def path(self) -> int:
-        """Most tokens that one round can emit: every level, and the token after it."""
+        """M: most tokens that one round can emit, one per level and the bonus token."""
         return self.depth + 1
 
 
@@ -30,7 +34,10 @@ TEXT = re.compile(r"(\d+)_(\d+)_(\d+)")
 
 @lru_cache
 def parse(text: str) -> Strategy:
-    """The strategy of "depth_topk_nodes" (nodes with the root); "off" is plain decoding. ValueError names what is wrong."""
+    """The strategy of "depth_topk_nodes" (nodes with the root); "off" is plain decoding.
+
+    Raises ValueError for other text and for impossible trees.
+    """
     if text == OFF:
         return PLAIN
     match = TEXT.fullmatch(text)
@@ -42,19 +49,21 @@ def parse(text: str) -> Strategy:
 
 
 def name(strategy: Strategy) -> str:
-    """The text that `parse` reads."""
+    """The strategy as text, which `parse` reads."""
     return OFF if strategy == PLAIN else f"{strategy.depth}_{strategy.topk}_{strategy.nodes}"
 
 
 def check(strategy: Strategy) -> None:
-    """Raises ValueError unless a drafter can fill the tree and every level of it can be reached."""
+    """Raises ValueError unless candidates suffice for the tree and it can reach its depth."""
     depth, topk, nodes = strategy.depth, strategy.topk, strategy.nodes
     text = f"strategy {depth}_{topk}_{nodes}"
     for what, number in (("depth", depth), ("topk", topk), ("nodes", nodes)):
         if number < 1:
             raise ValueError(f"{text}: {what} is {number}: use at least 1, or {OFF} for plain decoding")
+
     if nodes <= depth:
         raise ValueError(f"{text}: {nodes} nodes with the root never reach depth {depth}: use nodes {depth + 1} or more")
+
     most = topk + (depth - 1) * topk**2
     if nodes - 1 > most:
         raise ValueError(f"{text}: {depth} levels of topk {topk} make {most} candidates: use nodes {most + 1} or fewer")

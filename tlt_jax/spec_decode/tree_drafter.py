@@ -1,8 +1,8 @@
-"""Candidates of a learned drafter: beams coupled with the target's noise; knows no network.
+"""Candidates of a learned drafter, correlated with the target's sampling noise; knows no network.
 
-The shapes are those of EAGLE-2's dynamic tree (Li et al. 2024): k children for each of k beams on
-every level, that is k + (D - 1) k^2 candidates. What is new: siblings are ordered by log q +
-coupling * noise, with the very noise that the target will choose with, and a node's score is the
+The shape is that of EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): k children for each of
+the k best nodes of every level, k + (D - 1) k^2 candidates. What differs: siblings are ordered by
+log q + strength * noise, with the noise that the target will sample with, and a node's score is the
 log-probability that the target goes there, given that noise.
 """
 
@@ -22,12 +22,17 @@ from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import Candidates, chosen
 
-BLOCKS = ((16, 64), (4, 16))  # sequences and tokens of each in a step of catching up: while much is missing, and then
+# Sequences x tokens per step of `catch_up`: while many tokens are missing, and for the rest.
+BLOCKS = ((16, 64), (4, 16))
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """How siblings are ordered, log q + strength * noise, and how sharply scores follow that order."""
+    """How much the noise decides the order of siblings and their scores.
+
+    Siblings are ordered by log q + strength * noise; scores are the log-softmax of `sharpness`
+    times that.
+    """
 
     strength: float = 0.75
     sharpness: float = 1.0
@@ -35,7 +40,10 @@ class Coupling:
 
 @struct.dataclass
 class LearnedState:
-    """State of a learned drafter: its cache, how many slots of it exist, and the hidden state of the last of them."""
+    """State of a learned drafter.
+
+    `built`: number of cache slots written; `hidden`: hidden state of the last of them.
+    """
 
     cache: PyTree
     built: Int32[Array, " B"]
@@ -43,7 +51,7 @@ class LearnedState:
 
 
 def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
-    """The drafter that a network makes."""
+    """The Drafter of a network."""
 
     def extend(weights: PyTree, state: LearnedState, context: Context, width: int) -> LearnedState:
         starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
@@ -69,7 +77,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
             starts = jnp.minimum(built, slots - width - 1)
             tokens = window(context.history, starts + 1, width, chosen)
             features = window(context.features, starts, width, chosen)
-            # One is left to `extend`, which gives its hidden state.
+            # The last token is left to `extend`, which computes its hidden state.
             after = jnp.maximum(built, jnp.minimum(starts + width, context.lengths[chosen] - 1))
             cache = network.fill(weights, state.cache, tokens, features, chosen, starts)
             return state.replace(cache=cache, built=state.built.at[chosen].set(after))
@@ -87,7 +95,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
     ) -> Candidates:
         guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk, top=network.top)
         candidates = expand(network, guess, weights, state, context, strategy)
-        knows = (context.lengths > 0)[:, None]  # before the second token there are no features to start from
+        knows = (context.lengths > 0)[:, None]  # the first token has no features before it
         return candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
 
     def resize(state: LearnedState, rows: Array, slots: int) -> LearnedState:
@@ -117,7 +125,10 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
 
 @shaped
 def window(array: Array, starts: Int32[Array, " R"], width: int, rows: Int32[Array, " R"] | None = None) -> Array:
-    """array[rows[r], starts[r] : starts[r] + width]; of every row when none are named."""
+    """array[rows[r], starts[r] : starts[r] + width]; of every row when `rows` is None.
+
+    Indices must be in bounds.
+    """
     batch, slots = array.shape[:2]
     rows = jnp.arange(batch) if rows is None else rows
     index = (rows * slots + starts)[:, None] + jnp.arange(width)
@@ -133,24 +144,31 @@ def expand(
     context: Context,
     strategy: Strategy,
 ) -> Candidates:
-    """All candidates of a round: the root's k best children, and k for each of the k best beams of every level."""
+    """All candidates of a round: k children of the root, and of each of the k best nodes of a
+    level.
+    """
     B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
     ids = network.ids(weights)
     logits = network.logits(weights, state.hidden[:, None])
     tokens, scores = (found[:, 0] for found in guess(logits, noise_of(context, 0, ids), ids))
+
     ranks = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
     levels = [Candidates(tokens, jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32), scores, ranks)]
+
     beams, index = levels[0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
     hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
     scratch, seen, offset = network.scratch(B, k * (depth - 1)), jnp.zeros((B, k, 0), bool), k
+
     for level in range(depth - 1):
         seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))], axis=2)
         positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
         scratch, hidden = network.step(
             weights, state.cache, scratch, beams.tokens, hidden, positions, context.lengths, seen, level
         )
+
         found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
         levels.append(grown(beams, index, *found, level + 2))
+
         best = jax.lax.top_k(levels[-1].scores, k)[1]
         beams = chosen(levels[-1], best)
         row, index, offset = best // k, offset + best, offset + k * k
@@ -160,7 +178,10 @@ def expand(
 
 @shaped
 def noise_of(context: Context, level: int, ids: Int32[Array, " U"] | None) -> Float[Array, "B 1 U"] | None:
-    """The noise with which the target will choose among the children of this level, at the drafter's ids."""
+    """The noise with which the target will choose among the children of this level.
+
+    At the token ids of the draft vocabulary; None when the target is greedy.
+    """
     if context.noise is None:
         return None
     noise = context.noise[:, level : level + 1]
@@ -178,10 +199,11 @@ def children(
     k: int,
     top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k,
 ) -> tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]:
-    """Tokens of the k best children of w nodes, and the log-probability of each that the target chooses it there.
+    """Tokens of the k best children of w nodes, and their log-probabilities given the parent.
 
-    Given the noise G, a target that differs from the drafter by a random error chooses v with a probability that the
-    softmax of sharpness * (log q + strength * G) models. Non-finite values make a child that never holds.
+    The model: given the noise G, a target that differs from the drafter by a random error chooses
+    v with probability softmax(sharpness * (log q + strength * G)). Values that are not finite give
+    children of score -inf. `ids`: token ids of the draft vocabulary; None: 0, 1, ...
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     value = jax.nn.log_softmax(wide / temperature, axis=-1)
@@ -189,6 +211,7 @@ def children(
         value = value + coupling.strength * noise
     value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
     value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
+
     scores, places = top(value, k)
     return (places if ids is None else ids[places]).astype(jnp.int32), scores
 
@@ -201,7 +224,7 @@ def grown(
     scores: Float[Array, "B k k2"],
     depth: int,
 ) -> Candidates:
-    """The children of the beams as candidates; `index` is each beam's own."""
+    """The children of the beams as candidates; `index`: candidate index of each beam."""
     B, k, _ = tokens.shape
     flat = (B, k * k)
     places = jnp.maximum(beams.ranks[:, :, None], jnp.arange(k, dtype=jnp.int32))

@@ -1,4 +1,7 @@
-"""Which drafted tokens hold: the walk down a tree along the tokens the target chose; knows neither noise nor networks."""
+"""Verification of draft trees: the path that agrees with the tokens the target chose.
+
+It knows neither noise nor networks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tlt_jax.spec_decode.tree import DraftTree
 
 @struct.dataclass
 class Match:
-    """A walk from the root: `path` lists its nodes (after `accepted` steps it repeats the last one).
+    """The accepted path of each tree: path[b, 0] is the root, then `accepted` nodes.
 
-    tokens[b, m] is the token chosen at path[b, m]: the accepted children, then the bonus token at m = accepted.
+    After these the last node is repeated. tokens[b, m] is the token the target chose at
+    path[b, m]: the accepted tokens, then the bonus token at m = accepted.
     """
 
     path: Int32[Array, "B M"]
@@ -26,12 +30,16 @@ class Match:
 @jax.named_scope("verify")
 @shaped
 def match(tree: DraftTree, chosen: Int32[Array, "B N"], depth: int) -> Match:
-    """Follows the child that equals the token chosen at its parent, until none does or `depth` steps are taken."""
+    """The path that goes to the child equal to the token chosen at its parent.
+
+    It ends where no child is, or after `depth` steps. `chosen`: the target's token at each node.
+    """
     nodes = jnp.arange(chosen.shape[1])
     node = jnp.zeros(chosen.shape[0], jnp.int32)
     alive = jnp.ones(chosen.shape[0], bool)
     accepted = jnp.zeros_like(node)
     path = [node]
+
     for _ in range(depth):
         wanted = jnp.take_along_axis(chosen, node[:, None], axis=1)
         hits = (tree.parents == node[:, None]) & (tree.tokens == wanted) & (nodes > 0)
@@ -39,5 +47,6 @@ def match(tree: DraftTree, chosen: Int32[Array, "B N"], depth: int) -> Match:
         node = jnp.where(alive, jnp.argmax(hits, axis=1).astype(jnp.int32), node)
         accepted += alive
         path.append(node)
+
     path_BM = jnp.stack(path, axis=1)
     return Match(path_BM, jnp.take_along_axis(chosen, path_BM, axis=1), accepted)

@@ -36,7 +36,6 @@ def beg_mab(
     buckets = bucketed(parse_arms(strategies), thresholds)
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
-
         arms = (PLAIN, *strategies_for(buckets, batch))
         keys = [f"{batch}/{name(arm)}" for arm in arms]
         worths = [median(state["rewards"][key]) if key in state["rewards"] else None for key in keys]
