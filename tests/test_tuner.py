@@ -8,13 +8,13 @@ import math
 
 import numpy as np
 import pytest
-import tuner_worlds as worlds
+import tuner_rollouts
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make
+from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make, worlds
 from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Measurement
 
@@ -32,7 +32,7 @@ def decode(world, made, rollouts=3, seed=0, state=None, renew=True):
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
-        state, run = worlds.rollout(world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen)
+        state, run = tuner_rollouts.rollout(world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen)
         runs.append(run)
         state = made.renew(state) if renew else state
     return state, runs
@@ -108,8 +108,8 @@ def test_an_empty_pool_is_refused():
 @pytest.mark.parametrize("nodes", [9, 13, 24, 31])
 def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nodes):
     source, smaller = Strategy(8, 4, 32), Strategy(8, 4, nodes)
-    hits = worlds.table(*worlds.drafts(3, 200, 0.6, 1.0, source), source)
-    rank, _ = worlds.drafts(3, 200, 0.6, 1.0, smaller)
+    hits = worlds.table(*worlds.drafts(3, 200, 0.6, 1.0, source)[:2], source)
+    rank = worlds.drafts(3, 200, 0.6, 1.0, smaller).rank
     assert acceptance.counterfactual(hits, smaller) == (rank >= 0).sum()
 
 
@@ -117,16 +117,16 @@ def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nod
 @pytest.mark.parametrize("text", ["1_1_2", "2_2_4", "3_3_8", "4_2_8", "4_4_16", "6_4_16"])
 def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, text):
     source, smaller = strategies.parse("8_4_48"), strategies.parse(text)
-    rank, sibling = worlds.drafts(1, 4000, quality, 1.0, source)
+    rank, sibling, _ = worlds.drafts(1, 4000, quality, 1.0, source)
     chunks = [worlds.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)]
     predicted = sum(acceptance.counterfactual(hits, smaller) for hits in chunks) / 4000
-    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller)[0] >= 0).sum() / 4000
+    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
     assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
 
 
 def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
     source = strategies.parse("6_4_16")
-    hits = worlds.table(*worlds.drafts(1, 64, 0.6, 1.0, source), source)
+    hits = worlds.table(*worlds.drafts(1, 64, 0.6, 1.0, source)[:2], source)
     (entry,) = acceptance.add({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
     assert set(entry["accepted"]) == {"2_2_4", "4_2_8", "6_4_16"}
 
@@ -134,10 +134,10 @@ def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
 def test_hit_rates_follow_a_drafter_that_changes():
     source, evidence, means = strategies.parse("6_4_16"), {}, []
     for i, quality in enumerate([0.8] * 40 + [0.3] * 100):
-        hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source), source)
+        hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source)[:2], source)
         evidence = acceptance.add(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
         means.append(acceptance.estimate(evidence, 16.0 * i, 4, ARMS)[0][2])
-    truth = [(worlds.drafts(99, 4000, quality, 1.0, source)[0] >= 0).sum() / 4000 for quality in (0.8, 0.3)]
+    truth = [(worlds.drafts(99, 4000, quality, 1.0, source).rank >= 0).sum() / 4000 for quality in (0.8, 0.3)]
     assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(truth[1], rel=0.12)
 
 

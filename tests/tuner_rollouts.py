@@ -1,0 +1,80 @@
+"""Rollouts without a scheduler, for tuners alone: batches and caches that fit, a decision one chunk late, a noisy clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner.interface import Measurement, Tuner
+from tlt_jax.tuner.worlds import World, table
+
+BATCHES = (1, 4, 16, 64)
+SLOTS = (256, 512, 1024, 2048)
+
+
+@dataclass
+class Run:
+    """What happened: seconds in all, and the choice and the measurement of each chunk; calls of the tuner, to replay."""
+
+    seconds: float = 0.0
+    chunks: list = field(default_factory=list)
+    calls: list = field(default_factory=list)
+
+
+def rollout(world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: int, seen: set | None = None):
+    """Decodes the answers with a decision one chunk late (two chunks in flight); (state, Run)."""
+    random, run, seen = np.random.default_rng(seed), Run(), set() if seen is None else seen
+    left, done, last, waiting = answers.copy(), np.zeros_like(answers), None, []
+    while (left > 0).any():
+        live = int((left > 0).sum())
+        batch = next(size for size in BATCHES if size >= live)
+        slots = next(size for size in SLOTS if size >= min(done[left > 0].max() + 256, SLOTS[-1]))
+        state, choice = tuner.choose(state, live, batch, slots)
+        run.calls.append(("choose", (live, batch, slots), choice))
+        measured = chunk(world, random, choice, left, done, batch, slots)
+        seconds = clocked(world, random, measured, run, last, seen)
+        last, measured = choice.strategy, measured._replace(seconds=seconds)
+        run.seconds += seconds
+        run.chunks.append((choice, measured))
+        waiting.append(measured)
+        if len(waiting) > 1:
+            state = tuner.observe(state, waiting[0])
+            run.calls.append(("observe", waiting.pop(0), None))
+    for measured in waiting:
+        state = tuner.observe(state, measured)
+        run.calls.append(("observe", measured, None))
+    return state, run
+
+
+def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
+    """Runs up to `chunk` rounds on the answers, in place; its seconds are those of a quiet clock."""
+    arm, rows = choice.strategy, np.nonzero(left > 0)[0]
+    hits, rounds, row_rounds, tokens = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int), 0, 0, 0
+    while rounds < min(world.chunk, choice.rounds) and len(rows):
+        accepted = np.zeros(len(rows), int)
+        if arm != PLAIN:
+            rank, sibling, _ = world.trees(arm)
+            drawn = random.integers(len(rank), size=len(rows))
+            hits += table(rank[drawn], sibling[drawn], arm)
+            accepted = (rank[drawn] >= 0).sum(1)
+        emitted = np.minimum(accepted + 1, left[rows])
+        left[rows] -= emitted
+        done[rows] += emitted
+        rounds, row_rounds, tokens = rounds + 1, row_rounds + len(rows), tokens + int(emitted.sum())
+        rows = rows[left[rows] > 0]
+    quiet = rounds * world.cost(batch, slots, arm) / 1e3
+    return Measurement(
+        0, batch, row_rounds / rounds, slots, arm, rounds, row_rounds, tokens, quiet, hits, reason=choice.reason
+    )
+
+
+def clocked(world: World, random, measured: Measurement, run: Run, last: Strategy | None, seen: set) -> float:
+    """The chunk's seconds on a real clock: jitter, stalls, first calls, the drafter's catch-up, bursts of other load."""
+    cell = (measured.batch, measured.slots, measured.strategy)
+    seconds = world.slowed(random, measured.seconds, cell not in seen)
+    seen.add(cell)
+    if last == PLAIN and measured.strategy != PLAIN:
+        seconds += 2 * world.cost(measured.batch, measured.slots, PLAIN) / 1e3
+    return seconds * world.load(run.seconds)

@@ -1,0 +1,162 @@
+"""Worlds that tuners are tried in: calibrated drafts, laws of costs, stalls, long tails; no rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner.interface import Choice, Tuner, unchanged
+
+ROUNDS = 2000  # that a world knows of each strategy
+SLOWER = 1.6  # times as long at most: a first run, and a stall
+
+
+class Trees(NamedTuple):
+    """What S rounds of one strategy drafted, and what of it was accepted.
+
+    rank[S, D] and sibling[S, D] of the accepted node of each depth, by score in the tree and the
+    largest among siblings on the way to it (-1: none was). chance[S, N - 1]: the probability that
+    the score of every node promises, the highest first.
+    """
+
+    rank: np.ndarray
+    sibling: np.ndarray
+    chance: np.ndarray
+
+
+def children(
+    random: np.random.Generator, shape: tuple[int, ...], quality: float, topk: int
+) -> np.ndarray:
+    """Probabilities of the topk best tokens after each node.
+
+    The first is about `quality` in the mean, often near 1.
+    """
+    first = random.beta(1.2 * quality / (1 - quality), 1.2, shape)[..., None]
+    ratio = random.uniform(0.3, 0.7, shape)[..., None]
+    rest = (1 - first) * (1 - ratio) * ratio ** np.arange(7)
+    return np.sort(np.concatenate([first, rest], axis=-1))[..., ::-1][..., :topk]
+
+
+def drafts(seed: int, samples: int, quality: float, agreement: float, arm: Strategy) -> Trees:
+    """Beams, rerank and walk of one strategy.
+
+    A token agrees with the drafter's distribution with probability `agreement`. Only `nodes` is not
+    part of the seed: trees of other sizes come from the same candidates.
+    """
+    random = np.random.default_rng([seed, arm.depth, arm.topk])
+    rows = np.arange(samples)[:, None]
+    score, true = np.zeros((samples, 1)), np.ones((samples, 1), bool)
+    sibling = np.zeros((samples, 1), int)
+    scores, trues, siblings, depths = [], [], [], []
+    for depth in range(arm.depth):
+        prob = children(random, score.shape, quality, arm.topk)
+        uniform = random.random(score.shape)[..., None]
+        drawn = (uniform > prob.cumsum(-1)).sum(-1)  # topk: none of them
+        drawn[random.random(drawn.shape) > agreement] = arm.topk
+        order = np.arange(arm.topk)
+        new_score = (score[..., None] + np.log(prob)).reshape(samples, -1)
+        new_true = (true[..., None] & (drawn[..., None] == order)).reshape(samples, -1)
+        new_sibling = np.maximum(sibling[..., None], order).reshape(samples, -1)
+        scores.append(new_score), trues.append(new_true), siblings.append(new_sibling)
+        depths += [depth] * new_score.shape[1]
+        beam = np.argsort(-new_score, axis=1, kind="stable")[:, : arm.topk]
+        score, true, sibling = new_score[rows, beam], new_true[rows, beam], new_sibling[rows, beam]
+    scores = np.concatenate(scores, 1)
+    best = np.argsort(-scores, axis=1, kind="stable")[:, : arm.nodes - 1]
+    true, sibling = np.concatenate(trues, 1)[rows, best], np.concatenate(siblings, 1)[rows, best]
+    rank, beside = np.full((samples, arm.depth), -1), np.full((samples, arm.depth), -1)
+    row, place = np.nonzero(true)
+    at = np.array(depths)[best[row, place]]
+    rank[row, at], beside[row, at] = place, sibling[row, place]
+    return Trees(rank, beside, np.exp(scores[rows, best]))
+
+
+def table(rank: np.ndarray, sibling: np.ndarray, arm: Strategy) -> np.ndarray:
+    """hits[D, N, K] of some rounds."""
+    hits = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int)
+    row, depth = np.nonzero(rank >= 0)
+    np.add.at(hits, (depth, rank[row, depth], sibling[row, depth]), 1)
+    return hits
+
+
+def gpu(batch: int, slots: int, arm: Strategy) -> float:
+    """Milliseconds of a round that is bound by memory up to 200 nodes."""
+    verify = 20 * max(1.0, batch * arm.nodes / 200) + batch * slots / 4096
+    return verify + arm.depth * (0.7 + batch * arm.topk / 400) + (0.8 if arm.depth else 0.0)
+
+
+def cpu(batch: int, slots: int, arm: Strategy) -> float:
+    """Milliseconds of a round that is bound by arithmetic from a few nodes on."""
+    verify = 1.2 + 0.12 * (batch * arm.nodes) ** 0.95 + batch * slots / 65536
+    return verify + arm.depth * (0.15 + 0.012 * batch * arm.topk) + (0.2 if arm.depth else 0.0)
+
+
+@dataclass
+class World:
+    """A machine and a drafter, whose `quality` may change between rollouts.
+
+    Stalls and bursts are noise of the clock. `chunk`: rounds of a chunk.
+    """
+
+    cost: Callable[[int, int, Strategy], float]
+    quality: float
+    agreement: float = 1.0
+    seed: int = 0
+    noise: float = 0.04
+    stalls: float = 0.02
+    bursts: bool = False
+    chunk: int = 16
+    library: dict = field(default_factory=dict)
+
+    def trees(self, arm: Strategy) -> Trees:
+        """Many rounds of the arm: what one of its rounds does is what one of these did."""
+        key = (arm, self.quality, self.agreement)
+        if key not in self.library:
+            self.library[key] = drafts(self.seed, ROUNDS, self.quality, self.agreement, arm)
+        return self.library[key]
+
+    def accepted(self, arm: Strategy) -> float:
+        """Accepted tokens of a round, in the mean."""
+        return 0.0 if arm == PLAIN else float((self.trees(arm).rank >= 0).sum(1).mean())
+
+    def speed(self, batch: int, slots: int, arm: Strategy) -> float:
+        """Tokens per second of a live row without any noise."""
+        return (1 + self.accepted(arm)) / self.cost(batch, slots, arm) * 1e3
+
+    def best(self, batch: int, slots: int, arms: Sequence[Strategy]) -> Strategy:
+        """The fastest arm."""
+        return max((PLAIN, *arms), key=lambda arm: self.speed(batch, slots, arm))
+
+    def slowed(self, random: np.random.Generator, seconds: float, is_first: bool) -> float:
+        """Seconds with jitter, and longer the first time and when the machine stalls."""
+        seconds *= random.lognormal(0, self.noise)
+        if is_first or random.random() < self.stalls:
+            seconds *= random.uniform(1.0, SLOWER)
+        return seconds
+
+    def load(self, at: float) -> int:
+        """How many times as long things take at this second: others use the machine in bursts."""
+        return 2 if self.bursts and int(at / 4) % 3 == 2 else 1
+
+
+def lengths(random: np.random.Generator, count: int, longest: int = 2000) -> np.ndarray:
+    """Heavy-tailed answer lengths."""
+    return np.clip(random.lognormal(5.3, 0.9, count), 8, longest).astype(int)
+
+
+def oracle(
+    world: World,
+    arms: Sequence[Strategy],
+    allowed: Callable[[int], Sequence[Strategy]] | None = None,
+) -> Tuner:
+    """Knows every cost and hit rate."""
+
+    def choose(state, live, batch, slots):
+        arm = world.best(batch, slots, allowed(batch) if allowed else arms)
+        return state, Choice(arm, live * world.speed(batch, slots, arm), "oracle")
+
+    return Tuner(dict, choose, unchanged, unchanged, lambda batch, fewest_live: arms)
