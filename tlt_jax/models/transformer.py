@@ -64,6 +64,7 @@ def heads(
     return queries(layer, config, x, cos, sin, axis), *keys_values(layer, config, x, cos, sin, axis)
 
 
+@jax.named_scope("attention")
 def queries(
     layer: Layer,
     config: ModelConfig,
@@ -79,6 +80,7 @@ def queries(
     return ops.rotate(q, cos, sin, width)
 
 
+@jax.named_scope("attention")
 def keys_values(
     layer: Layer,
     config: ModelConfig,
@@ -102,7 +104,6 @@ def by_head(
     return x.reshape(shape)
 
 
-@jax.named_scope("mlp")
 def finish(
     layer: Layer,
     config: ModelConfig,
@@ -111,10 +112,14 @@ def finish(
     axis: int,
 ) -> Float[Array, "*A D"]:
     """The layer's output: attention's result projected and added, then the MLP added."""
-    x = x + ops.project(attended, layer.o, layer.o_bias, axis)
-    y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
-    gate = jax.nn.silu(ops.project(y, layer.gate, layer.gate_bias, axis))
-    return x + ops.project(gate * ops.project(y, layer.up, layer.up_bias, axis), layer.down, layer.down_bias, axis)
+    with jax.named_scope("attention"):
+        x = x + ops.project(attended, layer.o, layer.o_bias, axis)
+
+    with jax.named_scope("mlp"):
+        y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
+        gate = jax.nn.silu(ops.project(y, layer.gate, layer.gate_bias, axis))
+        gated = gate * ops.project(y, layer.up, layer.up_bias, axis)
+        return x + ops.project(gated, layer.down, layer.down_bias, axis)
 
 
 @jax.named_scope("layer")
@@ -175,7 +180,8 @@ def hidden(
         return (x, [jnp.where(depth == capture, x, old) for capture, old in zip(captures, kept, strict=True)]), None
 
     angles = packed_angles(config, positions, compute_dtype)
-    x = rows(params.embed[tokens].astype(compute_dtype))
+    with jax.named_scope("embed"):
+        x = rows(params.embed[tokens].astype(compute_dtype))
     layers = (jnp.arange(1, config.num_layers + 1), params.layers)
     (x, kept), _ = jax.lax.scan(jax.checkpoint(body) if remat else body, (x, [x] * len(captures)), layers)
     x = ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
@@ -216,7 +222,8 @@ def prefill(
     """Keys, values and features of whole prompts; those past a prompt's length are junk. `params`: "rollout" layout."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    x = params.embed[tokens]
+    with jax.named_scope("embed"):
+        x = params.embed[tokens]
     angles = packed_angles(config, positions, x.dtype)
     keys, values, states = [], [], [x]
     for layer in params.layers:
@@ -265,7 +272,8 @@ def tree_forward(
     `params` are in the "rollout" layout.
     """
     B, N = tokens.shape
-    x = params.embed[tokens.reshape(-1)].T
+    with jax.named_scope("embed"):
+        x = params.embed[tokens.reshape(-1)].T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
     kept, states = [], [x]
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
@@ -274,8 +282,9 @@ def tree_forward(
         kept.append((k, v))
         states.append(x)
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
-    scores = ops.contract("vd,dt->vt", head(params), x)
-    scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
+    with jax.named_scope("head"):
+        scores = ops.contract("vd,dt->vt", head(params), x)
+        scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(B, N, -1)
     # Ties the scratch to the end of the pass: XLA copies the cache when `commit` could write before attention has read.
     sound = (x[0] == x[0]).reshape(B, 1, 1, N)
