@@ -83,9 +83,9 @@ class Run:
 def configure(run: Path, knobs: dict[str, Any]) -> Config:
     """The configuration of a tiny run with these knobs."""
     values = TINY | {"run": str(run)} | knobs
-    words = [(f"--{name}", value if isinstance(value, str) else json.dumps(value))
+    pairs = [(name, value if isinstance(value, str) else json.dumps(value))
              for name, value in values.items()]  # fmt: skip
-    return configuration.parse([word for pair in words for word in pair], require_config=False)
+    return configuration.build({}, pairs)
 
 
 @contextmanager

@@ -113,16 +113,17 @@ def test_scoring_goes_on_while_the_caller_does_not_look(user_module):
         with pytest.raises(ValueError, match="0 is already being scored"):
             scorer.submit(0, "p", "abc", {"answer": "abc"})
         time.sleep(1.0)
-        assert len(scorer.collect(timeout=0)) == 500
+        start = time.monotonic()
+        assert len(scorer.collect()) == 500
+        assert time.monotonic() - start < 0.2
         assert scorer.collect() == {}
 
 
-def test_a_poll_returns_at_once_while_a_reward_hangs(user_module):
+def test_closing_does_not_wait_for_a_reward_that_hangs(user_module):
     with Scorer(make_config({user_module: 1.0}, timeout_s=60.0)) as scorer:
         scorer.submit("a", "p", "hang", {"answer": "abc"})
+        time.sleep(0.1)
         start = time.monotonic()
-        assert scorer.collect(timeout=0.1) == {}
-        assert time.monotonic() - start < 2.0
     assert time.monotonic() - start < 5.0
 
 

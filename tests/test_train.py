@@ -84,9 +84,9 @@ def configure(shared):
 
     def make(run: Path, knobs: dict | None = None) -> Config:
         values = KNOBS | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False} | (knobs or {})
-        words = [(f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
+        pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
                  for name, value in values.items()]  # fmt: skip
-        return configuration.parse([word for pair in words for word in pair], require_config=False)
+        return configuration.build({}, pairs)
 
     return make
 

@@ -26,7 +26,6 @@ def load(
     *,
     command: str = "python -m tlt_jax.train",
     about: str = "",
-    require_config: bool = True,
 ) -> Config:
     """The checked configuration of a command line; prints one line and exits with 2 when it is wrong.
 
@@ -39,7 +38,7 @@ def load(
         print(parsing.describe(Config))
         raise SystemExit(0)
     try:
-        return parse(arguments, require_config)
+        return parse(arguments)
     except ConfigError as error:
         fail(error)
 
@@ -50,15 +49,15 @@ def fail(error: Exception) -> NoReturn:
     raise SystemExit(2)
 
 
-def parse(arguments: Sequence[str], require_config: bool = True) -> Config:
+def parse(arguments: Sequence[str]) -> Config:
     """The checked configuration of a command line; raises ConfigError."""
     overrides = parsing.read_overrides(Config, arguments)
     files = [text for name, text in overrides if name == "config"]
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: give it once")
-    if require_config and not files:
+    if not files:
         raise ConfigError("--config is missing: give a YAML file, for example --config configs/quickstart.yaml")
-    tree = parsing.read_yaml(files[0]) if files else {}
+    tree = parsing.read_yaml(files[0])
     refuse_old_names(tree)
     return build(tree, [pair for pair in overrides if pair[0] != "config"])
 

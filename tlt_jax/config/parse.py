@@ -20,6 +20,7 @@ import yaml
 from tlt_jax.errors import ConfigError, DataError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
+WIDTH = 110  # of the help
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
 
@@ -301,7 +302,7 @@ def plain(raw: Any) -> Any:
     return raw
 
 
-def describe(cls, width: int = 110) -> str:
+def describe(cls) -> str:
     """Every knob with its type, default and meaning, one section after the other."""
     lines, last = [], None
     for name, item in knobs(cls).items():
@@ -311,7 +312,7 @@ def describe(cls, width: int = 110) -> str:
             last = head
         kind = item.kind.__name__.upper() if isinstance(item.kind, type) else str(item.kind).replace("typing.", "")
         lines.append(f"  --{name} {kind}  (default: {item.default!r})")
-        lines += textwrap.wrap(item.help, width, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(item.help, WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines[1:])
 
 

@@ -51,6 +51,7 @@ IN_LAYER = {
 DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # some old files hold it; it follows from the config
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
+SHOWN = 5  # names in an error
 SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL",
 }  # fmt: skip
@@ -189,9 +190,10 @@ def check_tensors(directory: Path, wanted: Iterable[Tensor], found: dict[str, An
         raise ModelError(f"weights in {directory} do not fit its config.json: {'; '.join(problems)}")
 
 
-def listed(names: list[str], most: int = 5) -> str:
+def listed(names: list[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def save(

@@ -70,7 +70,7 @@ class Scorer:
         self._thread.start()
         with self._changed:
             while not self._fatal and not all(worker.is_ready for worker in self._workers):
-                self._wait(None)
+                self._wait()
         if self._fatal:
             self.close()
             raise RewardError(self._fatal)
@@ -91,12 +91,11 @@ class Scorer:
             self._waiting.append((key, job))
         self._wake.send_bytes(b".")
 
-    def collect(self, timeout: float | None = None) -> dict[Hashable, Score]:
-        """The scores that are new since the last call: all submitted ones, or those there after `timeout` seconds."""
-        until = math.inf if timeout is None else time.monotonic() + timeout
+    def collect(self) -> dict[Hashable, Score]:
+        """The scores of all that was submitted since the last call, once they are there."""
         with self._changed:
-            while self._unfinished and not self._fatal and time.monotonic() < until:
-                self._wait(until - time.monotonic())
+            while self._unfinished and not self._fatal:
+                self._wait()
             if self._fatal:
                 raise RewardError(self._fatal)
             scores, self._scores = self._scores, {}
@@ -114,9 +113,9 @@ class Scorer:
         self._wake.close()
         self._awake.close()
 
-    def _wait(self, seconds: float | None) -> None:
+    def _wait(self) -> None:
         """Waits for news with the lock held; never longer than a second, to see that the thread lives."""
-        self._changed.wait(1.0 if seconds is None else min(seconds, 1.0))
+        self._changed.wait(1.0)
         if not (self._thread.is_alive() or self._is_closing or self._fatal):
             raise RuntimeError("the scoring thread died: its error is printed above")
 

@@ -29,27 +29,17 @@ def parse_arms(strategies: Sequence[Strategy | str]) -> tuple[Strategy, ...]:
     return tuple(dict.fromkeys(one for one in parsed if one != PLAIN))
 
 
-def bucketed(strategies: Sequence[Strategy], thresholds: Sequence[int] | None = None) -> dict[int, tuple[Strategy, ...]]:
+def bucketed(strategies: Sequence[Strategy]) -> dict[int, tuple[Strategy, ...]]:
     """Smallest batch -> strategies of that bucket; more nodes for smaller batches.
 
-    The bucketing of BEG-MAB (arXiv 2511.16665, section 5): one bucket per node count. `thresholds`
-    are the smallest batches, ascending; by default the paper's, or powers of two for more than
-    four buckets. Raises ValueError when they are not one per node count, ascending from at least 1.
+    The bucketing of BEG-MAB (arXiv 2511.16665, section 5): one bucket per node count. The smallest
+    batches are the paper's, or powers of two for more than four buckets.
     """
     groups = sorted({one.nodes for one in strategies}, reverse=True)
-    usual = THRESHOLDS if len(groups) <= len(THRESHOLDS) else [2**i for i in range(len(groups))]
-    starts = list(usual[: len(groups)] if thresholds is None else thresholds)
-
-    if len(starts) != len(groups):
-        raise ValueError(
-            f"{len(starts)} thresholds {starts} for {len(groups)} different node counts {groups}: give one for each"
-        )
-    if starts != sorted(set(starts)) or starts[:1] < [1]:
-        raise ValueError(f"thresholds {starts} do not rise from at least 1: list the smallest batch of each bucket")
-
+    starts = THRESHOLDS if len(groups) <= len(THRESHOLDS) else [2**i for i in range(len(groups))]
     return {
         start: tuple(one for one in strategies if one.nodes == nodes)
-        for start, nodes in zip(starts, groups, strict=True)
+        for start, nodes in zip(starts, groups, strict=False)
     }
 
 

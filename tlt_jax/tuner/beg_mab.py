@@ -20,20 +20,16 @@ EPSILON, WINDOW = 0.1, 300  # defaults of the paper's reference implementation
 
 
 def beg_mab(
-    strategies: Sequence[Strategy | str],
-    thresholds: Sequence[int] | None = None,
-    epsilon: float = EPSILON,
-    window: int = WINDOW,
-    seed: int = 0,
+    strategies: Sequence[Strategy | str], epsilon: float = EPSILON, window: int = WINDOW
 ) -> Tuner:
     """The paper's bandit, with plain decoding as an additional arm of every bucket.
 
     The reward is tokens per second of one live row. The value of an arm is the median of its last
     `window` rewards at this batch size. Each arm is chosen once before values decide; unlike in
-    the reference implementation its first reward counts. See arms.bucketed for `thresholds`;
-    `epsilon`: probability of a uniformly random arm.
+    the reference implementation its first reward counts. `epsilon`: probability of a uniformly
+    random arm.
     """
-    buckets = bucketed(parse_arms(strategies), thresholds)
+    buckets = bucketed(parse_arms(strategies))
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         arms = (PLAIN, *strategies_for(buckets, batch))
@@ -42,7 +38,7 @@ def beg_mab(
         fresh = [i for i, key in enumerate(keys) if worths[i] is None and key not in state["tried"]]
         known = [i for i, worth in enumerate(worths) if worth is not None]
 
-        random = np.random.default_rng([seed, state["choices"]])
+        random = np.random.default_rng([0, state["choices"]])
         if fresh:
             i, reason = fresh[0], "never tried"
         elif not known or random.random() < epsilon:

@@ -109,7 +109,6 @@ def predict(
     batch: int,
     slots: int,
     arms: Sequence[Strategy],
-    node: float = NODE,
     weights: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log seconds of a round of each arm [A], and their standard errors [A].
@@ -119,11 +118,11 @@ def predict(
     """
     target_AX = np.array([described(batch, slots, arm) for arm in arms], float)
     if not cells:
-        return np.log(target_AX[:, TERMS] @ units_of(node)), np.full(len(arms), math.hypot(ALIKE, HERE))
+        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(len(arms), math.hypot(ALIKE, HERE))
 
     cell_CX, log_C, noise_C = known(cells)
     if weights is None:
-        weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
+        weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(NODE))
 
     rest_C = log_C - np.log(cell_CX[:, TERMS] @ weights)
     few_C = np.array([max(len(cell["warm"]) * 2, len(cell["cold"])) for cell in cells.values()])

@@ -18,6 +18,7 @@ CAUTION = 0.5  # standard errors subtracted from the predictions of all arms but
 HORIZON = 6.0  # chunks for which the gain of an exploration is assumed to last
 WORTHWHILE = 0.01  # least expected saving of an exploration, as a share of the time
 KNOWN = 0.12  # standard error of log speed above which switching to an arm counts as exploration
+CREDIT = 8.0  # initial exploration budget, in plain rounds
 REST = 6  # choices between two explorations
 EXPLORATION_TIMEOUT = 16  # choices after which an exploration without a measurement is abandoned
 
@@ -35,11 +36,10 @@ class Outlook(NamedTuple):
     seconds: np.ndarray
 
 
-def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[State, int, str]:
+def decide(state: State, view: Outlook, batch: int) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
-    The arm is the best one, or one to explore at a cost that the budget covers. `credit`: initial
-    exploration budget, in plain rounds.
+    The arm is the best one, or one to explore at a cost that the budget covers.
     """
     texts = [name(arm) for arm in view.arms]
     incumbent = state["incumbents"].get(str(batch), name(PLAIN))
@@ -50,7 +50,7 @@ def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[Stat
     best, trial = int(np.argmax(sure_A)), state["trial"]
 
     is_waiting = trial and state["choices"] - trial["since"] < (EXPLORATION_TIMEOUT if trial["open"] else REST)
-    tried = i if best != i or is_waiting else worth_trying(state, view, i, credit)
+    tried = i if best != i or is_waiting else worth_trying(state, view, i)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
 
@@ -62,7 +62,7 @@ def decide(state: State, view: Outlook, batch: int, credit: float) -> tuple[Stat
     return {**state, "incumbents": {**state["incumbents"], str(batch): texts[best]}}, j, reason
 
 
-def worth_trying(state: State, view: Outlook, i: int, credit: float) -> int:
+def worth_trying(state: State, view: Outlook, i: int) -> int:
     """The arm whose exploration has the largest expected net saving over HORIZON chunks.
 
     i when no exploration has a positive one at a cost within the budget.
@@ -70,7 +70,7 @@ def worth_trying(state: State, view: Outlook, i: int, credit: float) -> int:
     saved_A, lost_A = stakes(view, i)
     price_A = min(state["chunk"], EXPLORATION_ROUNDS) * np.exp(view.seconds) * lost_A
     prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
-    funds = state["funds"] + credit * math.exp(view.seconds[0])
+    funds = state["funds"] + CREDIT * math.exp(view.seconds[0])
 
     worth_A = np.where((price_A <= funds) & (saved_A > WORTHWHILE), prize_A - price_A, -np.inf)
     worth_A[i] = 0.0

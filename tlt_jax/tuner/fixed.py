@@ -9,8 +9,6 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Choice, State, Tuner, unchanged
 
-LIMIT = 32  # live sequences; the default of arXiv 2511.16665
-
 
 def fixed(strategy: Strategy | str) -> Tuner:
     """A tuner that always returns this strategy, which may be plain decoding."""
@@ -25,14 +23,12 @@ def fixed(strategy: Strategy | str) -> Tuner:
     return Tuner(dict, choose, unchanged, unchanged, usable)
 
 
-def threshold(
-    strategies: Sequence[Strategy | str], limit: int = LIMIT, thresholds: Sequence[int] | None = None
-) -> Tuner:
+def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     """Speculation when at most `limit` sequences are live (arXiv 2511.16665, section 5).
 
-    Its strategy is the first of the batch's bucket; see arms.bucketed for `thresholds`.
+    Its strategy is the first of the batch's bucket.
     """
-    buckets = bucketed(parse_arms(strategies), thresholds)
+    buckets = bucketed(parse_arms(strategies))
 
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         if live > limit:

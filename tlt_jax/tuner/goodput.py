@@ -21,8 +21,7 @@ from tlt_jax.tuner.interface import EXPLORATION_ROUNDS, MOST_ROUNDS, Choice, Mea
 
 VERSION = 3  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
-DIVIDEND = 0.05  # ... this share of the seconds that speculation saved ...
-CREDIT = 8.0  # ... and, from the start, the time of this many plain rounds
+DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
 REFIT = 1.1  # growth of the number of measurements after which the cost weights are fitted again
 HOLD = (1, 16)  # choices for which a decision is reused: at first, and at most
@@ -31,19 +30,14 @@ SURPRISE = 0.15  # running mean of the error in log speed above which a decision
 MOST_NODES = 1024  # limit on batch x nodes of a strategy
 
 
-def goodput(
-    strategies: Sequence[Strategy | str],
-    most_nodes: int = MOST_NODES,
-    node_cost: float = cost_model.NODE,
-    credit: float = CREDIT,
-) -> Tuner:
+def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.NODE) -> Tuner:
     """A tuner that predicts the tokens per second of every arm; plain decoding is an arm.
 
     Accepted tokens and seconds are predicted from all measurements so far. Strategies are arms of
-    the batches for which batch x nodes is at most `most_nodes`. The incumbent is replaced when
+    the batches for which batch x nodes is at most MOST_NODES. The incumbent is replaced when
     another arm is predicted to be faster by more than a hysteresis. An arm that may be faster, but
     whose prediction is uncertain, is explored for one chunk when the exploration budget covers the
-    expected loss: `credit` plain rounds, and small shares of all time and of the time saved. The
+    expected loss: some plain rounds, and small shares of all time and of the time saved. The
     decision for a batch is reused for a number of choices that doubles each time it is confirmed,
     until an exploration is measured or measured speeds deviate from the prediction. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
@@ -56,7 +50,7 @@ def goodput(
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         state, place = {**state, "choices": state["choices"] + 1}, str(batch)
         plan = state["plans"].get(place)
-        if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= most_nodes:
+        if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= MOST_NODES:
             plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
             return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
 
@@ -64,8 +58,8 @@ def goodput(
             return state, Choice(PLAIN, math.nan, "baseline")
 
         state = refitted(state, node_cost)
-        view = outlook(state, (PLAIN, *affordable(arms, batch, most_nodes)), batch, slots)
-        state, i, reason = decide(state, view, batch, credit)
+        view = outlook(state, (PLAIN, *affordable(arms, batch, MOST_NODES)), batch, slots)
+        state, i, reason = decide(state, view, batch)
 
         incumbent = state["incumbents"][str(batch)]
         plans = planned(state, place, incumbent, float(view.speed[view.arms.index(parse(incumbent))]))
@@ -75,7 +69,7 @@ def goodput(
         return {**state, "plans": plans}, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
-        return affordable(arms, batch, most_nodes)
+        return affordable(arms, batch, MOST_NODES)
 
     return Tuner(begin, choose, learn, renew_goodput, usable)
 
