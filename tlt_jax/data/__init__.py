@@ -1,4 +1,4 @@
-"""Rows, prompts and tasks as functions of (seed, step), and packed rows of a batch.
+"""Rows, prompts and generated tasks as functions of (seed, step), and packing of training batches.
 
 Public: dataset (Dataset, Prompt, load, tokenizer), packing, files, tasks.
 """

@@ -1,4 +1,7 @@
-"""Prompts of step k, evaluation prompts, worked solutions: pure functions of (seed, k); knows no model or device."""
+"""Prompts of step k, evaluation prompts, worked solutions: functions of (seed, k).
+
+It knows no model or device.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the policy reads it; `text` is what was tokenized, chat template and all.
+    """A tokenized prompt: int32 `tokens`, and the `text` that was tokenized, with the chat
+    template.
 
-    `row` has the columns of the source and, as "id", "prompt", "answer" and perhaps "solution", the mapped ones.
+    `row` has the columns of the source and, as "id", "prompt", "answer" and perhaps "solution", the
+    mapped ones.
     """
 
     index: int
@@ -33,7 +38,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and evaluation prompts. `rows` is None for a generated task: it has no end, so no epoch either."""
+    """Training and evaluation prompts.
+
+    `rows` is None for a generated task, which is unlimited and so has no epochs. `trainable`:
+    (prompt tokens, solution tokens) for the supervised warm start.
+    """
 
     config: Config
     encoder: Encoder
@@ -48,28 +57,37 @@ class Dataset:
         return None if self.task else len(self.train)
 
     def prompts(self, step: int) -> list[Prompt]:
-        """The rollout.prompts prompts of this step; the order goes on across epochs and each epoch is shuffled anew."""
+        """The rollout.prompts prompts of this step.
+
+        Steps continue across epochs; each epoch has its own shuffle.
+        """
         size = self.config.rollout.prompts
         positions = range(step * size, (step + 1) * size)
         if self.task:
             return self.encoder.prompts(_task_rows(self.task, self.config.train.seed, positions, "train"))
+
         order = self._order(ROLLOUT_STREAM, len(self.train))
         chosen = [self.train[int(order[p])] for p in positions]
         return [Prompt(i, prompt.tokens, prompt.row, prompt.text) for i, prompt in enumerate(chosen)]
 
     def eval_prompts(self) -> list[Prompt]:
-        """The evaluation prompts, the same at every call: the first eval.prompts of the split, or all."""
+        """The first eval.prompts prompts of the evaluation split, or all; always the same."""
         return list(self.eval[: self.config.eval.prompts or None])
 
     def solutions(self, step: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(prompt tokens, solution tokens with EOS) of a supervised step: a stream of its own, without end."""
+        """(prompt tokens, solution tokens with EOS) of a supervised step, independent of `prompts`.
+
+        Raises DataError when sft.steps was 0 at loading.
+        """
         positions = range(step * batch, (step + 1) * batch)
         if self.task:
             rows = _task_rows(self.task, self.config.train.seed, positions, "sft")
             tokens = [prompt.tokens for prompt in self.encoder.prompts(rows)]
             return list(zip(tokens, self.encoder.solutions(rows), strict=True))
+
         if not self.trainable:
             raise DataError(f"sft.steps is {self.config.sft.steps}: the solutions were not read; set it above 0")
+
         order = self._order(SFT_STREAM, len(self.trainable))
         return [self.trainable[int(order[p])] for p in positions]
 
@@ -80,25 +98,31 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Rows to tokens with one tokenizer and the chat template, suffix and system message of the configuration."""
+    """Tokenizes rows with one tokenizer.
+
+    It applies the chat template, suffix and system message of the configuration.
+    """
 
     config: Config
     tokenizer: Any
 
     def text(self, prompt: str | list[dict[str, str]]) -> str:
-        """The prompt as the policy reads it."""
+        """The prompt with suffix, system message and chat template."""
         data = self.config.data
         if not data.chat_template:
             return prompt + data.prompt_suffix
+
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         messages[-1]["content"] += data.prompt_suffix
         if data.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system})
+
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
         )
 
     def prompts(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        """The rows as prompts. Raises DataError when the chat template rejects one."""
         texts = []
         for row in rows:
             try:
@@ -110,6 +134,7 @@ class Encoder:
         return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]
 
     def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+        """Token ids int32 of the rows' solutions, with EOS."""
         eos = np.asarray([self.tokenizer.eos_token_id], np.int32)
         tokens = self._tokens([row["solution"] for row in rows], special=False)
         return [np.concatenate([t, eos]) for t in tokens]
@@ -121,16 +146,21 @@ class Encoder:
 
 
 def tokenizer(config: Config) -> Any:
-    """The tokenizer of model.tokenizer, else of model.path, else the generated task's own. It has an EOS token."""
+    """The tokenizer of model.tokenizer, else of model.path, else of the generated task.
+
+    It has an EOS token. Raises DataError when it cannot be loaded or has none.
+    """
     knob = "model.tokenizer" if config.model.tokenizer else "model.path"
     source = config.model.tokenizer or config.model.path
     if not source and config.data.train:
         raise DataError("data.train needs a tokenizer: set model.path or model.tokenizer")
     if not source:
         return tasks.make(config.data.task, config.data.task_args).tokenizer()
+
     path = parse.expand(source, knob)
     if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
         raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
+
     from transformers import AutoTokenizer
 
     try:
@@ -140,21 +170,26 @@ def tokenizer(config: Config) -> Any:
         raise DataError(
             f"{knob} {source!r} has no tokenizer that loads: {reason}: give a directory with one, or a hub id"
         ) from error
+
     if loaded.eos_token_id is None:
         raise DataError(f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json")
     return loaded
 
 
 def stop_ids(config: Config, tokenizer: Any) -> list[list[int]]:
-    """The texts of rollout.stop as token ids."""
+    """Token ids of the texts of rollout.stop."""
     return [tokenizer.encode(text, add_special_tokens=False) for text in config.rollout.stop]
 
 
 def load(config: Config, tokenizer: Any) -> Dataset:
-    """The data set of a configuration; everything that is wrong with its files is reported as one DataError."""
+    """The data set of a configuration.
+
+    Raises DataError with everything that is wrong with its files.
+    """
     encoder = Encoder(config, tokenizer)
     if config.data.chat_template and not tokenizer.chat_template:
         raise DataError("data.chat_template is true, but the tokenizer has no chat template: set it to false")
+
     return _load_files(config, encoder) if config.data.train else _load_task(config, encoder)
 
 
@@ -163,11 +198,13 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
     task = tasks.make(data.task, data.task_args)
     if data.eval:
         raise DataError(f"data.eval {data.eval!r} needs data.train: a generated task makes its own evaluation split")
+
     longest = vars(task.longest_row())
     _check_longest("prompt", encoder.prompts([longest])[0].tokens, "data.max_prompt_tokens", data.max_prompt_tokens)
     if config.sft.steps:
         limit = config.rollout.max_new_tokens
         _check_longest("solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit)
+
     rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
     return Dataset(config, encoder, task, (), encoder.prompts(rows), {"eval_rows": len(rows)})
 
@@ -189,6 +226,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     rows = _rows(config, "data.train", data.train, problems)
     eval_rows = _rows(config, "data.eval", data.eval, problems) if data.eval else []
     problems.stop_if_any()
+
     if not data.eval:
         if data.eval_size >= len(rows):
             raise DataError(
@@ -197,14 +235,17 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         order = np.random.default_rng(config.train.seed).permutation(len(rows))
         eval_rows = [rows[i] for i in sorted(order[: data.eval_size])]
         rows = [rows[i] for i in sorted(order[data.eval_size :])]
+
     train, too_long = _short_enough(encoder.prompts(rows), data.max_prompt_tokens)
     held_out, eval_too_long = _short_enough(encoder.prompts(eval_rows), data.max_prompt_tokens)
     counts = {"train_rows": len(train), "train_too_long": too_long}
     counts |= {"eval_rows": len(held_out), "eval_too_long": eval_too_long}
+
     if not train or (eval_rows and not held_out):
         split = "evaluation" if train else "training"
         limit = data.max_prompt_tokens
         raise DataError(f"every {split} prompt is longer than data.max_prompt_tokens {limit}: raise it")
+
     trainable: list[tuple[np.ndarray, np.ndarray]] = []
     if config.sft.steps:
         solved = encoder.solutions([prompt.row for prompt in train])
@@ -213,11 +254,15 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         counts["solutions_too_long"] = len(train) - len(trainable)
         if not trainable:
             raise DataError(f"every solution is longer than rollout.max_new_tokens {limit} with EOS: raise it")
+
     return Dataset(config, encoder, None, train, held_out, counts, trainable)
 
 
 def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]:
-    """The prompts of 1 to `limit` tokens, numbered anew, and how many were longer. A prompt of no token is an error."""
+    """The prompts of 1 to `limit` tokens, renumbered, and how many were longer.
+
+    Raises DataError for a prompt without tokens.
+    """
     problems = Problems()
     for prompt in prompts:
         if not len(prompt.tokens):
@@ -228,13 +273,17 @@ def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]
 
 
 def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
-    """The rows of a source with the mapped columns "id", "prompt", "answer" and, when it is trained on, "solution"."""
+    """The rows of a source with the columns "id", "prompt" and "answer", mapped from its own.
+
+    And "solution", when there is a supervised warm start and the source is data.train.
+    """
     data = config.data
     mapping = {"prompt": data.prompt_column, "answer": data.answer_column}
     if data.id_column:
         mapping["id"] = data.id_column
     if config.sft.steps and knob == "data.train":
         mapping["solution"] = config.sft.solution_column
+
     rows, first_seen = [], {}
     for path in files.locate(parse.expand(source, knob), knob, problems):
         for line, raw in files.read(path, problems):
@@ -247,13 +296,15 @@ def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[di
                 detail = "{!r}, first at {}:{}".format(mapped["id"], *first_seen[mapped["id"]])
                 problems.add(*place, "duplicate id", "make data.id_column unique or leave it empty", detail)
             rows.append(raw | mapped)
+
     return rows
 
 
 def _check_column(raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems) -> None:
-    """Records what is wrong with one column of one row."""
+    """Records the problem of one column of one row, if any."""
     knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
     value = raw.get(column)
+
     if column not in raw:
         columns = ", ".join(map(repr, raw)) or "none: the row is empty"
         problems.add(*place, f"no column {column!r}", f"set {knob} to one of {columns}")

@@ -1,4 +1,7 @@
-"""Rows of JSONL and Parquet files, and every problem of them at once; knows no column's meaning, tokenizer or JAX."""
+"""Rows of JSONL and Parquet files; all their problems are reported at once.
+
+It knows no column's meaning, tokenizer or JAX.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ HUB_URL = "hf://datasets/"
 
 
 class Problems:
-    """What is wrong with the data so far; `stop_if_any` reports it as one error."""
+    """Collected problems of the data; `stop_if_any` raises them as one error."""
 
     def __init__(self):
         self.groups: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -28,9 +31,10 @@ class Problems:
         self.groups[place, what].append(f"{where}: {what}{f' ({detail})' if detail else ''}: {fix}")
 
     def stop_if_any(self) -> None:
-        """Raises DataError with at most 20 of the problems and the number of the others."""
+        """Raises DataError with at most 20 of the problems and their total, if any."""
         if not self.groups:
             return
+
         total = sum(len(lines) for lines in self.groups.values())
         shown: list[str] = []
         for (_, what), lines in self.groups.items():
@@ -38,12 +42,16 @@ class Problems:
             shown += lines[:room]
             if 0 < room < len(lines):
                 shown[-1] += f" [and {len(lines) - room} more: {what}]"
+
         head = f"the data has {total} problem{'s' if total > 1 else ''}"
         raise DataError("\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown]))
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:
-    """The files of a local path, folder, glob, or hub data set (owner/name or hf://datasets/owner/name/PATTERN)."""
+    """The files of a local path, folder, glob, or data set of the Hugging Face hub.
+
+    The latter as owner/name or hf://datasets/owner/name/PATTERN. None found is a problem.
+    """
     path = Path(source)
     if path.is_file():
         return [path]
@@ -58,7 +66,10 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
 
 
 def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of one file; lines that are no row become problems."""
+    """(line or row number from 1, row) of one file.
+
+    Lines that are not valid rows are recorded as problems.
+    """
     if path.suffix == ".parquet":
         return _read_parquet(path, problems)
     if path.suffix == ".jsonl":
@@ -89,6 +100,7 @@ def _from_hub(source: str, knob: str, problems: Problems) -> list[Path]:
             source, None, "no local path, and the hub does not give it", f"correct {knob} or go online", reason
         )
         return []
+
     return _in_folder(Path(folder), pattern, source, knob, problems)
 
 
@@ -98,6 +110,7 @@ def _read_jsonl(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         problems.add(str(path), None, "not UTF-8 but UTF-16", "save the file as UTF-8")
         return rows
+
     for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not raw.strip():
             continue
@@ -116,6 +129,7 @@ def _read_jsonl(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any
                 rows.append((number, row))
             else:
                 problems.add(str(path), number, "not a JSON object", "write {column: value, ...}", type(row).__name__)
+
     if not data.strip():
         problems.add(str(path), None, "the file is empty", "write one JSON object per line")
     return rows

@@ -1,4 +1,7 @@
-"""Prompts with answers into packed rows, balanced over data groups: a function of (uid, length); knows no device."""
+"""Packing of prompts with answers into rows, balanced over data groups.
+
+A function of uids and lengths; knows no device.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,25 @@ import numpy as np
 
 from tlt_jax.config import Config
 
-ROW_MULTIPLE = 128
+ROW_MULTIPLE = 128  # tokens
 
 
 def row_tokens(config: Config) -> int:
-    """Length of a packed row: train.row_tokens, or the longest prompt and answer, rounded up."""
+    """T, the length of a packed row: train.row_tokens, by default the longest prompt and answer.
+
+    The default is rounded up to a multiple of ROW_MULTIPLE.
+    """
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return config.train.row_tokens or -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def rows(config: Config) -> int:
-    """Rows of one accumulation step over the whole mesh: train.rows, or two per data group."""
+    """R, rows of one accumulation step over the mesh: train.rows, by default 2 per data group."""
     return config.train.rows or 2 * config.mesh.data
 
 
 class Example(NamedTuple):
-    """A prompt with an answer to learn from; `uid` orders examples of equal length."""
+    """Token ids of a prompt and its answer; `uid` orders examples of equal length."""
 
     uid: int
     prompt: np.ndarray
@@ -38,11 +44,12 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of examples, A accumulation steps of R rows of T tokens, of which the first `count` steps hold examples.
+    """Packed rows of examples: A accumulation steps of R rows of T tokens.
 
-    The token arrays are [A, R, T]; `segments` numbers the examples of a row from 1, 0 is padding. Whatever belongs to
-    an answer token stands where that token is predicted, one position before it: `targets` has its id.
-    `spans` [n, 3] holds (step, row, first target position) of each example, in the order they were given.
+    The first `count` steps hold examples. Token arrays are int32[A, R, T]; `segments` numbers the
+    examples of a row from 1, 0 is padding. Values of an answer token are placed where it is
+    predicted, one position before it; `targets` has its id there. `spans` [n, 3] holds (step, row,
+    first target position) of each example, in the order given.
     """
 
     tokens: np.ndarray
@@ -55,15 +62,15 @@ class Packed:
 
     @property
     def fill(self) -> float:
-        """Share of the computed tokens that is not padding."""
+        """Share of the tokens of the first `count` steps that is not padding."""
         return float((self.segments > 0).sum() / (self.count * self.segments[0].size))
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """One number per example, at each of its targets; 0 elsewhere."""
+        """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
         return self.place([np.full(n, value) for n, value in zip(self.answer_lengths, values, strict=True)])
 
     def place(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """One number per answer token, at its target position; 0 elsewhere."""
+        """float64[A, R, T]: one value per answer token, at its target; 0 elsewhere."""
         placed = np.zeros(self.tokens.shape, np.float64)
         for (step, row, first), length, array in zip(self.spans, self.answer_lengths, arrays, strict=True):
             placed[step, row, first : first + length] = array
@@ -71,19 +78,24 @@ class Packed:
 
 
 def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1) -> Packed:
-    """The examples in `rows` rows (`groups` data groups, equal shares) of `row_tokens` tokens per accumulation step.
+    """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step.
 
-    First-fit decreasing: longest first, equal lengths by uid. A is a power of two, so that few programs are compiled.
+    First-fit decreasing: longest first, equal lengths by uid. `groups` data groups get equal
+    numbers of rows. A is a power of two, so that few programs are compiled. Raises ValueError as
+    `check`.
     """
     check(examples, row_tokens, rows, groups)
+
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
     filled = first_fit([examples[i].length for i in order], row_tokens)
     tokens_per_row = [sum(examples[order[j]].length for j in row) for row in filled]
+
     count = -(-len(filled) // rows)
     steps = 1 << (count - 1).bit_length()
     shape = (steps, rows, row_tokens)
     arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")}
     spans = np.zeros((len(examples), 3), np.int64)
+
     share = rows // groups
     for group, members in enumerate(balance(tokens_per_row, groups, count * share)):
         for index, member in enumerate(members):
@@ -99,16 +111,22 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
                 arrays["targets"][step, row, first : end - 1] = example.answer
                 spans[order[j]] = step, row, first
                 start = end
+
     lengths = np.array([len(example.answer) for example in examples])
     return Packed(**arrays, spans=spans, answer_lengths=lengths, count=count)
 
 
 def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:
-    """Raises ValueError when nothing is there to pack, an example does not fit a row, or rows do not divide."""
+    """Raises ValueError for what cannot be packed.
+
+    That is: no examples, an example that is empty or longer than a row, rows that do not divide
+    over the groups.
+    """
     if not examples:
         raise ValueError("no examples to pack")
     if rows < 1 or rows % groups:
         raise ValueError(f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple")
+
     for example in examples:
         if len(example.prompt) == 0 or len(example.answer) == 0:
             raise ValueError(f"example {example.uid} has an empty prompt or answer: nothing to predict")
@@ -120,7 +138,7 @@ def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) 
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the lengths, in their order, each in the first row that still has room."""
+    """Rows of indices into `lengths`: each, in order, in the first row with space for it."""
     free = np.full(len(lengths), capacity)
     rows: list[list[int]] = []
     for index, length in enumerate(lengths):
@@ -133,7 +151,10 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def balance(tokens: Sequence[int], groups: int, limit: int) -> list[list[int]]:
-    """Rows of each group: the fullest row left goes to the group with the fewest tokens, up to `limit` rows each."""
+    """Rows of each group, at most `limit`, with similar numbers of tokens.
+
+    Greedy: the next row by number of tokens goes to the group with the fewest tokens.
+    """
     members: list[list[int]] = [[] for _ in range(groups)]
     held = [0] * groups
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):

@@ -1,4 +1,7 @@
-"""Generated reasoning tasks: seeded, unlimited rows, worked solutions, a verifier; knows no file, model or JAX."""
+"""Generated reasoning tasks: unlimited seeded rows, worked solutions, a verifier.
+
+It knows no file, model or JAX.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from tlt_jax.errors import ConfigError
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-# Draws of one index differ between splits; "sft" draws from the lists of "train".
+# The splits have different random streams; the lists of "sft" are from the population of "train".
 SPLITS = {"train": 0, "eval": 1, "sft": 2}
-EVAL_SHARE = 4  # one list in four belongs to the evaluation split
+EVAL_SHARE = 4  # one in four of all lists belongs to the evaluation split
 SMALLEST_SPACE = 64  # below this many lists of one length a split could be empty
 
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: the answer is what the verifier wants, the solution ends with it."""
+    """One problem. The verifier expects `answer`; `solution` ends with it."""
 
     id: str
     prompt: str
@@ -32,11 +35,13 @@ class Row:
 
 @dataclass(frozen=True)
 class ListTask:
-    """Sums the digits of a list modulo `modulus`. P(length) is proportional to (length - min_length + 1) ** -tail.
+    """The sum of the digits of a list modulo `modulus`.
 
-    Whether a list belongs to training or evaluation is a hash of its digits, so the splits are disjoint for every seed.
-    A share `hasty` of the "sft" solutions gives the (right) answer at once: a policy that imitates them guesses, and RL
-    has to find out that working pays, as in real corpora.
+    P(length) is proportional to (length - min_length + 1) ** -tail. Whether a list belongs to
+    training or evaluation is a hash of its digits, so the splits are disjoint for every seed. A
+    share `hasty` of the "sft" solutions gives the (right) answer without working: a policy that
+    imitates them guesses, and RL has to discover that working is better. Raises ConfigError for
+    values out of range.
     """
 
     min_length: int = 3
@@ -60,14 +65,16 @@ class ListTask:
             )
 
     def rows(self, seed: int, indices: Sequence[int], split: str) -> list[Row]:
-        """The problems of these indices: each one a function of (seed, index, split) alone."""
+        """The problems of these indices; each depends only on (seed, index, split)."""
         digits, lengths = self._lists(seed, np.asarray(indices, dtype=np.uint64), split)
         alphabet = np.frombuffer(DIGITS.encode(), dtype=np.uint8)
         texts = alphabet[digits]
         sums = alphabet[np.cumsum(digits, axis=1) % self.modulus]
+
         hurries = np.zeros(len(lengths), bool)
         if split == "sft":
             hurries = unit(_mix(_mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64))) < self.hasty
+
         rows = []
         for index, length, text, total, hurry in zip(indices, lengths.tolist(), texts, sums, hurries, strict=True):
             text, total = text[:length].tobytes().decode(), total[:length].tobytes().decode()
@@ -84,20 +91,20 @@ class ListTask:
         raise TypeError("ListTask is the base of the tasks in TASKS")
 
     def verify(self, completion: str, answer: str) -> float:
-        """1 when the text after the last "=" is the answer, else 0."""
+        """Reward: 1 when the text after the last "=" is the answer, else 0."""
         _, mark, last = completion.rpartition("=")
         return float(bool(mark) and last.strip() == answer)
 
     def longest_row(self) -> Row:
-        """A problem with the longest prompt and solution that the task makes."""
+        """A problem with the longest prompt and solution of the task."""
         digits = DIGITS[1] * self.max_length
         return Row("longest", self.ask(digits), self.solve(digits, digits), digits[-1])
 
     def tokenizer(self):
-        """One token per character, as a transformers fast tokenizer with EOS and padding.
+        """A transformers fast tokenizer with one token per character, EOS and padding.
 
-        Byte-level (a blank is "Ġ"), because AutoTokenizer puts Qwen2's own byte-level steps in place of those of any
-        tokenizer that lies beside a Qwen2 config.json.
+        Byte-level (a blank is "Ġ"), because AutoTokenizer replaces the pre-tokenizer and decoder of
+        any tokenizer beside a Qwen2 config.json by Qwen2's byte-level ones.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -107,6 +114,7 @@ class ListTask:
         backend = Tokenizer(model)
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
+
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
             eos_token=EOS,
@@ -117,7 +125,7 @@ class ListTask:
 
     @property
     def labels(self) -> str:
-        """Tokens that name the entries of a list."""
+        """Characters that label the entries of a list."""
         return ""
 
     @cached_property
@@ -126,15 +134,21 @@ class ListTask:
         return np.cumsum(weights / weights.sum())
 
     def _lists(self, seed: int, indices: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Digits [R, max_length] (zero past the length) and lengths [R]; a list of the other split is drawn again."""
+        """Digits int64[R, max_length] (zero past the length) and lengths int[R].
+
+        Lists of the other split are rejected and drawn again.
+        """
         keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(SPLITS[split])) + indices
         keys = _mix(keys)
+
         uniform = unit(_mix(keys))
         steps = np.searchsorted(self._length_cdf[:-1], uniform, side="right")
         lengths = self.min_length + steps
+
         positions = np.arange(self.max_length, dtype=np.uint64)
         digits = np.zeros((len(indices), self.max_length), dtype=np.int64)
         missing, attempt = np.arange(len(indices)), 1
+
         while missing.size:
             counters = np.uint64(attempt * self.max_length) + positions
             draw = ((_mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)).astype(np.int64)
@@ -146,9 +160,10 @@ class ListTask:
 
 
 class Fold(ListTask):
-    """Reduces the list by its first two digits, copying the rest each time: about length**2 / 2 tokens.
+    """Replaces the first two digits by their sum (modulo), and copies the rest, until one digit is
+    left.
 
-    "3725:" -> "025 25=7" modulo 10.
+    A solution has about length**2 / 2 tokens. "3725:" -> "025 25=7" modulo 10.
     """
 
     def solve(self, text: str, sums: str) -> str:
@@ -157,16 +172,17 @@ class Fold(ListTask):
 
 
 class Scan(ListTask):
-    """Writes the running sums: about as many tokens as digits. "3725:" -> "02=7" modulo 10."""
+    """Writes the running sums, about one token per digit. "3725:" -> "02=7" modulo 10."""
 
     def solve(self, text: str, sums: str) -> str:
         return sums[1:-1] + "=" + sums[-1]
 
 
 class Ledger(ListTask):
-    """Keeps a running total over labelled entries: about two tokens an entry. "A3B7C2:" -> "A3B0C2=2" modulo 10.
+    """Writes the running sum of labelled entries, two tokens per entry.
 
-    The labels say which entry is next, so a small policy learns lists of every length alike.
+    "A3B7C2:" -> "A3B0C2=2" modulo 10. The labels tell which entry is next, so a small policy learns
+    lists of all lengths equally well.
     """
 
     def __post_init__(self):
@@ -191,9 +207,13 @@ TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
 
 
 def make(name: str, args: dict[str, Any]) -> ListTask:
-    """The task of this name with these difficulty arguments (data.task, data.task_args)."""
+    """The task of this name with these arguments (data.task, data.task_args).
+
+    Raises ConfigError.
+    """
     if name not in TASKS:
         raise ConfigError(f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}")
+
     known = {f.name: f.type for f in fields(ListTask)}
     for key, value in args.items():
         if key not in known:
@@ -201,16 +221,17 @@ def make(name: str, args: dict[str, Any]) -> ListTask:
         wanted = (int, float) if known[key] == "float" else int
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
+
     return TASKS[name](**args)
 
 
 def unit(bits: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) from uint64."""
+    """float64 in [0, 1), uniform for uniform uint64."""
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64: a bijection of uint64 whose outputs look independent."""
+    """The splitmix64 finalizer with its increment: a bijection that mixes uint64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -218,7 +239,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _is_eval(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Which lists belong to the evaluation split: a fixed hash of length and digits."""
+    """True for lists of the evaluation split: a fixed hash of length and digits."""
     state = _mix(lengths.astype(np.uint64))
     for column in digits.T:
         state = _mix(state + column.astype(np.uint64))

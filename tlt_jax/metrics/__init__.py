@@ -1,4 +1,4 @@
-"""What a run shows: TensorBoard, console progress, completions and the closed list of names; imports no JAX."""
+"""Output of a run: TensorBoard, console progress, completions, the list of metric names. No JAX."""
 
 from tlt_jax.metrics.names import NAMES, MetricError
 from tlt_jax.metrics.timeline import idle_share

@@ -9,13 +9,14 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
-RECENT = 20  # steps whose mean duration predicts the time to go
+RECENT = 20  # latest steps, whose mean duration predicts the remaining time
 
 
 class Progress:
-    """Shows the step, what it measured (reward, answer length; loss, agreement), tokens per second and time to go.
+    """Shows the step, its metrics (reward, answer length; loss, agreement), speed and remaining
+    time.
 
-    Messages, which appear above the display, are what the package's loggers say while the progress is open.
+    While it is open, records of the package's loggers are printed above the display.
     """
 
     def __init__(self, total_steps: int, first_step: int, live: bool, console: Console | None = None):
@@ -23,12 +24,14 @@ class Progress:
         self._total, self._done = total_steps, first_step
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._last = time.monotonic()
+
         self._bar = None
         if live and self.console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[status]}"))
             self._bar = Bar(*columns, console=self.console)
             self._task = self._bar.add_task("train", total=total_steps, completed=first_step, status="starting")
             self._bar.start()
+
         self._handler = Messages(self.console)
         logger = logging.getLogger("tlt_jax")
         logger.addHandler(self._handler)
@@ -37,10 +40,14 @@ class Progress:
         self._propagates, logger.propagate = logger.propagate, False  # a root handler would print everything twice
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Shows that a step is done; `values` are its scalars, whatever of them is there."""
+        """Shows a finished step.
+
+        Of the scalars in `values`, those that `status` names are shown, when present.
+        """
         now = time.monotonic()
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last = now
+
         status = self.status(step, values)
         if self._bar:
             self._bar.update(self._task, completed=step, status=status)
@@ -48,7 +55,7 @@ class Progress:
             self.say(f"step {step}/{self._total}  {status}")
 
     def status(self, step: int, values: dict[str, float]) -> str:
-        """The line beside the step number."""
+        """The text beside the step number."""
         pieces = []
         if "reward/mean" in values:
             pieces.append(f"reward {values['reward/mean']:.3f}")
@@ -61,6 +68,7 @@ class Progress:
             pieces.append(f"agreement {values['drafter/agreement@1']:.3f}")
         if "perf/tokens_per_second" in values:
             pieces.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
+
         per_step = sum(self._durations) / max(len(self._durations), 1)
         pieces.append(f"{per_step:.1f} s/step")
         pieces.append(f"{clock(per_step * (self._total - step))} to go")
@@ -71,7 +79,7 @@ class Progress:
         self.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Ends the display."""
+        """Ends the display, and restores the loggers."""
         logger = logging.getLogger("tlt_jax")
         logger.removeHandler(self._handler)
         logger.setLevel(self._level)
@@ -93,7 +101,7 @@ class Messages(logging.Handler):
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
+    """Seconds as 1:02:03, or 2:03 below an hour."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

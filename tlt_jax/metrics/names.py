@@ -1,4 +1,4 @@
-"""The closed list of metric names, close to verl's and TRL's vocabulary; knows no values."""
+"""The closed list of metric names, close to those of verl and TRL; knows no values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MetricError(ValueError):
 
 
 class Metric(NamedTuple):
-    """A name, how it is written, and what it says. See HOLES for what {} stand for."""
+    """A name, its kind, and its meaning. See HOLES for the placeholders in braces."""
 
     name: str
     kind: str  # scalar | histogram | image | text
@@ -127,12 +127,12 @@ NAMES = tuple(
     ]
 )
 
-# A number, the name of a reward, a kind of drafter.
+# Placeholders in names: a number, the name of a reward, a kind of drafter.
 HOLES = {"{k}": r"\d+", "{term}": r"[\w.:/-]+", "{drafter}": "eagle3?|ngram"}
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """What a name with holes matches."""
+    """Regular expression of the names that a name with placeholders stands for."""
     parts = re.split("(" + "|".join(map(re.escape, HOLES)) + ")", name)
     return re.compile("".join(f"(?:{HOLES[part]})" if part in HOLES else re.escape(part) for part in parts))
 
@@ -141,17 +141,18 @@ PATTERNS = [(metric, pattern(metric.name)) for metric in NAMES]
 
 
 def find(name: str, kind: str) -> Metric:
-    """The metric with this name and kind; MetricError, with the closest name, when there is none."""
+    """The metric of this name and kind. Raises MetricError, with the closest name, without one."""
     for metric, allowed in PATTERNS:
         if metric.kind == kind and allowed.fullmatch(name):
             return metric
+
     close = difflib.get_close_matches(name, [metric.name for metric in NAMES if metric.kind == kind], n=1)
     hint = f"did you mean {close[0]}?" if close else "add it to tlt_jax/metrics/names.py"
     raise MetricError(f"no {kind} is called {name!r}: {hint}")
 
 
 def page() -> str:
-    """The documentation page of the names."""
+    """The text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
@@ -161,6 +162,7 @@ def page() -> str:
         "| name | kind | meaning |",
         "| --- | --- | --- |",
     ]
+
     escaped = ((metric.name, metric.kind, metric.help.replace("|", "\\|")) for metric in NAMES)
     lines += [f"| `{name}` | {kind} | {help} |" for name, kind, help in escaped]
     return "\n".join(lines) + "\n"

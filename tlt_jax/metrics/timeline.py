@@ -1,4 +1,4 @@
-"""The rollout as a picture, one lane per data group, and the share of it that was idle; knows spans only."""
+"""The rollout as an image, one lane per data group, and its idle share; knows only spans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
 
 
 class Span(Protocol):
-    """What one data group did from start to end, in seconds of any clock."""
+    """The activity of one data group from start to end, in seconds of any clock."""
 
     group: int
     kind: str
@@ -31,7 +31,10 @@ class Span(Protocol):
 
 
 def idle_share(spans: Sequence[Span], groups: int) -> float:
-    """Share of the groups' time, from the first start to the last end, that no span but waiting covers."""
+    """Share of the groups' time during which a group has no span other than "wait".
+
+    The time is from the first start to the last end.
+    """
     if not spans:
         return 0.0
     first, last = min(span.start for span in spans), max(span.end for span in spans)
@@ -41,7 +44,7 @@ def idle_share(spans: Sequence[Span], groups: int) -> float:
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one span runs."""
+    """Seconds during which at least one span runs."""
     total, until = 0.0, -np.inf
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(until, span.start))
@@ -50,7 +53,7 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
-    """Pixels [height, width, 3]: a lane per group, coloured by kind, with a legend above and seconds below."""
+    """uint8 [height, width, 3]: a lane per group, colours by kind, legend, axis in seconds."""
     first = min((span.start for span in spans), default=0.0)
     seconds = max((span.end for span in spans), default=0.0) - first or 1.0
     image = Image.new("RGB", (WIDTH, TOP + LANE * groups + BOTTOM), "white")
@@ -63,12 +66,14 @@ def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
         top = TOP + LANE * group
         canvas.text((6, top + 8), f"group {group}", fill="black", font=font)
         canvas.rectangle((x(0), top + 3, x(seconds), top + LANE - 3), fill=COLORS["wait"])
+
     for span in sorted(spans, key=lambda span: (span.kind != "wait", span.start)):
         top = TOP + LANE * span.group
         left, right = x(span.start - first), x(span.end - first)
         canvas.rectangle((left, top + 3, max(left, right), top + LANE - 3), fill=COLORS.get(span.kind, OTHER))
-        if right - left > 6:  # a seam between neighbours
+        if right - left > 6:  # a line between adjacent spans
             canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
+
     draw_legend(canvas, font, {*(span.kind for span in spans), "wait"})
     for tick in ticks(seconds):
         canvas.line((x(tick), TOP, x(tick), TOP + LANE * groups + 3), fill=(120, 120, 120))
@@ -86,7 +91,7 @@ def draw_legend(canvas: ImageDraw.ImageDraw, font, kinds: set[str]) -> None:
 
 
 def ticks(seconds: float) -> list[float]:
-    """Round times, at most ten, from 0 to the end."""
+    """Round times in seconds, at most ten, from 0 to the end."""
     raw = seconds / 8
     power = 10.0 ** np.floor(np.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)

@@ -1,4 +1,7 @@
-"""The writer of a run folder: TensorBoard events, completions and chunks, each step once, also after a resume; no JAX."""
+"""The writer of a run folder: TensorBoard events, completions and chunks. No JAX.
+
+Each step is there once, also after a resume.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ SPECULATION = "speculation"
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of a step, as it stands in the completions file."""
+    """One answer of a step, a line of the completions file; `length` is in tokens."""
 
     uid: int
     prompt: str
@@ -41,9 +44,11 @@ class Record:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """A chunk of decoding of a step, as it stands in the speculation file: its shape, the strategy that was chosen for it,
-    why, and the tokens per second that were predicted (None: nobody knew) and measured. `accepted` counts the
-    drafting rounds of sequences by how many drafted tokens they accepted."""
+    """A decoding chunk of a step, a line of the speculation file.
+
+    `predicted` (None: no prediction) and `measured` are tokens per second; `reason` is why the
+    strategy was chosen. accepted[i]: row rounds of drafting that accepted i drafted tokens.
+    """
 
     group: int
     number: int
@@ -61,25 +66,29 @@ class ChunkRecord:
 
 
 class Writer:
-    """Writes a run folder and shows progress. Everything is on disk when a method returns.
+    """Writes a run folder and shows progress. Data is on disk when a method returns.
 
-    `resumed_from` is the step of the checkpoint that the run goes on from: what an interrupted run left of later steps
-    is removed, so that each step is there once. None starts anew and removes what an earlier attempt left.
+    `resumed_from`: step of the checkpoint that the run resumes from; output of later steps, written
+    by an interrupted run, is removed, so that each step is there once. None: a new run, which
+    removes the output of earlier attempts.
     """
 
     def __init__(self, config: Config, total_steps: int, resumed_from: int | None = None):
         first_step = 0 if resumed_from is None else resumed_from + 1
         self._config, self._folder = config, Path(config.run)
+
         for name in (COMPLETIONS, SPECULATION):
             for path in (self._folder / name).glob("*"):
                 if path.suffix == atomic.TEMPORARY or path.stem.isdigit() and int(path.stem) >= first_step:
                     path.unlink()
+
         (self._folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
         events = self._folder / TENSORBOARD
         events.mkdir(exist_ok=True)
         earlier = sorted(events.iterdir())
         for path in earlier:
             forget(path, first_step)
+
         self._events = EventsWriter(str(events / "events"), f".{len(earlier):04d}")  # sorts also within a second
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
         self.progress = Progress(total_steps, resumed_from or 0, config.log.progress)
@@ -91,7 +100,7 @@ class Writer:
         self.close()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes scalars, at every step they are given for."""
+        """Writes scalars of a step. Raises MetricError for a name that is not in the list."""
         for name, value in values.items():
             names.find(name, "scalar")
             scalar = summary.scalar(name, float(value))
@@ -112,7 +121,7 @@ class Writer:
         self._events.flush()
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Writes an image [height, width, 3] of bytes."""
+        """Writes an image [height, width, 3] of uint8."""
         names.find(name, "image")
         self._write(step, summary=summary.image(name, pixels, dataformats="HWC"))
         self._events.flush()
@@ -125,26 +134,35 @@ class Writer:
         spans: Sequence[timeline.Span],
         chunks: Sequence[ChunkRecord] = (),
     ) -> None:
-        """Writes an RL step: completions and chunks always; scalars, and texts, histograms and timeline, as log says."""
+        """Writes an RL step.
+
+        Completions and chunks at every step; scalars every log.every steps; texts, histograms and
+        the timeline every log.texts_every steps.
+        """
         self.lines(COMPLETIONS, step, records)
         if chunks:
             self.lines(SPECULATION, step, chunks)
+
         log = self._config.log
         if step % log.every == 0:
             self.scalars(step, scalars)
+
         if step % log.texts_every == 0:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
             self.histogram(step, "reward/histogram", [record.reward for record in records])
+
             drafted = [np.repeat(np.arange(len(chunk.accepted)), chunk.accepted) for chunk in chunks if chunk.accepted]
             if drafted:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
+
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
             if log.texts:
                 self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))
+
         self.progress.step(step, dict(scalars))
 
     def lines(self, folder: str, step: int, records: Sequence[Record | ChunkRecord]) -> None:
-        """Writes FOLDER/STEP.jsonl, whole or not at all."""
+        """Writes FOLDER/STEP.jsonl atomically."""
         path = self._folder / folder / f"{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         lines = (json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records)
@@ -160,11 +178,13 @@ class Writer:
 
 
 def forget(path: Path, first_step: int) -> None:
-    """Removes the events of a step and of later ones, and a torn last event, from a file of TensorBoard events.
+    """Removes the events of `first_step` and later from a TensorBoard file, and a truncated last
+    event.
 
-    Those of the warm start stay, unless the run starts anew (first_step 0).
+    Events of the supervised warm start stay, unless first_step is 0 (a new run).
     """
     content, kept, start = path.read_bytes(), [], 0
+
     while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
         end = start + 16 + struct.unpack_from("<Q", content, start)[0]
         if end > len(content):
@@ -173,6 +193,7 @@ def forget(path: Path, first_step: int) -> None:
         if event.step < first_step or event.file_version or first_step and is_warm_start(event):
             kept.append(content[start:end])
         start = end
+
     if sum(map(len, kept)) < len(content):
         outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
         with atomic.replacing(path, outside) as temporary:
@@ -180,12 +201,15 @@ def forget(path: Path, first_step: int) -> None:
 
 
 def is_warm_start(event: Event) -> bool:
-    """True for scalars of the warm start, which counts steps of its own, all of them before the first checkpoint."""
+    """True for scalars of the supervised warm start.
+
+    It counts its own steps, all of them before the first checkpoint.
+    """
     return event.HasField("summary") and all(value.tag.startswith("sft/") for value in event.summary.value)
 
 
 def sample(record: Record) -> str:
-    """One answer as Markdown; indented, so that nothing in it is read as markup."""
+    """One answer as Markdown, indented so that none of it is interpreted as markup."""
     parts = ", ".join(f"{name} {value:g}" for name, value in record.parts.items())
     head = f"**reward {record.reward:g}** ({parts or 'no parts'}), {record.length} tokens, {record.finish}"
     return "\n\n".join([head, "prompt", indented(record.prompt), "answer", indented(record.completion)])

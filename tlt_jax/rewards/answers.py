@@ -1,4 +1,4 @@
-"""The final answer inside a text, without evaluating any of it; knows the field's answer formats and no reward."""
+"""Extraction of the final answer of a text, without evaluating it; knows no reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CURRENCY = "$€£¥\\ "
 
 
 def visible(completion: str) -> str:
-    """The part of a completion after its thoughts: what follows the last </think>, or everything."""
+    """The completion after its reasoning: what follows the last </think>, or all of it."""
     return completion.rpartition(CLOSE_THINK)[2]
 
 
@@ -34,12 +34,19 @@ def boxed(text: str) -> str | None:
 
 
 def numbers(text: str) -> list[Decimal]:
-    """The numbers of a text: "-$1,234.50" is -1234.50; the "-" of "5-3" is a minus between two numbers."""
+    """The numbers of a text.
+
+    "-$1,234.50" is -1234.50; the "-" of "5-3" is a minus between two numbers.
+    """
     return [_signed(text, match) for match in NUMBER.finditer(text)]
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last "####", else the last one of the last \\boxed{...}, else the last of the text."""
+    """The final number of a text; None without one.
+
+    The first number after the last "####", else the last one of the last \\boxed{...}, else the
+    last of the text.
+    """
     _, mark, tail = text.rpartition(MARK)
     if mark:
         return next(iter(numbers(tail)), None)
@@ -52,7 +59,8 @@ def _signed(text: str, match: re.Match[str]) -> Decimal:
     start = match.start()
     while start and text[start - 1] in CURRENCY:
         start -= 1
-    # "- 5" has a dash; "-5", "-$5" and "$ -5" have signs, unless a number, word or bracket comes right before.
+
+    # "- 5" has a dash; "-5", "-$5" and "$ -5" have signs, unless after a number, word or bracket.
     has_sign = start > 0 and text[start - 1] in "-−" and not text[start:].startswith(" ")
     if not has_sign or (start > 1 and (text[start - 2].isalnum() or text[start - 2] in ")]}")):
         return value

@@ -1,4 +1,7 @@
-"""Keeps worker processes busy with scores, kills what hangs and starts it again; knows no reward and imports no JAX."""
+"""A pool of worker processes that score completions; workers that time out are replaced.
+
+It knows no reward and imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ from typing import Any
 from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 
-START_S = 120.0  # a worker that imports its rewards for longer does not start
+START_S = 120.0  # seconds a worker may take to import its rewards
 MAX_FAILED_STARTS = 5
 
 
 @dataclass(frozen=True)
 class Score:
-    """The weighted sum of the reward terms, or reward.failure_score with `failure` saying how and `detail` why."""
+    """The weighted sum of the reward terms, and the terms; or a failure.
+
+    On failure `value` is reward.failure_score, `failure` the kind and `detail` the reason.
+    """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -36,21 +42,26 @@ class Score:
 
 @dataclass
 class Worker:
-    """One process and the job it has. `deadline` is that of its start until it is ready, then that of its job."""
+    """One process and its job.
+
+    `deadline` (time.monotonic): until it is ready, that of its start; then that of its job.
+    """
 
     process: subprocess.Popen
     pipe: Connection
     deadline: float
     is_ready: bool = False
     job: tuple[Hashable, bytes] | None = None
-    term: str = ""  # the reward that runs; empty while the job is on its way
+    term: str = ""  # the reward that runs; empty before the first one starts
 
 
 class Scorer:
-    """Scores completions in reward.workers processes while the caller does other work. Use it as a context manager.
+    """Scores completions in reward.workers processes while the caller does other work.
 
-    The workers are fresh interpreters that import this package and the rewards, never the caller's main module, so they
-    stay free of JAX whatever started the run. A thread of its own moves jobs and scores; it never touches JAX.
+    A context manager. The workers are new interpreters that import this package and the rewards,
+    never the caller's main module, so they import no JAX. A thread of its own moves jobs and
+    scores; it never calls JAX. Raises RewardError when reward.terms is empty, a reward cannot be
+    loaded, or workers repeatedly fail to start.
     """
 
     def __init__(self, config: Config):
@@ -64,10 +75,13 @@ class Scorer:
         self._fatal = ""
         self._is_closing = False
         self._failed_starts = 0
+
         self._awake, self._wake = Pipe(duplex=False)
         self._workers = [self._start() for _ in range(config.reward.workers)]
+
         self._thread = threading.Thread(target=self._serve, name="reward-scorer", daemon=True)
         self._thread.start()
+
         with self._changed:
             while not self._fatal and not all(worker.is_ready for worker in self._workers):
                 self._wait()
@@ -82,7 +96,10 @@ class Scorer:
         self.close()
 
     def submit(self, key: Hashable, prompt: str, completion: str, row: dict[str, Any]) -> None:
-        """Queues one completion; its score comes from `collect` under the key."""
+        """Queues one completion, to be scored under `key`.
+
+        Raises ValueError when the key has a score that was not collected, or is being scored.
+        """
         job = pickle.dumps((prompt, completion, row))
         with self._changed:
             if key in self._unfinished or key in self._scores:
@@ -92,7 +109,10 @@ class Scorer:
         self._wake.send_bytes(b".")
 
     def collect(self) -> dict[Hashable, Score]:
-        """The scores of all that was submitted since the last call, once they are there."""
+        """The scores of all completions submitted since the last call, by key; waits for them.
+
+        Raises RewardError when workers cannot run.
+        """
         with self._changed:
             while self._unfinished and not self._fatal:
                 self._wait()
@@ -102,19 +122,24 @@ class Scorer:
         return scores
 
     def close(self) -> None:
-        """Ends the workers; scores that were not collected are lost."""
+        """Ends the workers; scores that were not collected are lost. Idempotent."""
         if self._is_closing:
             return
+
         self._is_closing = True
         self._wake.send_bytes(b".")
         self._thread.join()
+
         for worker in self._workers:
             _end(worker)
         self._wake.close()
         self._awake.close()
 
     def _wait(self) -> None:
-        """Waits for news with the lock held; never longer than a second, to see that the thread lives."""
+        """Waits for a change, with the lock held.
+
+        At most one second, so that the death of the scoring thread is noticed.
+        """
         self._changed.wait(1.0)
         if not (self._thread.is_alive() or self._is_closing or self._fatal):
             raise RuntimeError("the scoring thread died: its error is printed above")
@@ -134,20 +159,26 @@ class Scorer:
         return Worker(process, ours, time.monotonic() + START_S)
 
     def _serve(self) -> None:
-        """The thread: deals jobs to idle workers and takes their answers until `close` or a fatal error."""
+        """The scoring thread: assigns jobs to idle workers and receives their results.
+
+        Until `close` or a fatal error.
+        """
         while not self._is_closing and not self._fatal:
             pipes = {worker.pipe: i for i, worker in enumerate(self._workers)}
             nearest = min((worker.deadline for worker in self._workers), default=math.inf)
             patience = None if nearest == math.inf else max(0.0, nearest - time.monotonic())
+
             for pipe in wait([self._awake, *pipes], patience):
                 if pipe is self._awake:
                     self._awake.recv_bytes()
                 else:
                     self._hear(pipes[pipe])
+
             now = time.monotonic()
             for i, worker in enumerate(self._workers):
                 if worker.deadline <= now:
                     self._replace(i, "timeout")
+
             self._deal()
 
     def _deal(self) -> None:
@@ -163,13 +194,14 @@ class Scorer:
                 self._replace(i, "crash")
 
     def _hear(self, i: int) -> None:
-        """Takes one message of worker i."""
+        """Receives one message of worker i."""
         worker = self._workers[i]
         try:
             kind, *content = worker.pipe.recv()
         except (EOFError, OSError):
             self._replace(i, "crash")
             return
+
         if kind == "ready":
             with self._changed:
                 worker.is_ready, worker.deadline, self._failed_starts = True, math.inf, 0
@@ -185,14 +217,19 @@ class Scorer:
             self._finish(worker, self._failed("error", worker, content[0]))
 
     def _replace(self, i: int, failure: str) -> None:
-        """Kills worker i, scores its job as failed and starts another; a worker that never started counts apart."""
+        """Kills worker i, scores its job as failed, and starts another worker.
+
+        A job whose worker crashed before any reward started is queued again. Workers that fail to
+        start MAX_FAILED_STARTS times in a row are a fatal error.
+        """
         worker = self._workers[i]
         code = _end(worker, grace_s=1.0 if failure == "crash" else 0.0)
         detail = f"the worker died of {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         if failure == "timeout":
             detail = f"no answer after {self.config.reward.timeout_s if worker.is_ready else START_S:g} s"
+
         if worker.job is not None and failure == "crash" and not worker.term:
-            with self._changed:  # it died before any reward ran: the job is not to blame
+            with self._changed:  # no reward had started: not the fault of the job
                 self._waiting.appendleft(worker.job)
         elif worker.job is not None:
             self._finish(worker, self._failed(failure, worker, detail))
@@ -201,6 +238,7 @@ class Scorer:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._fail(f"the reward workers do not start: {detail}, {self._failed_starts} times in a row")
                 return
+
         self._workers[i] = self._start()
 
     def _failed(self, failure: str, worker: Worker, detail: str) -> Score:
@@ -223,7 +261,10 @@ class Scorer:
 
 
 def _end(worker: Worker, grace_s: float = 0.0) -> int:
-    """Kills the process and what it started; its exit code is its own when it ended within the grace."""
+    """Kills the process and its children; the exit code.
+
+    A process that ends by itself within `grace_s` seconds keeps its own exit code.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(grace_s)
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of the group is left

@@ -1,4 +1,4 @@
-"""The rewards by name and their weighted sum; knows no process and imports no JAX."""
+"""Reward functions, by name; knows no process and imports no JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ PLAIN_ANSWER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def gsm8k(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 when the final number of the completion equals that of the reference ("... #### 1,234")."""
+    """1 when the final number of the completion equals that of the reference ("... #### 1,234").
+
+    Raises ValueError for a reference without a number.
+    """
     wanted = answers.final_number(row["answer"])
     if wanted is None:
         raise ValueError(f"the reference answer {row['answer']!r} has no number")
@@ -29,35 +32,41 @@ def gsm8k(prompt: str, completion: str, row: dict[str, Any]) -> float:
 
 
 def exact(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 when the completion, after its thoughts and without outer whitespace, is the reference answer."""
+    """1 when the completion, without reasoning and outer whitespace, equals the reference."""
     return float(answers.visible(completion).strip() == row["answer"].strip())
 
 
 def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
-    """Half for one <think>thoughts</think> first (the prompt may open it), half for \\boxed{...} or #### after it."""
+    """Format reward: 1/2 for one <think>...</think> at the start, 1/2 for a marked answer after it.
+
+    The prompt may contain the opening tag. An answer is marked by \\boxed{...} or "####".
+    """
     thoughts, is_closed, answer = completion.partition(answers.CLOSE_THINK)
     is_open, opened = prompt.rstrip().endswith(OPEN_THINK), 0
     if not is_open:
         before, is_open, thoughts = thoughts.partition(OPEN_THINK)
         is_open, opened = is_open and not before.strip(), 1
+
     is_once = (completion.count(OPEN_THINK), completion.count(answers.CLOSE_THINK)) == (opened, 1)
     is_thought = bool(is_open and is_closed and is_once and thoughts.strip())
+
     tail = answer if is_closed else completion
     _, mark, marked = tail.rpartition(answers.MARK)
     is_marked = bool((answers.boxed(tail) or "").strip() or (mark and marked.strip()))
+
     return {"score": (is_thought + is_marked) / 2, "think": float(is_thought), "answer": float(is_marked)}
 
 
 def math_reward() -> Reward:
-    """math-verify on the final answer: 1 when it equals the reference symbolically or numerically.
+    """The reward 1 when math-verify finds the final answer equal to the reference.
 
-    Only its LaTeX grammar is used: its plain expressions go to sympy's parse_expr, which evaluates text as Python.
+    Only its LaTeX grammar is used: its plain expressions go to sympy's parse_expr, which evaluates
+    text as Python.
     """
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its own timeouts are off: the scorer has them
+    # It warns that its own timeouts are off; the scorer has timeouts.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     grammar = [math_verify.LatexExtractionConfig()]
 
     def parse(latex: str) -> list[Any]:
@@ -89,6 +98,7 @@ def _final(text: str) -> str:
         return _formula(marked)
     if "\n" not in text.strip() and not WORD.search(text):
         return _formula(text)
+
     said = [match.end() for match in SAID.finditer(text)]
     tail = text[said[-1] :] if said else text
     if "\\(" in tail or "\\[" in tail or tail.replace("\\$", "").count("$") >= 2:
@@ -103,7 +113,10 @@ def _marked(text: str) -> str | None:
 
 
 def _formula(text: str) -> str:
-    """The text as inline LaTeX: as it is when it holds $...$, else without currency and full stop between dollars."""
+    """The text as inline LaTeX.
+
+    Unchanged when it contains $...$, else without currency signs and full stop between dollars.
+    """
     text = text.strip().removesuffix(".")
     bare = text.replace("\\$", "")
     is_delimited = text.startswith(("\\(", "\\[")) or bare.count("$") in (2, 4)
@@ -111,12 +124,17 @@ def _formula(text: str) -> str:
 
 
 def resolve(name: str, config: Config) -> Reward:
-    """The reward of this name; ValueError when there is none."""
+    """The reward of this name.
+
+    Raises ValueError without one, and whatever importing a user's module raises.
+    """
     plain = {"gsm8k": gsm8k, "exact": exact, "format": tagged}
     if name in plain:
         return plain[name]
+
     if name == "math":
         return math_reward()
+
     if name == "task":
         if config.data.train:
             raise ValueError(
@@ -124,9 +142,11 @@ def resolve(name: str, config: Config) -> Reward:
             )
         task = tasks.make(config.data.task, config.data.task_args)
         return lambda prompt, completion, row: task.verify(completion, row["answer"])
+
     module, colon, function = name.partition(":")
     if not colon:
         raise ValueError(f"no reward {name!r}: use task, math, {', '.join(plain)} or module:function")
+
     found = getattr(importlib.import_module(module), function, None)
     if not callable(found):
         raise ValueError(f"module {module!r} has no function {function!r}")
@@ -134,7 +154,10 @@ def resolve(name: str, config: Config) -> Reward:
 
 
 def evaluate(name: str, reward: Reward, prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of one reward under its name: the score, and name/key for the other entries of a dict."""
+    """The numbers of one reward: the score as `name`, other entries of a dict as name/key.
+
+    Raises ValueError for a result that is not finite numbers, and whatever the reward raises.
+    """
     result = reward(prompt, completion, row)
     if not isinstance(result, dict):
         return {name: _number(name, result)}

@@ -1,4 +1,7 @@
-"""The process that scores: reads jobs from a socket, answers with numbers; imports no JAX and outlives no parent."""
+"""The process that scores: receives jobs and sends results over a socket. No JAX.
+
+It ends when its parent does.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from tlt_jax.rewards import terms
 
 
 def main(descriptor: int) -> None:
-    """Serves jobs until the parent closes its end.
+    """Serves jobs until the parent closes its end of the socket.
 
-    The parent gets ("ready",) or ("refused", why), then for each job ("term", name) as each reward starts and one of
-    ("score", parts) and ("error", why).
+    Messages to the parent: ("ready",) or ("refused", reason); then for each job ("term", name) as
+    each reward starts, and one of ("score", parts) and ("error", reason).
     """
-    # The parent alone ends a worker: a signal sent to the whole group must not look like a crash of the reward.
+    # Only the parent ends a worker: a signal to the group must not look like a reward's crash.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.dup2(2, 1)  # what a reward prints must not enter the program's output
+
     pipe = Connection(descriptor)
     try:
         config = pipe.recv()
@@ -28,7 +32,7 @@ def main(descriptor: int) -> None:
         for name in config.reward.terms:
             try:
                 rewards[name] = terms.resolve(name, config)
-            except Exception as error:  # a user's module may raise anything; the parent stops the run with this text
+            except Exception as error:  # a user's module may raise anything
                 pipe.send(("refused", f"{name!r}: {_describe(error)}"))
                 return
         pipe.send(("ready",))
@@ -39,10 +43,12 @@ def main(descriptor: int) -> None:
 
 
 def _serve(pipe: Connection, rewards: dict[str, terms.Reward], timeout_s: float) -> None:
-    """Scores the next job. Whatever a reward raises is this score's error, never the worker's."""
+    """Scores the next job. An exception of a reward is this score's error; the worker goes on."""
     job = pipe.recv_bytes()
-    # The kernel's alarm ends a hung worker whose parent is gone, even inside C code.
+
+    # SIGALRM ends a worker that hangs after its parent died, even inside C code.
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 10)
+
     parts: dict[str, float] = {}
     try:
         prompt, completion, row = pickle.loads(job)
@@ -53,6 +59,7 @@ def _serve(pipe: Connection, rewards: dict[str, terms.Reward], timeout_s: float)
         pipe.send(("error", _describe(error)))
     else:
         pipe.send(("score", parts))
+
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
