@@ -1,7 +1,8 @@
-"""One optimizer step of the drafter on packed rows, in a command of its own or on idle devices; knows no rollout.
+"""One optimizer step of the drafter on packed rows; knows no rollout.
 
-Slot t of unrolled draft step j predicts token t + 2 + j (models/eagle.py). Everything below stands at the position s whose
-next token is predicted, s = t + 1 + j: there the policy's distribution is made once and compared with that of every step.
+Slot t of unrolled draft step j predicts token t + 2 + j (models/eagle.py). All arrays here are
+indexed by the position s whose next token is predicted, s = t + 1 + j: the policy's distribution at
+s is computed once, and compared with that of every draft step.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.shapes import shaped
 
-TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}  # of the token loss; eagle's feature loss has weight 1
-ETA = 3.0  # of the "acceptance" loss (arXiv 2602.23881): how fast cross-entropy gives way to the acceptance itself
-DrafterState = TrainState  # its params are DrafterParams, its moments those of the trained leaves: all but the ids
+# Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
+TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
+ETA = 3.0  # "acceptance" loss (arXiv 2602.23881): decay of the cross-entropy term with acceptance
+DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the update minimizes: the losses of `unroll` draft steps, each `decay` times the weight of the one before."""
+    """What the update minimizes: the weighted losses of `unroll` draft steps.
+
+    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half
+    width of the uniform noise on the features (arXiv 2401.15077, section 3.2).
+    """
 
     unroll: int = 1
     decay: float = 0.8
@@ -44,7 +50,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is fixed in the programs below."""
+    """The static arguments of the programs below."""
 
     model: ModelConfig
     drafter: DrafterConfig
@@ -72,10 +78,10 @@ class Recipe:
 
 @struct.dataclass
 class Batch:
-    """Packed rows as packing.Packed describes them; `answers` marks the positions whose next token is to be learned.
+    """Packed rows, see packing.Packed; `answers` marks the positions whose next token is learned.
 
-    `features` are those of the policy that the drafter reads, `states` its normed last hidden states; None: the update
-    makes them.
+    `features`: the policy's features that the drafter reads; `states`: its normed last hidden
+    states. None: the update computes them.
     """
 
     tokens: Int32[Array, "R T"]
@@ -87,17 +93,17 @@ class Batch:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data`."""
+    """Rows are sharded over the mesh axis "data"."""
     return sharding(mesh, ("batch", None), "train")
 
 
 def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
-    """The batch on the mesh, of tokens, positions, segments and answers [R, T]."""
+    """The batch on the mesh, from tokens, positions, segments and answers [R, T]."""
     return Batch(**jax.device_put(rows, batch_sharding(mesh)))
 
 
 def abstract_batch(recipe: Recipe, rows: int, tokens: int) -> Batch:
-    """Shape, dtype and sharding of every array of a batch without features: to compile ahead of time."""
+    """ShapeDtypeStructs with shardings of a batch without features: to compile."""
     small = partial(jax.ShapeDtypeStruct, (rows, tokens), sharding=batch_sharding(recipe.mesh))
     return Batch(small(jnp.int32), small(jnp.int32), small(jnp.int32), small(jnp.bool_))
 
@@ -108,19 +114,21 @@ def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
 
 
 def abstract_state(recipe: Recipe) -> DrafterState:
-    """Shape, dtype and sharding of every array of the state: to restore a checkpoint, or to compile ahead of time."""
+    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
     params = eagle.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
 
 
 def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) -> tuple[DrafterState, dict[str, Array]]:
-    """The state after one optimizer step on the batch, and its metrics. The policy stays as it is.
+    """The state after one optimizer step on the batch, and its metrics. The policy is not trained.
 
-    The policy may be in the "rollout" layout when the batch has features and states.
+    With features and states in the batch the policy may be in the "rollout" layout. An update that
+    is not finite leaves weights and moments unchanged.
     """
     if batch.features is None:
         batch = observe(policy, batch, recipe)
     batch = batch.replace(features=batch.features + noise(state.step, batch.features, recipe))
+
     ids, trained = state.params.ids, state.params.replace(ids=None)
 
     def trained_loss(trained: DrafterParams) -> tuple[Array, dict[str, Array]]:
@@ -129,15 +137,17 @@ def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) ->
     (total, metrics), grads = jax.value_and_grad(trained_loss, has_aux=True)(trained)
     placed = eagle.shardings(recipe.drafter, recipe.mesh, "train").replace(ids=None)
     grads = jax.lax.with_sharding_constraint(optimizer.widen(grads), placed)
+
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(total) & jnp.isfinite(norm)
     state, rate = optimizer.advance(state.replace(params=trained), grads, is_finite, recipe.adam)
+
     state = state.replace(params=state.params.replace(ids=ids))
     return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **metrics}
 
 
 def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
-    """The batch with the policy's features and states, from its "train" layout."""
+    """The batch with the policy's features and states, computed in its "train" layout."""
     states, features = transformer.hidden(
         policy, recipe.model, batch.tokens, batch.positions, batch.segments, compute_dtype=recipe.compute_dtype,
         block=recipe.attention_block, mesh=recipe.mesh, captures=recipe.drafter.captures,
@@ -146,7 +156,7 @@ def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
 
 
 def noise(step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe) -> Float[Array, "R T F"] | float:
-    """What is added to the features of this step: uniform numbers, or 0."""
+    """The noise added to the features at this step: uniform, or 0.0 when off."""
     size = recipe.objective.noise
     if not size:
         return 0.0
@@ -158,7 +168,10 @@ def noise(step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe)
 def loss(
     params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
-    """The loss of a batch with features and states, and its metrics: means over what there is to learn."""
+    """The loss of a batch with features and states, and its metrics.
+
+    Each term is a mean over the positions in `answers` that draft step j can predict.
+    """
     objective = recipe.objective
     hidden = eagle.unroll(
         params, recipe.drafter, shared, batch.tokens, batch.features, batch.positions, batch.segments,
@@ -166,6 +179,7 @@ def loss(
     )  # fmt: skip
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
     scores = token_scores(params, shared, batch.states, aligned, recipe)
+
     total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.answers)}
     for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
         known = batch.answers & (batch.positions > j)  # slot s - 1 - j is in the segment of s
@@ -179,14 +193,17 @@ def loss(
         metrics[f"agreement@{j + 1}"] = mean(score.agrees, known)
         metrics[f"acceptance@{j + 1}"] = mean(score.acceptance, known)
         total += objective.decay**j * step_loss
+
     return total, metrics
 
 
 @struct.dataclass
 class Scores:
-    """How one draft step predicts each next token: loss, same likeliest token as the policy's, sum of min(p, q).
+    """How one draft step predicts each next token.
 
-    `learns` is False where the draft vocabulary lacks the policy's likeliest token.
+    `agrees`: drafter and policy have the same most likely token. `acceptance`: sum of min(p, q),
+    the acceptance probability of speculative sampling (arXiv 2211.17192). `learns`: False where
+    the draft vocabulary lacks the policy's most likely token.
     """
 
     token_loss: Float[Array, "*A"]
@@ -202,7 +219,10 @@ def token_scores(
     hidden: list[Float[Array, "R T Z"]],
     recipe: Recipe,
 ) -> list[Scores]:
-    """Scores of every draft step from the policy's states and the drafter's hidden ones; never all logits at once."""
+    """Scores of every draft step, from the policy's states and the drafter's hidden states.
+
+    Computed in chunks of tokens, so that only one chunk's logits exist at a time.
+    """
     model, mesh, ids = recipe.model, recipe.mesh, params.ids
     draft = draft_logits(params, shared, recipe)
     head = gathered(shared.head.astype(states.dtype), ("vocab", "embed"), mesh)
@@ -228,7 +248,11 @@ def score(
     ids: Int32[Array, " U"] | None,
     loss: str,
 ) -> Scores:
-    """Scores of draft logits against the policy's log-probs of the same tokens, and its likeliest token of all."""
+    """Scores of draft logits against the policy's log-probs `target` of the same tokens.
+
+    `top`: the policy's most likely token of its full vocabulary. `ids`: token ids of the draft
+    vocabulary; None: the full one. `loss`: see Objective.
+    """
     drafted = jax.nn.log_softmax(logits, axis=-1)
     p, q = jnp.exp(target), jnp.exp(drafted)
     guess = jnp.argmax(logits, axis=-1)
@@ -237,6 +261,7 @@ def score(
     if loss == "acceptance":
         share = jax.lax.stop_gradient(jnp.exp(-ETA * acceptance))
         token_loss = share * token_loss + (1 - share) * (1 - acceptance)
+
     if ids is None:
         return Scores(token_loss, guess == top, acceptance, jnp.ones(top.shape, bool))
     place = jnp.minimum(jnp.searchsorted(ids, top), ids.shape[0] - 1)
@@ -244,7 +269,10 @@ def score(
 
 
 def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Callable[[Array], Array]:
-    """Hidden states [G, ..., Z] of G data groups -> draft logits, with weights that were gathered once for each group."""
+    """A function of hidden states [G, ..., Z] of G data groups that returns draft logits.
+
+    The head's weights are gathered once per data group.
+    """
     axes = eagle.weights(recipe.drafter, recipe.mesh.shape["model"])
     cast, names = eagle.cast(params, recipe.compute_dtype), ("final_norm", "head")
     copies = {
@@ -261,37 +289,40 @@ def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Calla
 
 
 def draft_axis(recipe: Recipe) -> str | None:
-    """The logical axis of the draft vocabulary: not sharded when it does not divide."""
+    """The logical axis of the draft vocabulary; None when it does not divide over the mesh."""
     head = eagle.weights(recipe.drafter, recipe.mesh.shape["model"]).head
     return "vocab" if head is None else head.axes[0]
 
 
 def gathered(weight: Array, axes: tuple[str | None, ...], mesh: Mesh) -> Array:
-    """A frozen weight, whole on every data group."""
+    """A frozen weight, replicated over the data groups."""
     return jax.lax.with_sharding_constraint(weight, sharding(mesh, axes, "rollout"))
 
 
 def split(logits: Array, axis: str | None, mesh: Mesh) -> Array:
-    """Logits [G, R, T, V] of G data groups, each group's vocabulary over `model`."""
+    """Logits [G, R, T, V], each group's vocabulary sharded over the mesh axis "model"."""
     return jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, axis), "train"))
 
 
 @shaped
 def smooth_l1(predicted: Float[Array, "*A D"], target: Float[Array, "*A D"]) -> Float[Array, "*A"]:
-    """Huber's loss with delta 1, mean over the width, in at least float32."""
+    """Huber loss with delta 1, mean over the width, in at least float32."""
     wide = jnp.promote_types(predicted.dtype, jnp.float32)
     return jnp.mean(optax.losses.huber_loss(predicted.astype(wide), target.astype(wide)), axis=-1)
 
 
 @shaped
 def mean(values: Array, mask: Bool[Array, "*A"]) -> Float[Array, ""]:
-    """Mean where the mask is True; 0 when it is nowhere."""
+    """Mean of the values where the mask is True; 0 when it is True nowhere."""
     return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
 @cache
 def program(recipe: Recipe) -> jax.stages.Wrapped:
-    """The jitted update(state, policy, batch), which donates the state; what leaves it is placed as what went in."""
+    """The jitted update(state, policy, batch), which donates the state.
+
+    It returns the state with the shardings of its argument.
+    """
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
     return jax.jit(partial(update, recipe=recipe), donate_argnames="state", out_shardings=(placed, everywhere))

@@ -1,4 +1,4 @@
-"""A pool of worker processes that score completions; workers that time out are replaced.
+"""A pool of worker processes that score completions; workers that hang or crash are replaced.
 
 It knows no reward and imports no JAX.
 """

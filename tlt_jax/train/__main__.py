@@ -9,7 +9,7 @@ from tlt_jax.config import load as configuration
 
 
 def main() -> int:
-    """Exit code: 0 done, 2 a mistake in the configuration or its files, 75 preempted (run it again to go on)."""
+    """Exit code: 0 done, 1 diverged, 2 wrong configuration or file, 75 preempted (run it again)."""
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings):
         from tlt_jax.train import loop  # imports JAX: not before the process is prepared

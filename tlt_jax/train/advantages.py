@@ -1,30 +1,33 @@
-"""Advantages of a group's answers and weights of their tokens, on the host; knows no model."""
+"""Advantages of the answers to a prompt, and weights of their tokens; on the host, in NumPy.
+
+Shapes: P prompts, G answers per prompt (a GRPO group).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-STD_FLOOR = 1e-6  # added to the group's standard deviation
+STD_FLOOR = 1e-6  # added to the standard deviation of a group
 
 
 def zero_variance(rewards: np.ndarray) -> np.ndarray:
-    """Which groups [P] have equal rewards [P, G] throughout: they teach nothing."""
+    """bool[P]: groups of rewards [P, G] that are all equal, and so give no gradient."""
     return rewards.max(axis=1) == rewards.min(axis=1)
 
 
 def grpo_advantages(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the group's mean, over the group's sample standard deviation."""
+    """(reward - group mean) / group sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
     return (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR)
 
 
 def rloo_advantages(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the mean of the other rewards of the group (Ahmadian et al. 2024)."""
+    """Rewards minus the mean of the group's other rewards (RLOO, Ahmadian et al. 2024)."""
     others = (rewards.sum(axis=1, keepdims=True) - rewards) / (rewards.shape[1] - 1)
     return rewards - others
 
 
 def dr_grpo_advantages(rewards: np.ndarray) -> np.ndarray:
-    """Rewards less the group's mean (Liu et al. 2025)."""
+    """Rewards minus the group mean (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
@@ -32,20 +35,26 @@ ADVANTAGES = {"grpo": grpo_advantages, "rloo": rloo_advantages, "dr_grpo": dr_gr
 
 
 def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages [P, G] in float64 of the rewards [P, G] of P prompts; exactly 0 in groups of equal rewards."""
+    """Advantages float64[P, G] of rewards [P, G]; exactly 0 in groups of equal rewards.
+
+    `kind`: a key of ADVANTAGES. Raises ValueError for fewer than 2 answers per prompt, or rewards
+    that are not finite.
+    """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards have shape {rewards.shape}: advantages need [prompts, samples], at least 2 samples")
     if not np.isfinite(rewards).all():
         raise ValueError(f"{np.sum(~np.isfinite(rewards))} of {rewards.size} rewards are not finite")
+
     return np.where(zero_variance(rewards)[:, None], 0.0, ADVANTAGES[kind](rewards))
 
 
 def answer_weights(lengths: np.ndarray, kind: str, max_new_tokens: int) -> np.ndarray:
-    """Weight [n] in float64 of each token of the n answers of a minibatch, so that the loss is a weighted sum.
+    """Weight float64[n] of each token of the n answers of a minibatch; the loss is a weighted sum.
 
-    token_mean: all tokens alike, sum 1. sequence_mean: all answers alike, sum 1. dr_grpo: one over the answers times
-    the longest answer allowed. Reads lengths only.
+    token_mean: mean over all tokens (DAPO, arXiv 2503.14476). sequence_mean: mean over answers of
+    their token means (GRPO, arXiv 2402.03300). dr_grpo: sum over the tokens of an answer divided by
+    the longest length allowed, mean over answers (arXiv 2503.20783). `lengths` [n] in tokens.
     """
     lengths = np.asarray(lengths, np.float64)
     if kind == "token_mean":

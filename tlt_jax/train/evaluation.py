@@ -1,4 +1,4 @@
-"""Evaluation of a policy on the evaluation split: mean@k and pass@k."""
+"""Evaluation of a policy on the evaluation split: mean@k, pass@k and answer lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tlt_jax.tuner.interface import State as TunerState
 
 
 class Engine(Protocol):
-    """What an evaluation asks of rollout.engine.Engine."""
+    """The part of rollout.engine.Engine that an evaluation uses."""
 
     request: Callable[..., RolloutRequest]
     run: Callable[..., tuple[RolloutResult, TunerState]]
@@ -36,10 +36,12 @@ def evaluate(
     tuner: TunerState | None = None,
     interrupted: Callable[[], bool] | None = None,
 ) -> tuple[dict[str, float], TunerState]:
-    """mean@k, pass@k and answer lengths, with the evaluation's own sampling and key stream; and the tuner's state.
+    """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
 
-    The noise does not depend on the training step, so two evaluations differ by the policy alone. What the tuner learns here
-    is kept when the sampling is that of training: else other programs ran, and other drafts held.
+    The noise does not depend on the training step, so two evaluations differ only by the policy.
+    Measurements update the returned tuner state only when the sampling is that of training;
+    otherwise other programs run, with other acceptance rates. Raises ConfigError for an empty
+    split.
     """
     settings = config.eval
     prompts = dataset.eval_prompts()
@@ -70,14 +72,17 @@ def evaluate(
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:
-    """Sends an answer to be scored under its uid; the text that is scored, without special tokens."""
+    """Submits an answer to the scorer under its uid; its text, without special tokens."""
     text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
     scorer.submit(answer.uid, prompt.text, text, prompt.row)
     return text
 
 
 def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
-    """mean@k and pass@1, pass@2, pass@4, ... of scores [prompts, k]."""
+    """eval/mean@k, and eval/pass@1, 2, 4, ... up to k, of scores [prompts, k].
+
+    An answer is correct when its score is at least `correct_at`.
+    """
     samples = scores.shape[1]
     correct = (scores >= correct_at).sum(axis=1)
     powers = [1 << i for i in range(samples.bit_length())]
@@ -87,5 +92,8 @@ def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased probability that one of k answers is correct, given `correct` of `samples` (Chen et al. 2021, eq. 1)."""
+    """Unbiased estimate of the probability that one of k answers is correct.
+
+    Given `correct` of `samples` answers (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -1,4 +1,4 @@
-"""The RL loop, from a configuration to a trained policy: read it top to bottom."""
+"""The RL training loop, from a configuration to a trained policy."""
 
 from __future__ import annotations
 
@@ -40,17 +40,22 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config) -> int:
-    """Trains to the last step, going on from the newest checkpoint of the run folder; returns the exit code."""
+    """Trains to the last step, from the newest checkpoint of the run folder on; the exit code.
+
+    Raises UserError for what is wrong with the configuration, its files or checkpoints.
+    """
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
+
     run_folder.enter(config)
     with (
         Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,
@@ -58,7 +63,7 @@ def train(config: Config) -> int:
         Scorer(config) as scorer,
     ):
         resumed = store.latest()
-        # A checkpoint without metrics, of a step that is evaluated: the run was stopped in its evaluation.
+        # A checkpoint without metrics at a step with an evaluation: that was interrupted.
         is_due = resumed is not None and evaluates(config, resumed, steps) and not store.index(resumed)["metrics"]
         if resumed is not None and resumed >= steps and not is_due and run_folder.is_exported(config):
             print(f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder.")
@@ -69,12 +74,14 @@ def train(config: Config) -> int:
                 state = begin(config, recipe, engine, dataset, store, writer, resumed, preempted)
             except Interrupted:
                 return PREEMPTED
+
             reference = kl_reference(config, state.policy.params, model, mesh, is_new=resumed is None)
             programs = policy_update.programs(recipe)
             while True:
                 watch = step_metrics.Stopwatch()
                 with watch.phase("update_weights"):
                     weights = engine.publish(state.policy.params, drafter_params)
+
                 measured: dict[str, float] = {}
                 is_new = state.step != resumed or is_due
                 try:
@@ -85,6 +92,7 @@ def train(config: Config) -> int:
                             )
                         state = state.replace(tuner=tuner)
                         step_metrics.say_evaluation(writer, state.step, steps, measured, watch)
+
                     if is_new and (
                         state.step == resumed
                         or run_state.is_due(config, state.step, steps)
@@ -92,9 +100,12 @@ def train(config: Config) -> int:
                     ):
                         with watch.phase("save_checkpoint"):
                             run_state.save(store, state, engine.basis, measured)
+
                     if state.step >= steps:
                         break
+
                     profiler.enter(state.step + 1)
+
                     prompts, texts = dataset.prompts(state.step), {}
                     with watch.phase("rollout"):
                         rollout, tuner = roll_out(
@@ -106,8 +117,10 @@ def train(config: Config) -> int:
 
                 with watch.phase("reward"):
                     scores = scorer.collect()
+
                 drafting = engine.time_drafting(weights, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
+
                 policy, learned = update_policy(
                     config, recipe, programs, state.policy, reference, prompts, rollout, scores, watch
                 )
@@ -117,9 +130,11 @@ def train(config: Config) -> int:
                 scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
                 scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
                 scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
+
                 answers = step_metrics.records(prompts, rollout, scores, texts)
                 chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
                 writer.step(state.step, scalars, answers, rollout.spans, chunks)
+
                 if int(state.policy.skips) >= config.train.max_nonfinite:
                     print(
                         f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: lower "
@@ -127,6 +142,7 @@ def train(config: Config) -> int:
                         file=sys.stderr,
                     )
                     return DIVERGED
+
         if config.checkpoint.export:
             params, dtype = state.policy.params, config.model.param_dtype
             hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
@@ -134,7 +150,10 @@ def train(config: Config) -> int:
 
 
 def total_steps(config: Config, dataset: Dataset) -> int:
-    """RL steps of the run: train.steps, or what train.epochs come to."""
+    """RL steps of the run: train.steps, or those of train.epochs.
+
+    Raises DataError for epochs of a generated task.
+    """
     if config.train.steps:
         return config.train.steps
     if dataset.rows is None:
@@ -143,7 +162,7 @@ def total_steps(config: Config, dataset: Dataset) -> int:
 
 
 def evaluates(config: Config, step: int, steps: int) -> bool:
-    """True before the first step, at every eval.every-th and after the last, unless eval.every is 0."""
+    """True at step 0, every eval.every-th and the last; never when eval.every is 0."""
     return config.eval.every > 0 and (step % config.eval.every == 0 or step == steps)
 
 
@@ -157,7 +176,7 @@ def begin(
     resumed: int | None,
     interrupted: Callable[[], bool],
 ) -> RunState:
-    """The state to go on from: that of the checkpoint, or the warm-started policy with a new optimizer."""
+    """The state of the checkpoint `resumed`; without one, that of the warm-started policy."""
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
         return run_state.restore(store, run_state.abstract(resumed, recipe), engine.tuner, engine.basis)
@@ -166,12 +185,14 @@ def begin(
 
 
 def kl_reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:
-    """The frozen start policy of the KL term, saved once in the run folder; None when algorithm.kl_coef is 0.
+    """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
 
-    It is read back from the folder, so that it never shares buffers with the policy, which every update donates.
+    Saved once in the run folder, and read from there, so that it never shares buffers with the
+    policy, which every update donates.
     """
     if not config.algorithm.kl_coef:
         return None
+
     directory, dtype = run_folder.reference(config), config.model.param_dtype
     if is_new:
         hf.save_whole(params, model, directory, mesh, dtype=dtype)
@@ -191,7 +212,8 @@ def roll_out(
 ) -> tuple[RolloutResult, TunerState]:
     """The answers of a step, and the tuner's state after them.
 
-    Each answer is sent to be scored, and its text noted, while others are still being decoded.
+    Each answer is submitted for scoring, and its text added to `texts` by uid, while others are
+    still being decoded. Raises Interrupted.
     """
 
     def finished(answer: Completion) -> None:
@@ -215,21 +237,29 @@ def update_policy(
     scores: Mapping[int, Score],
     watch: step_metrics.Stopwatch,
 ) -> tuple[PolicyState, dict[str, float]]:
-    """The policy after the optimizer steps of one rollout, and their metrics."""
+    """The policy after the optimizer steps on one rollout, and their metrics.
+
+    One step per minibatch. Of several minibatches all use the log-probs before the first step as
+    the old ones.
+    """
     rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(len(prompts), -1)
     advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
+
     parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
     batches, fills = zip(*(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts), strict=True)
+
     with watch.phase("old_log_prob"):
         if len(batches) > 1:
             batches = [batch.replace(old=programs.token_logprobs(state.params, batch)) for batch in batches]
         if reference is not None:
             batches = [batch.replace(reference=programs.token_logprobs(reference, batch)) for batch in batches]
+
     updates = []
     with watch.phase("update"):
         for batch in batches:
             state, metrics = programs.update(state, batch)
             updates.append(jax.device_get(metrics))
+
     return state, step_metrics.of_update(updates, rewards, advantages) | {"actor/packed_ratio": float(np.mean(fills))}
 
 
@@ -241,7 +271,7 @@ def make_batch(
     advantages: np.ndarray,
     part: np.ndarray,
 ) -> tuple[Batch, float]:
-    """The answers `part` as a minibatch of packed rows, and how full the rows are."""
+    """The answers `part` as a minibatch of packed rows, and the share that is not padding."""
     answers = [rollout.completions[i] for i in part]
     examples = [Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers]
     packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)

@@ -1,4 +1,4 @@
-"""The arithmetic of GRPO: advantages and weights on the host, losses of single tokens on devices; knows no model."""
+"""Losses of single tokens of the policy update, on devices; knows no model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Float
 
 from tlt_jax.shapes import shaped
 
-LOG_RATIO_LIMIT = 20.0  # log-ratios are cut here, so that no ratio or its gradient overflows
+LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped here, so that no ratio or gradient overflows
 
 
 class PolicyLoss(NamedTuple):
-    """Loss of each token, its probability ratio, and whether the clip cut it below or above."""
+    """Per token: loss, probability ratio, and whether the clip was active below or above."""
 
     loss: Float[Array, "*T"]
     ratio: Float[Array, "*T"]
@@ -23,7 +23,7 @@ class PolicyLoss(NamedTuple):
 
 
 def exp_ratio(log_ratio: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """exp of log-ratios, cut at plus and minus LOG_RATIO_LIMIT."""
+    """exp of log-ratios, clipped to plus and minus LOG_RATIO_LIMIT."""
     return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
@@ -35,7 +35,11 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)."""
+    """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
+
+    Schulman et al. 2017, arXiv 1707.06347, eq. 7, with separate limits as in DAPO, arXiv
+    2503.14476.
+    """
     ratio = exp_ratio(logprobs - old_logprobs)
     kept = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jnp.minimum(ratio * advantages, kept * advantages)
@@ -49,12 +53,18 @@ def policy_loss(
 
 @shaped
 def kl_k3(logprobs: Float[Array, "*T"], reference: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """Schulman's k3 estimate of KL(policy, reference) at each token: r - 1 - log r with r = reference / policy."""
+    """Schulman's k3 estimate of KL(policy, reference) per token (arXiv 2402.03300, eq. 4).
+
+    r - 1 - log r with r = reference / policy.
+    """
     log_ratio = jnp.clip(reference - logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.exp(log_ratio) - 1 - log_ratio
 
 
 @shaped
 def importance_weight(old_logprobs: Float[Array, "*T"], recorded: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
-    """Truncated importance weight between trainer and sampler, at most `cap`; carries no gradient."""
+    """Truncated importance weight of the trainer's policy over the sampler's, at most `cap`.
+
+    It carries no gradient.
+    """
     return jax.lax.stop_gradient(jnp.minimum(exp_ratio(old_logprobs - recorded), cap))

@@ -1,4 +1,7 @@
-"""One optimizer step of the policy over the whole mesh, for GRPO and for supervised learning; knows no rollout."""
+"""One optimizer step of the policy over the whole mesh, for GRPO or supervised learning.
+
+It knows no rollout. Shapes: A accumulation steps, R packed rows, T tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ from tlt_jax.train import losses
 
 @dataclass(frozen=True)
 class Objective:
-    """What the update minimizes: GRPO's loss, or the negative log-likelihood of the answers when `is_supervised`."""
+    """What the update minimizes.
+
+    The clipped policy gradient with KL and entropy terms (GRPO, arXiv 2402.03300), or with
+    `is_supervised` the negative log-likelihood of the answers. `importance_cap` 0: no importance
+    weights between sampler and trainer.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -39,7 +47,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is fixed in the programs below."""
+    """The static arguments of the programs below."""
 
     model: ModelConfig
     mesh: Mesh
@@ -53,7 +61,10 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
-        """The recipe of a run of `total_steps` optimizer steps; log-probs are those of the rollout's temperature."""
+        """The recipe of a run of `total_steps` optimizer steps.
+
+        Log-probs are at the temperature of the rollout.
+        """
         algorithm = config.algorithm
         objective = Objective(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef,
@@ -66,15 +77,17 @@ class Recipe:
         )  # fmt: skip
 
 
-PolicyState = TrainState  # its params are transformer.Params
+PolicyState = TrainState  # with params of type transformer.Params
 
 
 @struct.dataclass
 class Batch:
-    """A minibatch as packing.Packed describes it. Per-token values stand at the target's position, 0 where there is none.
+    """A minibatch of packed rows; see packing.Packed.
 
-    `weights` is above 0 exactly at targets. `recorded` are the sampler's log-probs, `old` the policy's before its first
-    minibatch (None: the update's own), `reference` those of the frozen start policy. The first `count` steps are real.
+    Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
+    targets. `recorded`: the sampler's log-probs. `old`: the policy's before its first minibatch;
+    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's. The
+    first `count` accumulation steps hold examples.
     """
 
     tokens: Int32[Array, "*A R T"]
@@ -89,12 +102,12 @@ class Batch:
     reference: Float[Array, "*A R T"] | None = None
 
     def at(self, step: jax.Array) -> Batch:
-        """One accumulation step."""
+        """The batch of one accumulation step, without leading axis A and without count."""
         return jax.tree.map(lambda leaf: leaf[step], self.replace(count=None))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data`."""
+    """Rows are sharded over the mesh axis "data"."""
     return sharding(mesh, (None, "batch", None), "train")
 
 
@@ -105,7 +118,10 @@ def make_batch(
     advantages: np.ndarray,
     recorded: list[np.ndarray] | None = None,
 ) -> Batch:
-    """The batch on the mesh, of packed examples with a token weight and an advantage each, and recorded log-probs."""
+    """The batch on the mesh.
+
+    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token.
+    """
     rows = {name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")}
     rows |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
     if recorded is not None:
@@ -115,7 +131,10 @@ def make_batch(
 
 
 def abstract_batch(recipe: Recipe, steps: int, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Batch:
-    """Shapes and shardings of a batch; `given` names the optional fields that are there."""
+    """ShapeDtypeStructs with shardings of a batch.
+
+    `given`: names of the optional fields that are not None.
+    """
 
     def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((steps, rows, row_tokens), dtype, sharding=batch_sharding(recipe.mesh))
@@ -133,7 +152,7 @@ def create(params: Params, recipe: Recipe) -> PolicyState:
 
 
 def abstract_state(recipe: Recipe) -> PolicyState:
-    """Shape, dtype and sharding of every array of the state: to restore a checkpoint, or to compile ahead of time."""
+    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
     params = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params, recipe.mesh)
 
@@ -141,7 +160,10 @@ def abstract_state(recipe: Recipe) -> PolicyState:
 def token_scores(
     params: Params, batch: Batch, recipe: Recipe, entropy_learns: bool
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of each target and entropy of one accumulation step."""
+    """Log-probability of each target, and entropy of each distribution, of one accumulation step.
+
+    `entropy_learns`: whether the entropy carries a gradient.
+    """
     x, _ = transformer.hidden(
         params,
         recipe.model,
@@ -166,21 +188,28 @@ def token_scores(
 
 
 def loss(params: Params, batch: Batch, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
-    """The loss of one accumulation step; and for the metrics, sums over its targets and maxima."""
+    """The loss of one accumulation step; for metrics, sums over its targets and maxima.
+
+    The loss is sum(weights * token loss).
+    """
     objective, mask = recipe.objective, batch.weights > 0
     logprobs, entropy = token_scores(params, batch, recipe, objective.entropy_coef != 0)
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
+
     if objective.is_supervised:
         return jnp.sum(batch.weights * -logprobs), ({}, {})
+
     pg_loss, totals, maxima = policy_loss(objective, batch, logprobs, mask)
     token_loss = pg_loss - objective.entropy_coef * entropy
     totals |= {"tokens": mask, "entropy": entropy}
+
     if batch.reference is not None:
         totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, batch.reference, 0))
         token_loss += objective.kl_coef * kl
     if batch.recorded is not None:
         totals["rollout_logprob_diff_mean"] = difference = jnp.abs(logprobs - jnp.where(mask, batch.recorded, 0))
         maxima["rollout_logprob_diff_max"] = difference
+
     sums = {name: jnp.sum(jnp.where(mask, part, 0), dtype=token_loss.dtype) for name, part in totals.items()}
     sums["pg_loss"] = jnp.sum(batch.weights * pg_loss)
     return jnp.sum(batch.weights * token_loss), (
@@ -192,7 +221,7 @@ def loss(params: Params, batch: Batch, recipe: Recipe) -> tuple[Float[Array, ""]
 def policy_loss(
     objective: Objective, batch: Batch, logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"]
 ) -> tuple[Float[Array, "R T"], dict, dict]:
-    """Policy-gradient loss of each token, and what to add up and to take the maximum of for the metrics."""
+    """Policy-gradient loss of each token; per-token values to sum and to maximize for metrics."""
     old = jax.lax.stop_gradient(logprobs) if batch.old is None else jnp.where(mask, batch.old, 0)
     policy = losses.policy_loss(logprobs, old, batch.advantages, objective.clip_low, objective.clip_high)
     totals = {
@@ -201,6 +230,7 @@ def policy_loss(
         "pg_clipfrac_low": policy.clipped_low,
         "pg_clipfrac_high": policy.clipped_high,
     }
+
     if not objective.importance_cap:
         return policy.loss, totals, {"ratio_max": policy.ratio}
     weight = losses.importance_weight(old, jnp.where(mask, batch.recorded, 0), objective.importance_cap)
@@ -210,7 +240,9 @@ def policy_loss(
 def update(state: PolicyState, batch: Batch, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics.
 
-    Gradients add up in at least float32 over the accumulation steps that are real.
+    Gradients accumulate in at least float32 over the first batch.count accumulation steps. An
+    update that is not finite leaves weights and moments unchanged. Metrics are means over targets,
+    or maxima. Raises ValueError as `check`.
     """
     check(batch, recipe)
     grad = jax.value_and_grad(partial(loss, recipe=recipe), has_aux=True)
@@ -232,16 +264,18 @@ def update(state: PolicyState, batch: Batch, recipe: Recipe) -> tuple[PolicyStat
     empty = (optimizer.widen(state.params), value, sums, maxima)
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
     grads, total, sums, maxima = jax.lax.fori_loop(0, batch.count, add, empty)
+
     norm = optax.tree.norm(grads)
     is_finite = jnp.isfinite(total) & jnp.isfinite(norm)
     state, rate = optimizer.advance(state, grads, is_finite, recipe.adam)
+
     tokens = sums.pop("tokens", None)
     means = {name: part if name == "pg_loss" else part / tokens for name, part in sums.items()}
     return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **means, **maxima}
 
 
 def check(batch: Batch, recipe: Recipe) -> None:
-    """Raises ValueError when the batch lacks what the objective reads."""
+    """Raises ValueError when the batch lacks log-probs that the objective needs."""
     if recipe.objective.kl_coef and batch.reference is None:
         raise ValueError(f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give batch.reference")
     if recipe.objective.importance_cap and batch.recorded is None:
@@ -251,7 +285,7 @@ def check(batch: Batch, recipe: Recipe) -> None:
 
 
 def token_logprobs(params: Params, batch: Batch, recipe: Recipe) -> Float[Array, "A R T"]:
-    """Log-probability of each target, 0 where there is none: what Batch.old and Batch.reference hold."""
+    """Log-probability of each target, 0 elsewhere: for Batch.old and Batch.reference."""
 
     def one(step: Int[Array, ""], done: Float[Array, "A R T"]) -> Float[Array, "A R T"]:
         rows = batch.at(step)
@@ -262,7 +296,10 @@ def token_logprobs(params: Params, batch: Batch, recipe: Recipe) -> Float[Array,
 
 
 class Programs(NamedTuple):
-    """The jitted functions of a recipe: update(state, batch), donating the state, and token_logprobs(params, batch)."""
+    """The jitted functions of a recipe.
+
+    update(state, batch) donates the state; token_logprobs(params, batch).
+    """
 
     update: jax.stages.Wrapped
     token_logprobs: jax.stages.Wrapped
@@ -270,9 +307,10 @@ class Programs(NamedTuple):
 
 @cache
 def programs(recipe: Recipe) -> Programs:
-    """The programs over the whole mesh; to compile ahead of time, lower them with abstract_state and abstract_batch.
+    """The programs over the whole mesh.
 
-    What leaves `update` has the shardings that went in, so that it compiles once.
+    To compile them ahead of time, lower them with abstract_state and abstract_batch. `update`
+    returns the state with the shardings of its argument, so that it compiles once.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())

@@ -1,4 +1,7 @@
-"""All that survives an RL step, its checkpoints, and what a checkpoint of other settings keeps of it."""
+"""The state that persists across RL steps, and its checkpoints.
+
+Also which of it a run with changed settings can reuse.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
-TUNER = "tuner"  # of a checkpoint's meta: it is of no importance to the policy, and JSON
+TUNER = "tuner"  # key in a checkpoint's meta: the tuner's state is JSON
 
 log = logging.getLogger(__name__)
 
 
 @struct.dataclass
 class RunState:
-    """What the loop owns and replaces at every step; nobody else changes it.
+    """The state that the training loop owns and replaces at every step.
 
-    Not in it, since losing them costs speed only: executables, n-gram memory, timings of drafting
-    (Engine). Not in it, since they never change: the KL reference, a drafter that is not trained.
-    `policy` and `drafter` (weights, Adam moments, counters) are None when the run does not train
-    them; `tuner` is plain JSON, None when nothing decodes. `step`: steps done.
+    Not included, since losing them only costs time: executables, n-gram memory, timings of drafting
+    (all in Engine). Not included, since they never change: the KL reference, a drafter that is not
+    trained. `policy` and `drafter` (weights, Adam moments, counters) are None when the run does not
+    train them; `tuner` is JSON, None when the run does not decode. `step`: number of steps done.
     """
 
     step: int = struct.field(pytree_node=False)
@@ -39,7 +42,7 @@ class RunState:
 def abstract(
     step: int, policy: policy_update.Recipe | None = None, drafter: drafter_update.Recipe | None = None
 ) -> RunState:
-    """ShapeDtypeStructs with shardings of what these recipes train: to restore a checkpoint, or to plan."""
+    """ShapeDtypeStructs with shardings of what these recipes train: to restore, or to plan."""
     return RunState(
         step,
         policy and policy_update.abstract_state(policy),
@@ -53,7 +56,10 @@ def save(
     basis: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Starts to save a step; `basis` is what the tuner's state depends on besides its measurements."""
+    """Starts saving a checkpoint of the step.
+
+    `basis`: the settings that the tuner's state is only valid for.
+    """
     items = {"policy": state.policy, "drafter": state.drafter}
     meta = {} if state.tuner is None else {TUNER: {"basis": basis, "state": state.tuner}}
     store.save(state.step, {name: item for name, item in items.items() if item is not None}, meta, metrics)
@@ -62,9 +68,10 @@ def save(
 def restore(
     store: Store, like: RunState, tuner: Tuner | None = None, basis: Mapping[str, Any] | None = None
 ) -> RunState:
-    """The state of the checkpoint of `like.step`, with the shardings of `like`; reads every format so far.
+    """The state of the checkpoint of `like.step`, with the shardings of `like`.
 
-    A tuner's state of another basis begins anew, and says why.
+    Reads every checkpoint format so far. A tuner state of another basis is replaced by an initial
+    one, which is logged. Raises CheckpointError.
     """
     targets = {"policy": like.policy, "drafter": like.drafter}
     restored = store.restore(like.step, {name: item for name, item in targets.items() if item is not None})
@@ -75,7 +82,7 @@ def restore(
 
 
 def resumed_tuner(saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[str, Any]) -> TunerState:
-    """The saved tuner state when it was learned under this basis; else a new one."""
+    """The saved tuner state when its basis is this one; else an initial state."""
     fresh = tuner.init()
     if saved is None:
         reason = "not in the checkpoint"
@@ -91,5 +98,5 @@ def resumed_tuner(saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[
 
 
 def is_due(config: Config, step: int, steps: int) -> bool:
-    """Whether a checkpoint is due: after every checkpoint.every-th step and after the last."""
+    """True after every checkpoint.every-th step, and after the last."""
     return step == steps or (config.checkpoint.every > 0 and step > 0 and step % config.checkpoint.every == 0)

@@ -1,4 +1,4 @@
-"""What drafting was worth in a step, as metrics and as lines of the speculation file; knows no device."""
+"""Metrics of speculative decoding in a step, and its speculation file; knows no device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
 
 def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
-    """What drafting was worth in a rollout, given its seconds by shape; nothing when no chunk drafted."""
+    """The metrics speculation/* of a rollout; none without a chunk that drafted.
+
+    `drafting`: seconds of a round's drafting by shape.
+    """
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
         return {}
+
     found = {
         "accept_length": rollout.stats["accept_length"],
         f"accept_length/{drafter_kind}": rollout.stats["accept_length"],
@@ -34,6 +38,7 @@ def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, 
         **by_batch(rollout.measurements),
         **parts(drafted, drafting),
     }
+
     errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
     if errors:
         found["prediction_error"] = float(np.median(errors))
@@ -41,7 +46,7 @@ def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, 
 
 
 def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
-    """Share of the rounds whose draft held to each depth."""
+    """accept_rate@d: share of the drafting rounds that accept a node of depth d."""
     found = {}
     for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
         deep = [one for one in drafted if one.strategy.depth >= depth]
@@ -51,11 +56,12 @@ def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
 
 
 def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Tree nodes and milliseconds of a round in each batch bucket."""
+    """Mean tree nodes, and median milliseconds of a round, by batch bucket."""
     found = {}
     for batch in sorted({one.batch for one in measurements}):
         same = [one for one in measurements if one.batch == batch]
         found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
+
         plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
         drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
         for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
@@ -65,10 +71,14 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
 
 
 def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
-    """Milliseconds of a round's drafting and of the rest, of the most used shape of each batch bucket that was timed."""
+    """Milliseconds of a round's drafting, and of the rest, by batch bucket.
+
+    Of each bucket's most used shape among those with a drafting time.
+    """
     rounds: Counter = Counter()
     for one in drafted:
         rounds[one.batch, one.slots, one.strategy] += one.rounds
+
     found = {}
     for shape, _ in reversed(rounds.most_common()):
         if shape in drafting:
@@ -79,12 +89,15 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
 
 
 def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
-    """One line of the speculation file per chunk that ran, in the order of reading; none when nothing may draft."""
+    """The lines of the speculation file, one per chunk, in the order in which results arrived.
+
+    None when speculation.drafter is none.
+    """
     return [line(one) for one in rollout.measurements] if drafter_kind != schema.NONE else []
 
 
 def line(one: Measurement) -> ChunkRecord:
-    """A chunk as it stands in the file."""
+    """A measurement as a line of the file."""
     return ChunkRecord(
         one.group,
         one.number,
@@ -103,7 +116,7 @@ def line(one: Measurement) -> ChunkRecord:
 
 
 def accepted(one: Measurement) -> list[int]:
-    """Drafting rounds of sequences that accepted 0, 1, ... drafted tokens; empty for a plain chunk."""
+    """Number of row rounds that accepted 0, 1, ... drafted tokens; empty for plain decoding."""
     if one.strategy == PLAIN:
         return []
     held = [int(one.row_rounds), *one.hits.sum((1, 2)).astype(int).tolist(), 0]

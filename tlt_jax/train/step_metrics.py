@@ -1,4 +1,4 @@
-"""What a step is worth knowing of, under the names of the closed list; knows no device."""
+"""Metrics, timings and records of an RL step; knows no device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tlt_jax.train.advantages import zero_variance
 
 
 class Stopwatch:
-    """Seconds of each phase of a step."""
+    """Seconds of the phases of a step."""
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()
@@ -30,28 +30,30 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time inside to timing_s/name."""
+        """Context that adds its duration to timing_s/name."""
         begin = time.perf_counter()
         yield
         self.seconds[f"timing_s/{name}"] += time.perf_counter() - begin
 
     def totals(self) -> dict[str, float]:
-        """The seconds of every phase, and of the step."""
+        """Seconds of every phase, and timing_s/step, since construction."""
         return {**self.seconds, "timing_s/step": time.perf_counter() - self.begin}
 
 
 def of_rollout(
     config: Config, prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score]
 ) -> dict[str, float]:
-    """Rewards, lengths and speed of a step."""
+    """Metrics of rewards, lengths and speed of a step's rollout."""
     ordered = [scores[answer.uid] for answer in rollout.completions]
     values = np.array([score.value for score in ordered])
     lengths = np.array([len(answer.tokens) for answer in rollout.completions])
     prompt_lengths = np.array([len(prompt.tokens) for prompt in prompts])
+
     terms: dict[str, list[float]] = defaultdict(list)
     for score in ordered:
         for term, value in score.parts.items():
             terms[term].append(value)
+
     return {
         **statistics("reward", values, ("mean", "std", "min", "max")),
         **{f"reward/terms/{term}": float(np.mean(part)) for term, part in terms.items()},
@@ -74,7 +76,10 @@ def of_rollout(
 
 
 def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout: means, but the largest of maxima and the last of counters."""
+    """Metrics of the optimizer steps of one rollout.
+
+    Means over the steps; of maxima the largest, of counters and the learning rate the last.
+    """
     merge = {"ratio_max": max, "rollout_logprob_diff_max": max, "nonfinite": last, "lr": last}
     merged = {name: merge.get(name, mean)([float(update[name]) for update in updates]) for name in updates[0]}
     return {
@@ -87,7 +92,7 @@ def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advan
 def of_step(
     dataset: Dataset, config: Config, step: int, scalars: Mapping[str, float], watch: Stopwatch
 ) -> dict[str, float]:
-    """Seconds of the phases and the step, its throughput, and the epoch."""
+    """Seconds of the phases and of the step, throughput in tokens per second, epochs so far."""
     seconds = watch.totals()
     training = seconds["timing_s/step"] - seconds.get("timing_s/eval", 0.0)
     epoch = {"training/epoch": step * config.rollout.prompts / dataset.rows} if dataset.rows else {}
@@ -95,14 +100,14 @@ def of_step(
 
 
 def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float], watch: Stopwatch) -> None:
-    """Writes an evaluation, and shows it above the progress."""
+    """Writes the metrics of an evaluation, and prints them above the progress display."""
     writer.scalars(step, {**measured, "timing_s/eval": watch.seconds["timing_s/eval"]})
     shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items())
     writer.progress.say(f"step {step}/{steps}  evaluation: {shown}")
 
 
 class Profiler:
-    """Context that writes a jax.profiler trace of the steps of profile.steps to the run folder."""
+    """Context that writes a jax.profiler trace of the steps profile.steps to the run folder."""
 
     def __init__(self, config: Config):
         self.steps = validate.profile_steps(config)
@@ -116,18 +121,18 @@ class Profiler:
         self.stop()
 
     def enter(self, step: int) -> None:
-        """Before a step."""
+        """Starts the trace before the first of the steps."""
         if step in self.steps and not self.is_on:
             jax.profiler.start_trace(self.folder)
             self.is_on = True
 
     def leave(self, step: int) -> None:
-        """After a step."""
+        """Ends the trace after the last of consecutive steps."""
         if step + 1 not in self.steps:
             self.stop()
 
     def stop(self) -> None:
-        """Writes the trace, if one was begun."""
+        """Writes the trace, if one is running."""
         if self.is_on:
             jax.profiler.stop_trace()
             self.is_on = False
@@ -136,7 +141,7 @@ class Profiler:
 def records(
     prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score], texts: Mapping[int, str]
 ) -> list[Record]:
-    """One line of the completions file per answer."""
+    """The lines of the completions file, one per answer."""
     return [
         Record(
             answer.uid,
@@ -153,7 +158,7 @@ def records(
 
 
 def statistics(prefix: str, values: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """The named statistics (mean, std, min, max, or pNN for a percentile) of some values."""
+    """Named statistics of the values: mean, std, min, max, or pNN for a percentile."""
     return {
         f"{prefix}/{name}": float(
             np.percentile(values, int(name[1:])) if name[1:].isdigit() else getattr(np, name)(values)
@@ -163,7 +168,7 @@ def statistics(prefix: str, values: np.ndarray, names: Sequence[str]) -> dict[st
 
 
 def peak_memory() -> int:
-    """Bytes: the peak of the first device where it counts them, else that of this process."""
+    """Peak bytes in use of the first device, or of this process where devices do not report it."""
     memory = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in memory:
         return memory["peak_bytes_in_use"]
