@@ -1,4 +1,4 @@
-"""What a policy is made of: sizes, the shape, axes and initializer of every weight, and the layouts they live in."""
+"""Sizes of a policy, and the shape, axes, initializer and layouts of each of its weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from jaxtyping import Array, Float
 from tlt_jax.models import params as trees
 from tlt_jax.models.params import Weight
 
-# Vocabularies are padded to a multiple of this, so that the weights of a run fit every usual `model` axis unchanged.
+# Vocabularies are padded to a multiple of this: the weights of a run then divide over every usual
+# `model` axis without new padding.
 VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base frequency, and how it is stretched to longer contexts."""
+    """Rotary position embedding: base frequency, and how it is scaled to longer contexts."""
 
     theta: float = 10000.0
     kind: str = "default"  # default | linear | llama3 | yarn
@@ -131,7 +132,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
 
 
 def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> Layer:
-    """The weights of one layer."""
+    """A Weight for every array of one layer."""
     D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
     HE, KE = config.num_heads * E, kv_heads * E
 
@@ -162,12 +163,12 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
 
 
 def rollout_kv_heads(config: ModelConfig, model_axis: int) -> int:
-    """KV heads of the rollout's weights and cache: repeated up to `model` when there are fewer."""
+    """KV heads of the rollout's weights and cache: repeated when there are fewer than `model`."""
     return max(config.num_kv_heads, model_axis)
 
 
 def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Params:
-    """A Weight for every array of Params in this layout: "train" stacks the layers, "rollout" keeps a tuple."""
+    """A Weight for every array of Params; "train" stacks the layers, "rollout" keeps a tuple."""
     V, D = padded_vocab(config, model_axis), config.hidden_size
     if layout == "train":
         kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
@@ -201,13 +202,13 @@ def abstract(config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> 
 
 
 def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
-    """New random Params in the "train" layout; zero in the vocabulary's padding."""
+    """New random Params in the "train" layout, the same on every mesh; vocabulary padding is 0."""
     check_mesh(config, mesh)
     return trees.init(weights(config, mesh.shape["model"]), mesh, key, dtype, config.init_std)
 
 
 def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
-    """One layer with its KV heads repeated as the rollout holds them."""
+    """The layer with its KV heads repeated, as many as `rollout_kv_heads`."""
     repeats = rollout_kv_heads(config, model_axis) // config.num_kv_heads
 
     def repeat(array: jax.Array | None) -> jax.Array | None:
@@ -232,7 +233,7 @@ def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike
 
 
 NORMED = -1  # the capture of the last hidden state after the final norm
-Captures = tuple[int, ...]  # hidden states to hand out as features: c is the residual stream after c layers, or NORMED
+Captures = tuple[int, ...]  # features: NORMED, or c for the hidden state after c layers
 
 
 def head(params: Params) -> Float[Array, "V D"]:

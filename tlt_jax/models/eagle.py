@@ -1,8 +1,9 @@
-"""The drafter network: cache extension and tree steps for rollout, unrolled forward for training; arrays in, arrays out.
+"""The drafter network: cache extension and tree steps for rollout, unrolled for training.
 
-Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t, x_{t+1}), at rotary position
-t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree the drafter's own hidden state of the parent stands
-in for the features (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
+Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t,
+x_{t+1}), at rotary position t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree
+the drafter's own hidden state of the parent takes the place of the features (Li et al. 2024, arXiv
+2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
 
 Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a function takes it.
 """
@@ -25,7 +26,6 @@ from tlt_jax.models.eagle_config import (
     abstract,
     cast,
     check_ids,
-    check_policy,
     default_captures,
     for_policy,
     init,
@@ -39,14 +39,14 @@ from tlt_jax.models.transformer import finish, heads, keys_values, packed_angles
 from tlt_jax.shapes import shaped
 
 __all__ = [
-    "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids", "check_policy",
+    "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids",
     "default_captures", "extend", "fill", "for_policy", "init", "logits", "scratch", "shardings", "shared", "shift", "step",
     "to_rollout", "unroll", "weights",
 ]  # fmt: skip
 
 
 def abstract_cache(config: DrafterConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
-    """Shape, dtype and sharding of a cache on a data group's mesh: a KVCache of one layer without features."""
+    """Shape, dtype and sharding of a data group's cache: a KVCache of one layer."""
     return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
 
 
@@ -68,7 +68,7 @@ def fuse(
     axis: int,
     given: bool,
 ) -> Float[Array, "*A Z"]:
-    """What enters the layer, from token embeddings and the state: the policy's features when `given`."""
+    """The layer's input, from token embeddings and the state (features when `given`)."""
     if config.kind == "eagle":
         return ops.project(jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis)
     if not given:
@@ -87,7 +87,7 @@ def attention_input(
     x: Float[Array, "*A Z"],
     axis: int,
 ) -> Float[Array, "*A Y"]:
-    """What queries, keys and values are projected from, for what enters the layer."""
+    """What queries, keys and values are projected from, given the layer's input."""
     if config.kind == "eagle":
         return x
     e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
@@ -101,7 +101,7 @@ def leave(
     attended: Float[Array, "*A HE"],
     axis: int,
 ) -> Float[Array, "*A Z"]:
-    """The hidden state after the layer, which the next level and the head read."""
+    """The hidden state after the layer, which the next level of the tree and the head read."""
     x = finish(params.layer, config.block, x, attended, axis)
     return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
 
@@ -115,12 +115,8 @@ def nodes_in(
     state: Float[Array, "B N F"],
     positions: Int[Array, "B N"],
     given: bool,
-) -> tuple[
-    Float[Array, "Z BN"],
-    Float[Array, "Y BN"],
-    tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
-]:
-    """What enters the layer, the input of its attention, and cosine and sine of the rotary embedding."""
+) -> tuple[Float[Array, "Z BN"], Float[Array, "Y BN"], tuple[Float[Array, "half BN"], ...]]:
+    """The layer's input, its attention's input, and cosine and sine of the rotary embedding."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
@@ -152,12 +148,13 @@ def extend(
     starts: Int[Array, " B"],
     last: Int[Array, " B"],
 ) -> tuple[KVCache, Float[Array, "B Z"]]:
-    """The cache with W more slots from starts[b] on, and the hidden state of row last[b], in the dtype of `features`.
+    """The cache with W more slots from starts[b] on, and the hidden state of row last[b].
 
-    Row w holds the features of position starts + w and the token after it; it sees the slots before `starts` and the rows
-    up to itself. Keys and values of the only layer do not depend on attention: all rows need are these. The cache must have
-    slots for all W rows; rows beyond what is known are junk that a later call overwrites. `params` are in the "rollout"
-    layout.
+    Row w holds the features of position starts + w and the token after it; it attends to the slots
+    before `starts` and the rows up to itself. Keys and values of the only layer do not depend on
+    attention: nothing else is computed for rows other than `last`. The cache must have slots for
+    all W rows; those after `last` are junk that a later call overwrites. In the dtype of
+    `features`; `params`: "rollout" layout.
     """
     B, W = tokens.shape
     positions = starts[:, None] + jnp.arange(W)
@@ -187,7 +184,7 @@ def fill(
     rows: Int[Array, " R"],
     starts: Int[Array, " R"],
 ) -> KVCache:
-    """The cache with W more slots of R of its sequences, from starts[r] of rows[r] on: as `extend`, without hidden states."""
+    """As `extend` without hidden states: W more slots of sequences rows[r], from starts[r] on."""
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
     k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
@@ -209,11 +206,11 @@ def step(
     ancestors: Bool[Array, "B k R"],
     level: int,
 ) -> tuple[KVCache, Float[Array, "B k Z"]]:
-    """Hidden states of the k nodes of a level, and the scratch with their keys and values in rows level * k and on.
+    """The scratch with a level's k nodes from row level * k on, and the nodes' hidden states.
 
-    `hidden` are those of the nodes' parents. The nodes see the first starts[b] slots of the cache, and of the R =
-    (level + 1) * k first scratch rows those that `ancestors` marks; the last k rows are themselves.
-    `params` are in the "rollout" layout.
+    `hidden` are those of the nodes' parents. The nodes attend to the first starts[b] slots of the
+    cache, and of the R = (level + 1) * k first scratch rows those that `ancestors` marks; the last
+    k rows are themselves. `params` are in the "rollout" layout.
     """
     rows = (level + 1) * tokens.shape[1]
     x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
@@ -230,7 +227,7 @@ def step(
 def logits(
     params: DrafterParams, config: DrafterConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
 ) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary, in at least float32; those of the policy's padding are the lowest number."""
+    """Logits over the draft vocabulary, at least float32; padding has the lowest number."""
     if config.kind == "eagle3" and not config.norm_output:
         hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
     matrix = shared.head if params.head is None else params.head
@@ -268,14 +265,15 @@ def unroll(
     block: int = 512,
     mesh: Mesh | None = None,
 ) -> Float[Array, "J B T Z"]:
-    """Hidden states of `steps` levels of drafting along the given tokens: EAGLE-3's training-time test (section 3.2).
+    """Hidden states of `steps` levels of drafting along given tokens: EAGLE-3's training-time test.
 
-    Step j at slot t reads token t + 1 + j and the features (j = 0) or step j - 1's hidden state at slot t, has rotary
-    position t + j, and sees step 0 of its segment's slots up to t and its own slot of steps 1..j: what `extend` and then
-    j times `step` compute. It predicts token t + 2 + j; where token t + 1 + j is beyond t's segment it is junk.
+    Step j at slot t reads token t + 1 + j and the features (j = 0) or step j - 1's hidden state at
+    slot t, has rotary position t + j, and attends to step 0 of its segment's slots up to t and its
+    own slot of steps 1..j: what `extend` and then j times `step` compute (section 3.2). It
+    predicts token t + 2 + j; where token t + 1 + j is beyond t's segment it is junk.
 
-    In the dtype of `features`; `params` in the "train" layout. The backward pass computes every step again; memory grows
-    linearly with T. With a mesh, rows stay sharded over `data`.
+    In the dtype of `features`; `params` in the "train" layout. The backward pass computes every
+    step again; memory grows linearly with T. With a mesh, rows stay sharded over `data`.
     """
 
     def rows(x: Array) -> Array:

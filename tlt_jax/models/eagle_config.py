@@ -1,8 +1,9 @@
-"""What a drafter is made of: sizes, the shape, axes and initializer of every weight, and the layouts they live in.
+"""Sizes of a drafter, and the shape, axes, initializer and layouts of each of its weights.
 
-Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last hidden state and answers with
-the policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of several depths and has a head of its own, maybe
-over part of the vocabulary; `fc_norm` and `norm_output` are what EAGLE-3.1 changed (arXiv 2605.09992).
+Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last
+hidden state and uses the policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of
+several depths and has an LM head of its own, which may cover a part of the vocabulary; `fc_norm`
+and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ KINDS = ("eagle", "eagle3")
 class DrafterConfig:
     """Sizes and features of one drafter: hashable, a static argument of every program.
 
-    It is as wide as the policy, whose embedding it reads. `captures` are the hidden states of the policy that it reads,
-    as transformer.hidden takes them. `draft_vocab_size` equals `vocab_size` when it can propose every token.
-    Raises ValueError, naming the values, for what does not go together.
+    It is as wide as the policy, whose embedding it shares. `captures` are the hidden states of the
+    policy that it reads. `draft_vocab_size` equals `vocab_size` when it can propose every token.
+    Raises ValueError, naming the values, when fields contradict each other.
     """
 
     kind: str  # eagle | eagle3
@@ -68,10 +69,11 @@ class DrafterConfig:
         if self.kind not in KINDS:
             raise ValueError(f"drafter kind {self.kind!r} is unknown: use {' or '.join(KINDS)}")
         eagle = self.kind == "eagle"
-        strange = ("fc_norm", "norm_output") if eagle else ("qkv_bias", "fc_bias")
-        strange = [name for name in strange if getattr(self, name)]
-        if strange:
-            raise ValueError(f"{', '.join(strange)} true: not for a drafter of kind {self.kind}")
+        foreign = ("fc_norm", "norm_output") if eagle else ("qkv_bias", "fc_bias")
+        foreign = [name for name in foreign if getattr(self, name)]
+        if foreign:
+            raise ValueError(f"{', '.join(foreign)} true: not for a drafter of kind {self.kind}")
+
         rising = all(one < other for one, other in zip(self.captures, self.captures[1:], strict=False))
         if eagle and self.captures != (NORMED,):
             raise ValueError(f"captures {self.captures}: eagle reads the last normed hidden state, ({NORMED},)")
@@ -97,7 +99,7 @@ class DrafterConfig:
 
     @cached_property
     def block(self) -> ModelConfig:
-        """Its one transformer layer, as a policy of one layer: what the layer's code and the KV cache read."""
+        """Its transformer layer as a policy of one layer, for the code that both networks share."""
         return ModelConfig(
             family="qwen2" if self.qkv_bias else "llama",
             vocab_size=self.vocab_size,
@@ -116,7 +118,10 @@ class DrafterConfig:
 
 
 def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
-    """A drafter for this policy: one layer of its shape, EAGLE-3.1 for eagle3; `changes` are other fields' values."""
+    """A drafter for this policy: one layer of its shape, EAGLE-3.1 for eagle3.
+
+    `changes` replace fields of it.
+    """
     eagle = kind == "eagle"
     base = DrafterConfig(
         kind=kind,
@@ -142,7 +147,7 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
 
 
 def default_captures(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's (2, L // 2, L - 3), where these differ; for shallower policies the second, a middle and the last layer."""
+    """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
     return tuple(range(1, num_layers + 1)) if num_layers < 4 else (2, (2 + num_layers) // 2, num_layers)
@@ -164,12 +169,13 @@ def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
 
 @struct.dataclass
 class DrafterParams:
-    """A drafter, in the "train" or the "rollout" layout (KV heads repeated); what its kind does not have is None.
+    """A drafter, in the "train" or the "rollout" layout (KV heads repeated); None: absent.
 
-    Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3; the layer's q, k and v read
-    2 Z for eagle3, and its `attention_norm` is then that of the token embedding. `ids`: the token of each of the U
-    logits, ascending; None when they are those of the policy, padding included. It is not trained:
-    `params.replace(ids=None)` has trainable leaves only.
+    Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3;
+    the layer's q, k and v read 2 Z for eagle3, and its `attention_norm` is then that of the token
+    embedding. `ids`: the token of each of the U logits, ascending; None when they are those of the
+    policy, padding included. It is not trained: `params.replace(ids=None)` has trainable leaves
+    only.
     """
 
     fuse: Float[Array, "Z I"]
@@ -184,7 +190,7 @@ class DrafterParams:
 
 @struct.dataclass
 class Shared:
-    """What a drafter reads of the policy, never a copy: its embedding and its LM head."""
+    """The policy's embedding and LM head, which a drafter uses without a copy."""
 
     embed: Float[Array, "V D"]
     head: Float[Array, "V D"]
@@ -224,7 +230,10 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
 
 
 def shardings(config: DrafterConfig, mesh: Mesh, layout: str) -> DrafterParams:
-    """The NamedSharding of every array of DrafterParams. Raises ValueError when the drafter does not divide over it."""
+    """The NamedSharding of every array of DrafterParams.
+
+    Raises ValueError when the drafter does not divide over the mesh.
+    """
     check_mesh(config.block, mesh)
     return trees.shardings(weights(config, mesh.shape["model"], layout), mesh, layout)
 
@@ -238,11 +247,15 @@ def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -
 def check_ids(
     config: DrafterConfig, ids: ArrayLike | None
 ) -> Int32[np.ndarray, " U"] | None:
-    """Token ids of the draft vocabulary as int32. Raises ValueError unless they are ascending and the policy's."""
+    """Token ids of the draft vocabulary; None when that is the whole one.
+
+    Raises ValueError unless they are ascending tokens of the policy, `draft_vocab_size` of them.
+    """
     if config.whole:
         if ids is not None:
             raise ValueError("a drafter that proposes every token takes no draft vocabulary")
         return None
+
     found = np.asarray([] if ids is None else ids)
     if found.shape != (config.draft_vocab_size,):
         raise ValueError(
@@ -256,7 +269,10 @@ def check_ids(
 def init(
     config: DrafterConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike, ids: ArrayLike | None = None
 ) -> DrafterParams:
-    """New random DrafterParams in the "train" layout; `ids` as check_ids wants them."""
+    """New random DrafterParams in the "train" layout, the same on every mesh.
+
+    `ids` are the draft vocabulary, None when that is the whole one.
+    """
     ids = check_ids(config, ids)
     check_mesh(config.block, mesh)
     spec = weights(config, mesh.shape["model"])

@@ -1,4 +1,4 @@
-"""The policy and the drafter that a configuration names: sizes and weights, new or read; knows no training, no rollout."""
+"""The policy and the drafter that a configuration names: their sizes and weights, new or read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def policy_directory(config: Config) -> Path:
 
 
 def fingerprint(config: Config) -> list[tuple[str, int, int]]:
-    """Name, size and time of each file of the model directory: changes when its weights do."""
+    """Name, size and modification time of each file of the model directory."""
     if not config.model.path:
         return []
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(policy_directory(config).iterdir())]
@@ -47,7 +47,7 @@ def fingerprint(config: Config) -> list[tuple[str, int, int]]:
 def load_drafter(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
     """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
 
-    Raises ModelError, naming what does not fit, for the directory of another policy's drafter.
+    Raises ModelError, naming what does not fit, when the drafter was made for another policy.
     """
     path = drafter_directory(config)
     if path is None:
@@ -58,8 +58,8 @@ def load_drafter(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[Drafte
 def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
     """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
 
-    Its config.json is enough. While the directory is not there, it is the drafter that train.drafter would write.
-    Raises ModelError as `load` does.
+    Reads config.json alone. Before the directory exists, it is the drafter that train.drafter would
+    write. Raises ModelError as `load_drafter` does.
     """
     path = drafter_directory(config)
     if path is None:

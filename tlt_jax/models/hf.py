@@ -62,9 +62,9 @@ TOKENIZER_FILES = (
 
 
 class Tensor(NamedTuple):
-    """One tensor of the files: its name and shape, where it lives in Params (layer None: not in a layer), and its dtype.
+    """One tensor of the files: its name and shape, its place in Params, and its dtype.
 
-    dtype None is that of the weights.
+    layer None: it is in no layer; dtype None: that of the weights.
     """
 
     name: str
@@ -137,7 +137,7 @@ def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLik
 
 
 def read(stored: Any, index: tuple[slice, ...], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """This part of a stored tensor; zeros where `shape` goes beyond it, in the padding of the vocabulary."""
+    """This part of a stored tensor; zeros where `shape` exceeds it (vocabulary padding)."""
     bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
     there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, stored.get_shape(), strict=True)]
     part = np.zeros([b - a for a, b in bounds], dtype)
@@ -148,7 +148,7 @@ def read(stored: Any, index: tuple[slice, ...], shape: tuple[int, ...], dtype: D
 
 
 def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
-    """A slice to read from, for every tensor of a model directory; the files stay open as long as the stack."""
+    """Lazy slices of every tensor of a model directory; the stack keeps their files open."""
     stored = {}
     for path in shard_files(directory):
         try:
@@ -184,8 +184,8 @@ def check_tensors(directory: Path, wanted: Iterable[Tensor], found: dict[str, An
         for name in shapes
         if shapes[name] != expected[name].shape
     ]
-    problems = [f"missing {listed(missing)}"] * bool(missing) + [f"unknown {listed(extra)}"] * bool(extra)
-    problems += [listed(wrong)] * bool(wrong)
+    named = (("missing ", missing), ("unknown ", extra), ("", wrong))
+    problems = [what + listed(names) for what, names in named if names]
     if problems:
         raise ModelError(f"weights in {directory} do not fit its config.json: {'; '.join(problems)}")
 
@@ -291,10 +291,8 @@ def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterab
 
 def write_configs(config: ModelConfig, directory: Path, tokenizer: Any, dtype: np.dtype) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
-    for name, value in (
-        ("config.json", to_hf_config(config, dtype)),
-        ("generation_config.json", eos_entry(config)),
-    ):
+    hf_config = to_hf_config(config, dtype)
+    for name, value in (("config.json", hf_config), ("generation_config.json", eos_entry(config))):
         (directory / name).write_text(json.dumps(value, indent=2) + "\n")
     if isinstance(tokenizer, (str, Path)):
         for name in TOKENIZER_FILES:

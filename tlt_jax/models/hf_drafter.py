@@ -1,7 +1,8 @@
-"""Drafter directories as SGLang and vLLM load them: config.json and model.safetensors, read, written and refused by name.
+"""Drafter directories as SGLang and vLLM load them: config.json and model.safetensors.
 
-EAGLE-3: one `midlayer`, its own norm and head, the draft vocabulary as offsets `d2t`. EAGLE: `layers.0` without its first
-norm, no head. The embedding is the policy's and never written; where a directory holds one, it is not read.
+EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t`.
+EAGLE: `layers.0` without its first norm, no head. The embedding is the policy's: it is never
+written, and one in a directory is not read.
 """
 
 from __future__ import annotations
@@ -143,10 +144,11 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
 
 
 def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
-    """Raises ModelError for keys and values of a config.json that mean another network than ours."""
-    strange = sorted(key for key in set(raw) - READ - HARMLESS if raw[key] not in (None, False))
-    if strange:
-        raise ModelError(f"config.json names {', '.join(strange)}: unknown here, and it may change the network")
+    """Raises ModelError for keys and values of a config.json that describe another network."""
+    unknown = sorted(key for key in set(raw) - READ - HARMLESS if raw[key] not in (None, False))
+    if unknown:
+        named = ", ".join(unknown)
+        raise ModelError(f"config.json names {named}: unknown here, and it may change the network")
     if raw.get("num_hidden_layers") != 1:
         raise ModelError(f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported")
     if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
@@ -154,7 +156,8 @@ def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
         raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
     biased = [name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"]
     if kind == "eagle3":
-        biased += ["bias"] * bool(raw.get("bias"))
+        if raw.get("bias"):
+            biased.append("bias")
         if raw.get("tie_word_embeddings"):
             raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
         if not raw.get("draft_vocab_size"):
@@ -230,7 +233,7 @@ def read_params(config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dt
 
 
 def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | None:
-    """The draft vocabulary's token ids, None for all. Raises ModelError, or ValueError, unless d2t and t2d hold one."""
+    """Ids of the draft vocabulary, None: all. Raises ModelError unless d2t and t2d hold one."""
     if config.kind == "eagle":
         return None
     known = np.arange(config.draft_vocab_size)

@@ -1,4 +1,7 @@
-"""The KV cache of a rollout: one array per layer, committed slots first, a scratch tail last; knows no network."""
+"""The KV cache of a rollout: one array per layer, committed slots first, scratch slots last.
+
+It holds keys, values and features of any network.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, len
 
 @shaped
 def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]) -> KVCache:
-    """The cache with all nodes of R trees written at slots starts[r], starts[r] + 1, ... of its sequences rows[r]."""
+    """The cache with all nodes of R trees, tree r written to row rows[r] from slot starts[r] on."""
 
     def put(name: str, array: Array, new: Array) -> Array:
         axis = cache.slot_axis(name)
@@ -128,9 +131,10 @@ def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[
 
 @shaped
 def insert(cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: Int[Array, " R"]) -> KVCache:
-    """The cache where slots [0, P) of sequence rows[r] are row source[r] of the prefilled ones; no other is touched.
+    """The cache with row source[r] of the prefilled prompts in slots [0, P) of sequence rows[r].
 
-    The rows are distinct; those from B on are nobody's, and nothing is written for them.
+    Other slots and sequences stay as they are. The rows are distinct; nothing is written for those
+    from B on, which fill the argument up to R.
     """
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:
@@ -145,7 +149,7 @@ def insert(cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: I
 
 @shaped
 def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
-    """The cache of the sequences `rows` (-1: anything), cut or padded to this many slots."""
+    """The cache of the sequences `rows` (-1: a row of junk), cut or padded to this many slots."""
 
     def fit(name: str, array: Array) -> Array:
         axis = cache.slot_axis(name)

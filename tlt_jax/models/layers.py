@@ -1,4 +1,4 @@
-"""The arithmetic of one transformer layer: norms, rotary embedding and attention; knows no weights' names.
+"""The arithmetic of a transformer layer: projections, norms, rotary embedding and attention.
 
 Features lie on the last axis (training, prefill: [B, T, D]) or on the first (decoding: [D, nodes], where `weight @ x`
 reads every weight once, in order; on a CPU that is 1.1 to 1.5 times faster for 2 to 32 nodes). `axis` says which;
@@ -27,7 +27,7 @@ def widen(dtype: DTypeLike) -> jnp.dtype:
 def contract(
     subscripts: str, a: Float[Array, ...], b: Float[Array, ...]
 ) -> Float[Array, ...]:
-    """einsum, summed and returned in at least float32."""
+    """einsum that accumulates and returns in at least float32."""
     wide = widen(a.dtype)
     if a.dtype == wide:
         return jnp.einsum(subscripts, a, b)
@@ -107,7 +107,7 @@ def rope_angles(
 def rotate(
     x: Float[Array, "*A E"], cos: Float[Array, "*#A half"], sin: Float[Array, "*#A half"], axis: int
 ) -> Float[Array, "*A E"]:
-    """x with the pairs (i, i + E/2) along `axis` turned by their angle."""
+    """x with the pairs (i, i + E/2) along `axis` rotated by their angle."""
     first, second = jnp.split(x, 2, axis=axis)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
 

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of target tokens, a chunk of logits at a time; knows no loss."""
+"""Log-probability and entropy of target tokens, from the logits of a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def score(
 ) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
     """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
 
-    Sums over V only, so V may be sharded. The entropy carries a gradient only if it `entropy_learns`.
+    Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
     """
     if temperature not in (0, 1):
         logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)  # padding stays finite
@@ -55,7 +55,8 @@ def token_scores(
 
     Each data group holds the logits of `chunk` tokens at once, and computes them again in the backward pass.
     """
-    # One copy of the head per data group: its gradient then sums over chunks inside the group, and over groups once.
+    # One copy of the head per data group: its gradient is then summed over chunks within the group,
+    # and over groups once.
     name = "embed" if params.head is None else "head"
     axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
     copies = group_copies(getattr(params, name), axes, mesh)

@@ -162,10 +162,11 @@ def hidden(
     mesh: Mesh | None = None,
     captures: Captures = (),
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
-    """Normed last hidden states of packed rows, and features; a token sees the earlier ones of its own nonzero segment.
+    """Normed last hidden states of packed rows, and the captured features.
 
-    `params` are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer by
-    layer.
+    A token attends to itself and the earlier tokens of its segment; segment 0 is padding. `params`
+    are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered
+    layer by layer.
     """
 
     def rows(x: Array) -> Array:
@@ -194,7 +195,7 @@ def gathered(
     normed: Float[Array, "*A D"],
     axis: int,
 ) -> Float[Array, "*A F"]:
-    """The captured hidden states behind each other on `axis`; zero wide when nothing is captured."""
+    """The captured hidden states, concatenated on `axis`; of width 0 when nothing is captured."""
     if not captures:
         return jax.lax.slice_in_dim(normed, 0, 0, axis=axis % normed.ndim)
     chosen = [normed if capture == NORMED else x for capture, x in zip(captures, kept, strict=True)]
@@ -231,7 +232,8 @@ def prefill(
         keys.append(jnp.moveaxis(k, 1, 3))
         values.append(jnp.moveaxis(v, 1, 2))
         states.append(x)
-    normed = ops.rms_norm(x, params.final_norm, config.rms_eps)  # XLA drops what leads to it when nobody reads it
+
+    normed = ops.rms_norm(x, params.final_norm, config.rms_eps)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
     return Scratch(tuple(keys), tuple(values), features)
 
@@ -267,9 +269,9 @@ def tree_forward(
     lengths: Int[Array, " B"],
     captures: Captures = (),
 ) -> tuple[Float[Array, "B N V"], Scratch]:
-    """Logits of tree nodes that see the committed slots and their ancestors (themselves too), and what `commit` may keep.
+    """Logits of tree nodes, and their keys, values and features, from which `commit` takes a path.
 
-    `params` are in the "rollout" layout.
+    A node attends to the committed slots, its ancestors and itself. `params`: "rollout" layout.
     """
     B, N = tokens.shape
     with jax.named_scope("embed"):
@@ -281,12 +283,14 @@ def tree_forward(
         x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, past)
         kept.append((k, v))
         states.append(x)
+
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
     with jax.named_scope("head"):
         scores = ops.contract("vd,dt->vt", head(params), x)
         scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(B, N, -1)
-    # Ties the scratch to the end of the pass: XLA copies the cache when `commit` could write before attention has read.
+
+    # The scratch depends on the end of the pass: XLA would copy a cache written before it is read.
     sound = (x[0] == x[0]).reshape(B, 1, 1, N)
     scratch = Scratch(
         keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),
