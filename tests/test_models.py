@@ -126,18 +126,21 @@ def ancestors():
     return np.stack([seen, seen])
 
 
-def prefilled(weights, config, group, tokens, lengths, slots, captures=()):
+def prefilled(weights, config, group, tokens, lengths, slots, captures=(), captures_states=False):
     """A cache of two sequences that hold their first `lengths` tokens."""
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    kept = jax.jit(lambda weights: transformer.prefill(weights, config, tokens, lengths, captures, block=4))(weights)
-    cache = kv_cache.empty(config, 2, slots, len(captures) * config.hidden_size, weights.embed.dtype, group)
+    rest = tokens, lengths, captures, 4, captures_states
+    kept = jax.jit(lambda weights: transformer.prefill(weights, config, *rest))(weights)
+    width = len(captures) * config.hidden_size
+    spec = kv_cache.abstract(config, 2, slots, width, weights.embed.dtype, group, captures_states)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
     return jax.jit(kv_cache.insert)(cache, kept, jnp.arange(2), jnp.arange(2))
 
 
-def grow(weights, config, cache, nodes, lengths, depths, seen, captures=()):
+def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
     positions = np.asarray(lengths)[:, None] + np.asarray(depths)
     forward = jax.jit(
-        lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths, captures)
+        lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths, *captures)
     )
     arrays = (jnp.asarray(nodes, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(seen))
     lengths = jnp.asarray(lengths, jnp.int32)
@@ -174,19 +177,22 @@ def check_commit(weights, config, params, cache, scratch, nodes, lengths):
         np.testing.assert_allclose(logits[row, 0, : config.vocab_size], expected, rtol=0, atol=1e-9)
 
 
-def test_features_are_the_captured_hidden_states_in_every_forward(directories, x64):
-    mesh = meshes.make_mesh(1, 1)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
+def test_features_are_the_captured_hidden_states_in_every_forward(directories, shape, x64):
+    mesh = meshes.make_mesh(*shape)
     config, params = load(directories("qwen2"), mesh)
     weights, group = rollout(params, config, mesh)
     tokens, lengths, captures = model_cases.TOKENS, [4, 4], (1, config.num_layers, architecture.NORMED)
-    cache = prefilled(weights, config, group, tokens[:, :4], lengths, slots=8, captures=captures)
+    cache = prefilled(weights, config, group, tokens[:, :4], lengths, 8, captures, captures_states=True)
     chain = np.broadcast_to(np.tril(np.ones((2, 2), bool)), (2, 2, 2))
-    _, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures)
+    _, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures, True)
     cache = kv_cache.commit(cache, scratch, jnp.array([[0, 1], [0, 1]]), jnp.asarray(lengths))
     ones, positions = jnp.ones((2, 6), jnp.int32), jnp.broadcast_to(jnp.arange(6), (2, 6))
     arrays = (jnp.asarray(tokens[:, :6], jnp.int32), positions, ones)
     hidden, features = transformer.hidden(params, config, *arrays, compute_dtype="float64", captures=captures)
     np.testing.assert_allclose(cache.features[:, :6], features, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(cache.states[:, :6], hidden, rtol=0, atol=1e-9)
+    assert kv_cache.resize(cache, jnp.array([1]), 10).states.shape == (1, 10, config.hidden_size)
     first, last, normed = jnp.split(features, 3, axis=-1)
     np.testing.assert_array_equal(normed, hidden)
     x = params.embed[arrays[0]]

@@ -49,11 +49,12 @@ DRAFTERS = {
 }
 
 
-def plan_of(*overrides):
+def plan_of(*overrides, captures_states=False):
     """A tiny configuration on a (2, 2) mesh, its recipe and its engine."""
     settings = configuration.parse([*TINY, "--mesh.model", "2", *overrides])
     model, mesh = plan.sizes(settings), make_mesh(2, 2)
-    engine = Engine(settings, model, mesh, drafter=from_config.drafter_config(settings, model))
+    drafter = from_config.drafter_config(settings, model)
+    engine = Engine(settings, model, mesh, drafter=drafter, captures_states=captures_states)
     return settings, Recipe.of(settings, model, mesh, 1), engine
 
 
@@ -102,6 +103,18 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
     assert kinds["drafter optimizer"] == pytest.approx(2 * kinds["drafter"], rel=0.1)
     assert {kind: kinds[kind] for kind in plain} == plain
     assert set(kinds) - set(plain) == {"features", "drafter", "drafter copy", "drafter cache", "drafter optimizer"}
+
+
+@pytest.mark.parametrize("drafter", [*DRAFTERS, None])
+def test_captured_states_are_a_line_of_their_own_and_of_eagle_they_are_the_features(drafter):
+    overrides = DRAFTERS.get(drafter, ())
+    plain = memory.budget(*plan_of(*overrides))
+    settings, recipe, engine = plan_of(*overrides, captures_states=True)
+    states = engine.capacity * (memory.cache_slots(settings) + 8) * 32 * 4 // 2  # over `model`
+    expected = plain | ({} if drafter == "eagle" else {"states": states})
+    kinds = memory.budget(settings, recipe, engine)
+    assert kinds == expected and "states" not in plain
+    assert ("states" in memory.phases(kinds)["rollout"]) == (drafter != "eagle")
 
 
 def test_n_grams_hold_texts_only():

@@ -20,7 +20,7 @@ from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
 AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads", None, None),
-        "features": ("batch", None, "features")}  # fmt: skip
+        "features": ("batch", None, "features"), "states": ("batch", None, "features")}  # fmt: skip
 
 
 @struct.dataclass
@@ -30,26 +30,28 @@ class KVCache:
     Keys hold slots on their last axis: the products with them then read the cache in order. Values hold them there on
     TPUs alone, where heads narrower than 128 lanes would be widened, a copy of the cache in every chunk; elsewhere they are
     [B, K, S, E], which a CPU reads 3 times faster. Slots past a sequence's length hold junk. S is the bucket plus the
-    widest path that `commit` writes.
+    widest path that `commit` writes. `states` are the normed last hidden states, None when nobody asked for them.
     """
 
     keys: tuple[Float[Array, "B K E S"], ...]
     values: tuple[Float[Array, "B K _ _"], ...]
     features: Float[Array, "B S F"]
+    states: Float[Array, "B S D"] | None = None
     slots_last: bool = struct.field(pytree_node=False, default=False)  # of the values
 
     def slot_axis(self, name: str) -> int:
         """The axis of the slots in the leaves of this name."""
-        return {"keys": 3, "values": 3 if self.slots_last else 2, "features": 1}[name]
+        return {"keys": 3, "values": 3 if self.slots_last else 2, "features": 1, "states": 1}[name]
 
 
 @struct.dataclass
 class Scratch:
-    """Keys, values and features of the nodes of trees before `commit` keeps some, or of the N tokens of whole prompts."""
+    """What a cache holds, of the nodes of trees before `commit` keeps some, or of the N tokens of whole prompts."""
 
     keys: tuple[Float[Array, "B K E N"], ...]
     values: tuple[Float[Array, "B K N E"], ...]
     features: Float[Array, "B N F"]
+    states: Float[Array, "B N D"] | None = None
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
@@ -64,15 +66,23 @@ def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KV
             lambda own, *leaf: function(name, own, *(turned(name, one) for one in leaf)), getattr(cache, name), *leaves
         )
 
-    return cache.replace(keys=of("keys"), values=of("values"), features=of("features"))
+    return cache.replace(**{name: of(name) for name in AXES})
 
 
-def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+def abstract(
+    config: ModelConfig,
+    batch: int,
+    slots: int,
+    features: int,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    captures_states: bool = False,
+) -> KVCache:
     """Shape, dtype and sharding of a cache on a data group's mesh."""
     L, K, E = config.num_layers, rollout_kv_heads(config, mesh.shape["model"]), config.head_dim
 
     def describe(name: str, *shape: int) -> jax.ShapeDtypeStruct:
-        divides = name != "features" or features % mesh.shape["model"] == 0
+        divides = AXES[name][-1] is None or shape[-1] % mesh.shape["model"] == 0
         axes = AXES[name] if divides else AXES[name][:1]
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, "rollout"))
 
@@ -81,6 +91,7 @@ def abstract(config: ModelConfig, batch: int, slots: int, features: int, dtype: 
         keys=(describe("keys", batch, K, E, slots),) * L,
         values=(describe("values", batch, K, *((E, slots) if slots_last else (slots, E))),) * L,
         features=describe("features", batch, slots, features),
+        states=describe("states", batch, slots, config.hidden_size) if captures_states else None,
         slots_last=slots_last,
     )
 

@@ -219,8 +219,12 @@ def prefill(
     lengths: Int[Array, " Q"],
     captures: Captures = (),
     block: int = 512,
+    captures_states: bool = False,
 ) -> Scratch:
-    """Keys, values and features of whole prompts; those past a prompt's length are junk. `params`: "rollout" layout."""
+    """Keys, values, features and states of whole prompts; those past a prompt's length are junk.
+
+    `params` are in the "rollout" layout.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
     with jax.named_scope("embed"):
@@ -235,7 +239,7 @@ def prefill(
 
     normed = ops.rms_norm(x, params.final_norm, config.rms_eps)  # XLA removes it unless captured
     features = gathered(captures, [states[capture] for capture in captures], normed, axis=-1)
-    return Scratch(tuple(keys), tuple(values), features)
+    return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
 
 
 @jax.named_scope("layer")
@@ -268,6 +272,7 @@ def tree_forward(
     cache: KVCache,
     lengths: Int[Array, " B"],
     captures: Captures = (),
+    captures_states: bool = False,
 ) -> tuple[Float[Array, "B N V"], Scratch]:
     """Logits of tree nodes, and their keys, values and features, from which `commit` takes a path.
 
@@ -296,5 +301,6 @@ def tree_forward(
         keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),
         values=tuple(jnp.where(jnp.swapaxes(sound, 2, 3), v, 0) for _, v in kept),
         features=features,
+        states=x.T.reshape(B, N, -1) if captures_states else None,
     )
     return scores.T.reshape(B, N, -1), scratch

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.models import eagle, kv_cache, transformer
-from tlt_jax.models.architecture import Captures
+from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import ModelConfig
@@ -94,9 +94,17 @@ SCRATCH_SLOTS = 8  # cache slots past the bucket: a round may commit this many t
 LANES = 128  # XLA:TPU stores an axis of another length along other axes, and then copies the keys in every chunk
 
 
-def bind_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures, path: int) -> Target:
+def bind_target(
+    config: ModelConfig,
+    group: Mesh,
+    dtype: str,
+    captures: Captures,
+    path: int,
+    captures_states: bool = False,
+) -> Target:
     """The policy on one data group; a round commits at most `path` tokens."""
     width = len(captures) * config.hidden_size
+    captures_states = captures_states and captures != (NORMED,)  # those features are the states
 
     def room(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
@@ -106,21 +114,30 @@ def bind_target(config: ModelConfig, group: Mesh, dtype: str, captures: Captures
     def whole(scratch: Scratch) -> Scratch:
         """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""
         everywhere = NamedSharding(group, PartitionSpec())
-        return scratch.replace(features=jax.lax.with_sharding_constraint(scratch.features, everywhere))
+        captured = scratch.features, scratch.states
+        features, states = jax.lax.with_sharding_constraint(captured, everywhere)
+        return scratch.replace(features=features, states=states)
 
     def forward(params: PyTree, *rest: Any) -> tuple[jax.Array, Scratch]:
-        logits, scratch = transformer.tree_forward(params, config, *rest, captures)
+        logits, scratch = transformer.tree_forward(params, config, *rest, captures, captures_states)
         return logits, whole(scratch)
+
+    def prefill(params: PyTree, *rest: Any) -> Scratch:
+        return whole(transformer.prefill(params, config, *rest, captures, captures_states=captures_states))
+
+    def empty(batch: int, slots: int) -> KVCache:
+        return kv_cache.abstract(config, batch, room(slots), width, dtype, group, captures_states)
 
     return Target(
         forward=forward,
         keep=kv_cache.commit,
         features=lambda cache: cache.features,
-        prefill=lambda params, tokens, lengths: whole(transformer.prefill(params, config, tokens, lengths, captures)),
+        prefill=prefill,
         insert=kv_cache.insert,
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
-        empty=lambda batch, slots: kv_cache.abstract(config, batch, room(slots), width, dtype, group),
+        empty=empty,
         room=room,
         vocab=transformer.padded_vocab(config, group.shape["model"]),
         params=transformer.abstract(config, group, "rollout", dtype),
+        states=(lambda cache: cache.states) if captures_states else None,
     )

@@ -51,7 +51,8 @@ class Engine:
     """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
     `drafter` is the learned drafter's configuration, when there is one; `tuner` holds the functions of the tuner, whose state
-    a rollout is given and returns. Losing an engine costs compilations and speed.
+    a rollout is given and returns. Losing an engine costs compilations and speed. With `captures_states` the rollout keeps
+    the policy's normed last hidden states beside the features, for a harvester: its programs are others then.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         mesh: Mesh,
         stop_ids: Sequence[Sequence[int]] = (),
         drafter: DrafterConfig | None = None,
+        captures_states: bool = False,
     ):
         use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
@@ -72,7 +74,9 @@ class Engine:
         self.arms = make.arms(speculation)
         path = max(arm.path for arm in (PLAIN, *self.arms))
         captures = drafter.captures if drafter else ()
-        targets = [bindings.bind_target(model_config, group, dtype, captures, path) for group in self.groups]
+        targets = [
+            bindings.bind_target(model_config, group, dtype, captures, path, captures_states) for group in self.groups
+        ]
         shapes = [
             GroupShapes(target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group)
             for target, group in zip(targets, self.groups, strict=True)

@@ -76,6 +76,12 @@ class Features(Protocol):
     def __call__(self, cache: PyTree, /) -> Float[Array, "B S F"]: ...
 
 
+class States(Protocol):
+    """The normed last hidden state of every committed slot."""
+
+    def __call__(self, cache: PyTree, /) -> Float[Array, "B S D"]: ...
+
+
 class Prefill(Protocol):
     """What `insert` takes: slots 0..lengths of each prompt."""
 
@@ -102,6 +108,7 @@ class Target(NamedTuple):
 
     room(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
     is the width of the logits; `params` are ShapeDtypeStructs, with shardings, of the weights.
+    `states` is None where they are not captured, or where the features are these states already.
     """
 
     forward: Forward
@@ -114,6 +121,7 @@ class Target(NamedTuple):
     room: Callable[[int], int]
     vocab: int
     params: PyTree
+    states: States | None = None
 
 
 class Draft(Protocol):

@@ -21,7 +21,7 @@ from tlt_jax.train.policy_update import Recipe
 GIB = 2**30
 TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
 RESIDENT = ("weights", "optimizer", "drafter")
-ROLLOUT = ("rollout copy", "cache", "features", "drafter copy", "drafter cache")
+ROLLOUT = ("rollout copy", "cache", "features", "states", "drafter copy", "drafter cache")
 UPDATE = ("gradients", "logits chunk")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
@@ -29,6 +29,7 @@ KNOBS = {
     "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
     "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
     "features": "rollout.slots, or rollout.max_new_tokens, or speculation.drafter (one that reads fewer hidden states)",
+    "states": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
     "drafter": "mesh.data (more devices)",
     "drafter copy": "mesh.model (the copy is sharded over it)",
     "drafter cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
@@ -83,6 +84,8 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
     if state.cache.features.size:
         kinds["features"] = device_bytes(state.cache.features)
+    if state.cache.states is not None:
+        kinds["states"] = device_bytes(state.cache.states)
     if config.speculation.drafter != schema.NONE:
         guide = shapes.drafter.guide(batch)
         kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
