@@ -79,7 +79,7 @@ def drafter_of(drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny
 
 def speculating(
     drafter: str, strategies: list[str], data: int, model: int, dtype: str = "float64",
-    policy: ModelConfig = tiny.MODEL, **rollout,
+    policy: ModelConfig = tiny.MODEL, captures_states: bool = False, **rollout,
 ) -> tuple[Engine, list]:  # fmt: skip
     """An engine with a learned drafter (or n-grams) that uses the strategies in turn, and the published weights."""
     plain = tiny.engine_of(data, model, dtype, policy, **rollout)
@@ -89,7 +89,7 @@ def speculating(
     mesh, own, params = plain.mesh, None, None
     if drafter != "ngram":
         own, params = eagle.for_policy(policy, **KINDS[drafter]), drafter_of(drafter, mesh, policy, dtype)
-    engine = Engine(config, policy, mesh, tiny.STOPS, own)
+    engine = Engine(config, policy, mesh, tiny.STOPS, own, captures_states)
     engine.tuner = in_turn(strategies)
     return engine, engine.publish(tiny.params_of(engine), params)
 

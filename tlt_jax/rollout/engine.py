@@ -24,8 +24,9 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, driver
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, block_size, bucket_width, doubling
-from tlt_jax.rollout.events import Emitted, Look
+from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
+from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
@@ -33,7 +34,7 @@ from tlt_jax.rollout.programs import Admit, CatchUp, Decode, DraftOnly, GroupSha
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, no_context
+from tlt_jax.rollout.state import GroupContext, Harvester, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.stopping import DecodingParams
@@ -51,8 +52,8 @@ class Engine:
     """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
     `drafter` is the learned drafter's configuration, when there is one; `tuner` holds the functions of the tuner, whose state
-    a rollout is given and returns. Losing an engine costs compilations and speed. With `captures_states` the rollout keeps
-    the policy's normed last hidden states beside the features, for a harvester: its programs are others then.
+    a rollout is given and returns. Losing an engine costs compilations and speed. With `captures_states` its programs are
+    others: they keep the policy's normed last hidden states beside the features, for harvesters.
     """
 
     def __init__(
@@ -74,9 +75,8 @@ class Engine:
         self.arms = make.arms(speculation)
         path = max(arm.path for arm in (PLAIN, *self.arms))
         captures = drafter.captures if drafter else ()
-        targets = [
-            bindings.bind_target(model_config, group, dtype, captures, path, captures_states) for group in self.groups
-        ]
+        bind = partial(bindings.bind_target, captures=captures, path=path, captures_states=captures_states)
+        targets = [bind(model_config, group, dtype) for group in self.groups]
         shapes = [
             GroupShapes(target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group)
             for target, group in zip(targets, self.groups, strict=True)
@@ -161,9 +161,12 @@ class Engine:
         *,
         on_finish: Callable[[Completion], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
+        harvester: Harvester | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> tuple[RolloutResult, TunerState]:
         """The rollout of a request, and the tuner's state after it; without one before it the tuner knows nothing.
 
+        What a harvester wants comes to the listeners as `Harvested`, with states when the engine captures them.
         Raises Interrupted soon after `interrupted()` is true: what the tuner learned meanwhile is lost.
         """
         queue = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples)
@@ -173,7 +176,8 @@ class Engine:
             self.ngram_memory.begin(request.prompts, request.samples)
         before = len(self.programs.compiles)
         try:
-            rollout = driver.start(self.contexts(request, weights, queue, planner), [self.remember], on_finish)
+            contexts = self.contexts(request, weights, queue, planner, harvester)
+            rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
             result = driver.run(rollout, interrupted)
         finally:
             queue.close()
@@ -188,7 +192,12 @@ class Engine:
         return result, planner.state
 
     def contexts(
-        self, request: RolloutRequest, weights: Sequence[Weights], queue: WorkQueue, planner: Planner
+        self,
+        request: RolloutRequest,
+        weights: Sequence[Weights],
+        queue: WorkQueue,
+        planner: Planner,
+        harvester: Harvester | None = None,
     ) -> list[GroupContext]:
         """The fixed side of every data group in a rollout."""
         host_context = self.ngram_memory.pool if self.ngram_memory else no_context
@@ -196,7 +205,7 @@ class Engine:
         return [
             GroupContext(
                 index, self.programs, weights[index], request, queue, planner, host_context,
-                remembers=drafter.remembers, catches_up=drafter.catch_up is not None,
+                remembers=drafter.remembers, catches_up=drafter.catch_up is not None, harvester=harvester,
             )
             for index, drafter in enumerate(drafters)
         ]  # fmt: skip
@@ -209,10 +218,13 @@ class Engine:
         sizes = [sum(one.code for one in group) + max((one.temporary for one in group), default=0) for group in groups]
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
-    def largest_programs(self, params: DecodingParams, prompt_tokens: int, prompts: int, slots: int) -> dict[str, Program]:
+    def largest_programs(
+        self, params: DecodingParams, prompt_tokens: int, prompts: int, slots: int, window: int = 0
+    ) -> dict[str, Program]:
         """Of each kind of program of data group 0 the largest, by name: prefill, admission, chunks, catching up.
 
-        Of drafting chunks that is one for each strategy, with the most rows that the tuner may use it for.
+        With a `window` also the harvest of windows of this width. Of drafting chunks that is one for each strategy, with the
+        most rows that the tuner may use it for.
         """
         width, rounds = bucket_width(prompt_tokens), self.config.rollout.chunk
         prefill = Prefill(0, block_size(prompts, width), width)
@@ -231,6 +243,8 @@ class Engine:
             if arm in largest:
                 shape = StateShape(0, largest[arm], slots, params.tail)
                 found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(shape, rounds, arm, params)
+        if window:
+            found["harvest"] = Harvest(state, block_size(self.capacity, window), window)
         return found
 
     def time_drafting(self, weights: Sequence[Weights], result: RolloutResult) -> Mapping[Shape, float]:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.stats import Stats
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import MOST_ROUNDS
@@ -44,7 +46,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A program was queued on the group's devices: "prefill", "catch_up", "decode", or a kind of idle work.
+    """A program was queued on the group's devices: "prefill", "catch_up", "decode", "harvest", or a kind of idle work.
 
     `decision` is that of a chunk, and `is_moved` whether its rows were moved to other numbers of
     rows or slots before.
@@ -88,11 +90,37 @@ class Emitted:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A sequence is finished; only where there is a harvester.
+
+    `row` is where it lies now, `length` its tokens, those of the prompt too: features are of
+    positions 0 to length - 2.
+    """
+
+    uid: int
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Harvested:
+    """Windows of ended sequences, (uid, first position) of each in order, were copied out of the decoding state.
+
+    `values` may hold more, which is nobody's. They are the listener's from here on; `marker`, one
+    of them, is ready.
+    """
+
+    windows: tuple[tuple[int, int], ...]
+    values: Features
+    marker: jax.Array
+
+
+@dataclass(frozen=True)
 class WentIdle:
     """The group has nothing left to do in this rollout; its decoding state is released."""
 
 
-Event = Decided | Dispatched | Retired | Emitted | WentIdle
+Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,20 @@ import numpy as np
 
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
+from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape, history_width
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running
+from tlt_jax.rollout.state import (
+    GroupContext,
+    GroupState,
+    GroupView,
+    InFlight,
+    Joining,
+    Prefilled,
+    Running,
+    queued,
+)
 from tlt_jax.spec_decode.decode import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -28,7 +38,8 @@ MOST_PER_STEP = 2  # programs that one step of `advance` dispatches: a prefill a
 def advance(context: GroupContext, state: GroupState, is_stopping: bool = False) -> tuple[GroupState, list[Event]]:
     """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read.
 
-    When stopping, no new decision is taken. A group that has nothing left releases its decoding state.
+    When stopping, no new decision is taken. What is wanted of ended rows is harvested before anything else is done with the
+    decoding state. A group that has nothing left releases it.
     """
     events: list[Event] = []
     while state.flights and state.flights[0].marker.is_ready():
@@ -41,7 +52,9 @@ def advance(context: GroupContext, state: GroupState, is_stopping: bool = False)
                 break
             state = replace(state, unmarked=0)
 
-        if state.decision is None:
+        if state.windows:
+            state, more = harvest(context, state, shape_of(context, state))
+        elif state.decision is None:
             state, more = (state, []) if is_stopping else plan(context, state)
             if not more:
                 break
@@ -53,7 +66,7 @@ def advance(context: GroupContext, state: GroupState, is_stopping: bool = False)
             state, more = decode(context, state)
         events += more
 
-    is_stopped = is_stopping and not (state.flights or state.decision)
+    is_stopped = is_stopping and not state.is_busy
     if (state.is_idle or is_stopped) and not state.is_released:
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
         state = replace(released, is_exhausted=True, is_released=True)
@@ -66,7 +79,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     flight, *flights = state.flights
     state = replace(state, flights=tuple(flights))
     if flight.report is None:
-        return state, [Retired(flight.number, flight.kind)]
+        return state, [Retired(flight.number, flight.kind), *harvested(flight)]
 
     report = context.programs.read(flight.report)
     tokens, rounds = int(report.counts.sum()), int(report.rounds)
@@ -83,6 +96,10 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
                 uid, report.tokens[row, :count], report.logprobs[row, :count], int(report.finish[row])
             )
     events += news.values()
+    if context.harvester:
+        ends = ended(state.rows, news)
+        events += ends
+        state = replace(state, windows=(*state.windows, *wanted(context.harvester, ends)))
 
     def settle(running: Running | None) -> Running | None:
         new = news.get(running.uid) if running else None
@@ -326,14 +343,6 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     lag = state.drafter_lag + most if decision.strategy == PLAIN else decision.strategy.path
     state = replace(state, device=device, decision=None, drafter_lag=lag, is_moved=False)
     return queued(state, flight), [event]
-
-
-def queued(state: GroupState, flight: InFlight) -> GroupState:
-    """The state with one program more on its way, which took the decoding state: those that made it end before."""
-    flight = replace(flight, programs=1 + state.unmarked)
-    return replace(
-        state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
-    )
 
 
 def shape_of(context: GroupContext, sizes: GroupState | Decision | GroupView) -> StateShape:

@@ -34,7 +34,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Span:
-    """What a group's devices did, in seconds since the rollout began: "prefill", "decode", "catch_up" or "speculate"."""
+    """What a group's devices did, in seconds since the rollout began.
+
+    `kind` is that of a program, and "speculate" of a chunk that drafts.
+    """
 
     group: int
     kind: str

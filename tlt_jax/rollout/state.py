@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -13,6 +13,7 @@ from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
+from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.interface import MOST_ROUNDS, Measurement
@@ -50,6 +51,18 @@ class Decider(Protocol):
     def observe(self, measurement: Measurement) -> None: ...
 
 
+class Harvester(Protocol):
+    """Says which features of a finished sequence are copied out of the decoding state, in windows of `width` positions.
+
+    Every other width is another program; of one that is wider than a sequence only the beginning is its.
+    """
+
+    width: int
+
+    def wanted(self, uid: int, length: int) -> Sequence[int]:
+        """First positions of the windows worth keeping; asked once, when the sequence of `length` tokens was read as ended."""
+
+
 def no_context(rows: Sequence[int | None]) -> PyTree:
     """What a drafter is given that reads nothing of the host."""
     return ()
@@ -61,6 +74,7 @@ class GroupContext:
 
     `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> what the drafter is given;
     `remembers` and `catches_up`: whether the drafter reads the history, and must learn of tokens decoded without it.
+    Without a `harvester` nothing is copied out of the decoding state.
     """
 
     index: int
@@ -72,6 +86,7 @@ class GroupContext:
     host_context: Callable[[Sequence[int | None]], PyTree] = no_context
     remembers: bool = False
     catches_up: bool = False
+    harvester: Harvester | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +116,20 @@ class Joining:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What is to be copied out of a row that is free, from this position on, before it is used again."""
+
+    uid: int
+    row: int
+    start: int
+
+
+@dataclass(frozen=True)
 class InFlight:
     """A program that was dispatched and not read yet, and how many `programs` are done when it is.
 
-    Of a chunk: `rows` are the uids that its rows hold, `most` the tokens of any, `program` its name.
+    Of a chunk: `rows` are the uids that its rows hold, `most` the tokens of any, `program` its name. Of a harvest: the
+    windows, and their `values`.
     """
 
     number: int
@@ -115,6 +140,8 @@ class InFlight:
     report: Report | None = None
     most: int = 0
     program: Program | None = None
+    windows: tuple[Window, ...] = ()
+    values: Features | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +150,7 @@ class GroupState:
 
     `drafter_lag` is the most tokens that the drafter may lack of any row; `started` the prompts whose samples are all
     started; `unmarked` counts programs on `device` since the last one in flight that took it: they end when `device` is there.
+    `windows` wait to be harvested, from rows as they are now: before them no row moves or is used again.
     """
 
     device: DecodeState | None = None
@@ -133,6 +161,7 @@ class GroupState:
     flights: tuple[InFlight, ...] = ()
     decision: Decision | None = None
     joining: tuple[Joining, ...] = ()
+    windows: tuple[Window, ...] = ()
     dispatched: int = 0
     retired: int = 0
     started: frozenset[int] = frozenset()
@@ -149,5 +178,18 @@ class GroupState:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing in flight, no live row, nothing left to take."""
-        return self.is_exhausted and not (self.flights or self.decision or any(self.rows))
+        """Nothing in flight, no live row, nothing left to take or to harvest."""
+        return self.is_exhausted and not (self.is_busy or any(self.rows))
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is in flight, or will be dispatched whatever comes."""
+        return bool(self.flights or self.decision or self.windows)
+
+
+def queued(state: GroupState, flight: InFlight) -> GroupState:
+    """The state with one program more on its way, which takes the decoding state: those that made it end before."""
+    flight = replace(flight, programs=1 + state.unmarked)
+    return replace(
+        state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
+    )

@@ -1,0 +1,391 @@
+"""What is harvested of ended sequences is true, whole and in time, in whatever way their rows are left; off, it is nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import toys
+
+from tlt_jax.rollout import driver, group as machine, harvest as reaper
+from tlt_jax.rollout.events import Decided, Dispatched, Ended, Event, Harvested, Look, Retired, WentIdle
+from tlt_jax.rollout.harvest import Harvest
+from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.state import InFlight
+from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.strategy import PLAIN
+
+V, SAMPLES, WIDTH = 12, 3, 7
+TABLE = toys.table(V, scale=1.0)
+RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@cache
+def programs(groups: int):
+    """Executables that the tests share."""
+    return toys.executables(groups, V, toys.table_drafter())
+
+
+@dataclass
+class Reaper:
+    """Wants the whole text, one window behind the other; of every second sequence only the end."""
+
+    width: int = WIDTH
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def wanted(self, uid: int, length: int) -> list[int]:
+        self.asked.append((uid, length))
+        return self.starts(uid, length)
+
+    def starts(self, uid: int, length: int) -> list[int]:
+        starts = list(range(0, length - 1, self.width))
+        return starts if uid % 2 == 0 else starts[-1:]
+
+
+@dataclass
+class Played:
+    """A rollout: its events, with their groups, and of each end the rows of its dispatch and of its reading."""
+
+    result: RolloutResult
+    events: list[tuple[int, Event]]
+    harvester: Reaper | None
+    rows: list[tuple[int, int]]
+    prompts: list[list[int]]
+    samples: int
+
+    def of(self, kind: type, group: int | None = None) -> list:
+        return [event for at, event in self.events if isinstance(event, kind) and group in (None, at)]
+
+    def texts(self) -> dict[int, list[int]]:
+        """The finished sequences, with their prompts."""
+        return {
+            one.uid: [*self.prompts[one.prompt], *one.tokens.tolist()]
+            for one in self.result.completions
+        }
+
+
+def play(
+    monkeypatch, prompts=PROMPTS, samples=SAMPLES, *, groups=1, harvester=None, registry=None,
+    until: Callable[[driver.Rollout], bool] = lambda rollout: False, **shape,
+) -> Played:  # fmt: skip
+    """A rollout of the toy, stopped when `until` says so."""
+    events, rows = [], []
+    retire = machine.retire
+
+    def read(context, state):
+        flight = state.flights[0]
+        after, news = retire(context, state)
+        rows.extend((flight.rows.index(one.uid), one.row) for one in news if isinstance(one, Ended))
+        return after, news
+
+    def listen(look: Look) -> None:
+        events.extend((look.group, event) for event in look.events)
+
+    contexts = toys.contexts(registry or programs(groups), TABLE, prompts, samples, RULES, **shape)
+    contexts = [replace(context, harvester=harvester) for context in contexts]
+    with monkeypatch.context() as patched:
+        patched.setattr(machine, "retire", read)
+        rollout = driver.start(contexts, [listen])
+        while not rollout.is_done():
+            if until(rollout):
+                rollout.stop()
+            rollout.poll()
+    return Played(rollout.result(), events, harvester, rows, prompts, samples)
+
+
+def laws(played: Played) -> tuple[bool, bool, bool]:
+    """Is each wanted window of each finished sequence there once; is it true; and was it taken before the next decision?"""
+    texts, width = played.texts(), played.harvester.width
+    wanted = Counter(
+        (uid, start) for uid, text in texts.items() for start in played.harvester.starts(uid, len(text))
+    )
+    found, are_true = Counter(), True
+    for event in played.of(Harvested):
+        assert event.values.features.shape[1:] == (width, V) and event.values.states is None
+        for (uid, start), features in zip(event.windows, np.asarray(event.values.features), strict=False):
+            found[uid, start] += 1
+            text = texts[uid][:-1]
+            ends = range(start + 1, min(start + width, len(text)) + 1)
+            expected = [toys.table_logits(TABLE, text[:end]) for end in ends]
+            are_true &= np.allclose(features[: len(ends)], expected, atol=1e-9)
+    assert sorted(played.harvester.asked) == sorted((uid, len(text)) for uid, text in texts.items())
+    assert {(end.uid, end.length) for end in played.of(Ended)} == set(played.harvester.asked)
+    return found == wanted, bool(are_true), in_time(played)
+
+
+def in_time(played: Played) -> bool:
+    """Whether no decision is taken, and no group idle, while something waits to be harvested."""
+    sizes, waiting, is_in_time = defaultdict(list), Counter(), True
+    for group, event in played.events:
+        if isinstance(event, Harvested):
+            sizes[group].append(len(event.windows))
+    for group, event in played.events:
+        match event:
+            case Ended(uid, _, length):
+                waiting[group] += len(played.harvester.starts(uid, length))
+            case Dispatched(kind="harvest"):
+                waiting[group] -= sizes[group].pop(0)
+            case Decided() | WentIdle():
+                is_in_time &= not waiting[group]
+    return is_in_time
+
+
+class Held:
+    """A marker that is ready once it is released."""
+
+    def __init__(self):
+        self.is_released = False
+
+    def is_ready(self) -> bool:
+        return self.is_released
+
+
+@pytest.fixture
+def late(monkeypatch) -> None:
+    """A group's oldest program is done when the group can do nothing more, and no other is: chunks are read late."""
+    advance = machine.advance
+
+    def flight(number, kind, marker, **rest) -> InFlight:
+        return InFlight(number, kind, Held(), **rest)
+
+    def held(context, state, is_stopping):
+        after, events = advance(context, state, is_stopping)
+        if after.flights and not events:
+            after.flights[0].marker.is_released = True
+        return after, events
+
+    for module in (machine, reaper):
+        monkeypatch.setattr(module, "InFlight", flight)
+    monkeypatch.setattr(machine, "advance", held)
+
+
+def restless():
+    """Decisions with other numbers of rows or slots each time."""
+    plain, turn = toys.bucketed((14,), (72,)), itertools.count()
+
+    def decide(view):
+        number = next(turn)
+        sizes = {"batch": 12 + 2 * (number % 2), "slots": 64 + 8 * (number // 2 % 2)}
+        return replace(plain(view), strategy=(PLAIN, toys.TREE)[number % 3 == 2], **sizes)
+
+    return decide
+
+
+MOVES = {"capacity": 12, "rounds": 2}
+SHRINKS = {"capacity": 12, "batches": (2, 5, 12), "slots": (33, 40, 64), "rounds": 2}
+REFILLS = {"capacity": 3, "batches": (3,), "rounds": 3}
+
+
+def is_refilled(played: Played) -> bool:
+    """Whether several sequences ended in one row."""
+    return max(Counter(end.row for end in played.of(Ended)).values()) > 1
+
+
+# Every way in which a row is left
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
+def test_rows_that_end_beside_others_and_the_last_ones(monkeypatch, strategy):
+    shape = {"capacity": 12, "batches": (12,), "rounds": 2, "strategy": strategy}
+    played = play(monkeypatch, harvester=Reaper(), **shape)
+    assert laws(played) == (True, True, True)
+    assert len(played.of(Harvested)) > 1, "some ended before others"
+    *_, last = played.events
+    assert last == (0, WentIdle()) and played.events[-2][1].marker.is_ready()
+    spans = Counter(span.kind for span in played.result.spans)
+    assert spans["harvest"] == len(played.of(Harvested))
+    assert {one.width for one in programs(1).executables if isinstance(one, Harvest)} == {WIDTH}
+
+
+@pytest.mark.parametrize("in_flight", [2, 3])
+def test_rows_that_move_between_the_end_and_its_reading(monkeypatch, late, in_flight):
+    """More and fewer rows and slots: the sequences that ended unseen are carried along."""
+    played = play(monkeypatch, harvester=Reaper(), decide=restless(), in_flight=in_flight, **MOVES)
+    assert laws(played) == (True, True, True)
+    assert any(before != now for before, now in played.rows), "a row moved meanwhile"
+    sizes = {(one.batch, one.slots) for one in played.of(Dispatched) if one.kind == "harvest"}
+    assert len({batch for batch, _ in sizes}) == len({slots for _, slots in sizes}) == 2
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
+def test_rows_that_become_fewer(monkeypatch, strategy):
+    played = play(monkeypatch, harvester=Reaper(), strategy=strategy, **SHRINKS)
+    assert laws(played) == (True, True, True)
+    assert len({decision.batch for decision in played.result.decisions}) > 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
+def test_rows_that_are_refilled_at_once(monkeypatch, strategy, in_flight):
+    played = play(
+        monkeypatch, harvester=Reaper(), strategy=strategy, in_flight=in_flight, **REFILLS
+    )
+    assert laws(played) == (True, True, True) and is_refilled(played)
+
+
+def test_chunks_that_end_early_since_a_row_is_free(monkeypatch):
+    shape = {"capacity": 4, "batches": (1, 2, 4), "rounds": 64, "in_flight": 1}
+    played = play(monkeypatch, harvester=Reaper(), **shape)
+    assert laws(played) == (True, True, True)
+    assert any(decision.min_live > 1 for decision in played.result.decisions)
+    assert max(measured.rounds for measured in played.result.measurements) < 24
+
+
+def test_samples_that_another_group_started(monkeypatch, late):
+    played = play(
+        monkeypatch, PROMPTS[:3], 4, groups=2, harvester=Reaper(), capacity=2, batches=(2,)
+    )
+    assert laws(played) == (True, True, True)
+    prompts = [{end.uid // 4 for end in played.of(Ended, group)} for group in range(2)]
+    assert prompts[0] & prompts[1], "a prompt has answers of both groups"
+    for group in range(2):
+        own = {uid for event in played.of(Harvested, group) for uid, _ in event.windows}
+        assert own == {end.uid for end in played.of(Ended, group)}, "each harvests its own"
+
+
+def test_a_group_that_starts_anew_without_a_live_row(monkeypatch):
+    """All its answers have one token: the next ones get a new state, of another size too."""
+    shape = {"capacity": 3, "batches": (1, 3), "max_new_tokens": 1, "in_flight": 1}
+    played = play(monkeypatch, samples=1, harvester=Reaper(), **shape)
+    assert laws(played) == (True, True, True)
+    assert [decision.batch for decision in played.result.decisions] == [3, 1]
+
+
+@pytest.mark.parametrize("width", [1, 200])
+def test_many_narrow_windows_and_windows_wider_than_the_cache(monkeypatch, width):
+    shape = {"capacity": 12, "batches": (12,), "rounds": 64, "in_flight": 1}
+    played = play(monkeypatch, harvester=Reaper(width), **shape)
+    assert laws(played) == (True, True, True)
+    sizes = {one.rows for one in programs(1).executables if isinstance(one, Harvest)}
+    assert sizes <= {1, 4, 16}, "few programs"
+
+
+@pytest.mark.parametrize("groups, strategy", [(1, PLAIN), (2, toys.TREE)])
+def test_a_full_queue_makes_the_harvest_wait_and_is_never_overfull(
+    monkeypatch, late, groups, strategy
+):
+    most = Counter()
+
+    def watch(rollout: driver.Rollout) -> bool:
+        for group in range(groups):
+            most[group] = max(most[group], rollout.unawaited(group))
+        return False
+
+    shape = {"capacity": 3, "batches": (3,), "rounds": 1, "max_new_tokens": 40}
+    played = play(
+        monkeypatch, groups=groups, harvester=Reaper(1), until=watch, strategy=strategy,
+        in_flight=40, **shape,
+    )  # fmt: skip
+    assert laws(played) == (True, True, True)
+    assert machine.MAX_UNAWAITED - machine.MOST_PER_STEP < min(most.values())
+    assert max(most.values()) <= machine.MAX_UNAWAITED
+    waits = [len(event.windows) for event in played.of(Harvested)]
+    assert len(waits) > machine.MAX_UNAWAITED, "more than fit"
+
+
+def test_a_rollout_that_is_stopped_harvests_what_ended_and_drops_the_rest(monkeypatch):
+    def some_ended(rollout: driver.Rollout) -> bool:
+        return len(rollout.recorder.completions) > 2
+
+    played = play(monkeypatch, harvester=Reaper(), until=some_ended, **REFILLS)
+    assert laws(played) == (True, True, True)
+    assert played.result.partial, "some did not finish"
+    assert 2 < len(played.result.completions) < len(PROMPTS) * SAMPLES
+
+
+@pytest.mark.parametrize("shape", [SHRINKS, REFILLS])
+def test_a_harvester_changes_no_answer_and_no_other_program(monkeypatch, shape):
+    plain, harvested = toys.executables(1, V), toys.executables(1, V)
+    off = play(monkeypatch, registry=plain, **shape, in_flight=1)
+    on = play(monkeypatch, registry=harvested, **shape, in_flight=1, harvester=Reaper())
+    assert off.texts() == on.texts() and laws(on) == (True, True, True)
+    assert not off.of(Ended) and not off.of(Harvested)
+    kinds = {event.kind for event in (*off.of(Dispatched), *off.of(Retired))}
+    assert kinds == {"prefill", "decode"}
+    more = set(harvested.executables) - set(plain.executables)
+    assert set(plain.executables) <= set(harvested.executables)
+    assert {type(program) for program in more} == {Harvest}
+
+
+# Planted mistakes
+
+
+def after_admission(monkeypatch) -> None:
+    """What is wanted is taken after the next chunk is dispatched."""
+    harvest, decode, put_off, is_due = machine.harvest, machine.decode, [], [False]
+
+    def postpone(context, state, shape):
+        if not (is_due[0] or state.decision or state.is_exhausted):
+            put_off.extend(state.windows)
+            return replace(state, windows=()), []
+        state, events = harvest(context, state, shape)
+        is_due[0] = bool(state.windows)
+        return state, events
+
+    def dispatch(context, state):
+        state, events = decode(context, state)
+        windows, is_due[0] = tuple(put_off), bool(put_off)
+        put_off.clear()
+        return replace(state, windows=windows), events
+
+    monkeypatch.setattr(machine, "harvest", postpone)
+    monkeypatch.setattr(machine, "decode", dispatch)
+
+
+def rows_of_the_dispatch(monkeypatch) -> None:
+    """The row of a sequence is the one that it had when its last chunk was dispatched."""
+    ended, retire, rows = machine.ended, machine.retire, []
+
+    def read(context, state):
+        rows[:] = state.flights[0].rows
+        return retire(context, state)
+
+    monkeypatch.setattr(machine, "retire", read)
+    monkeypatch.setattr(machine, "ended", lambda now, news: [
+        replace(end, row=rows.index(end.uid)) for end in ended(now, news)
+    ])  # fmt: skip
+
+
+def a_slot_too_late(monkeypatch) -> None:
+    """Windows begin one position behind what was asked for."""
+    call = Harvest.__call__
+
+    def late_call(self, programs, state, rows, starts):
+        return call(self, programs, state, rows, starts + 1)
+
+    monkeypatch.setattr(Harvest, "__call__", late_call)
+
+
+def the_first_of_many(monkeypatch) -> None:
+    """What does not fit one program is forgotten."""
+    harvest = machine.harvest
+
+    def forgetful(context, state, shape):
+        state, events = harvest(context, state, shape)
+        return replace(state, windows=()), events
+
+    monkeypatch.setattr(machine, "harvest", forgetful)
+
+
+@pytest.mark.parametrize("mutant, shape, found", [
+    (after_admission, REFILLS, (True, False, False)),
+    (rows_of_the_dispatch, MOVES, (True, False, True)),
+    (a_slot_too_late, REFILLS, (True, False, True)),
+    (the_first_of_many, REFILLS, (False, True, False)),
+])  # fmt: skip
+def test_a_mistake_of_the_harvest_is_noticed(monkeypatch, late, mutant, shape, found):
+    def played() -> Played:
+        more = {"decide": restless()} if shape is MOVES else {}
+        return play(monkeypatch, harvester=Reaper(), **shape, **more)
+
+    assert laws(played()) == (True, True, True)
+    mutant(monkeypatch)
+    assert laws(played()) == found

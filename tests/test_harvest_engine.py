@@ -1,0 +1,151 @@
+"""The harvest of a tiny policy: features and states of a fresh forward; without it the programs are what they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_engine as tiny
+import test_speculation as drafting
+
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.keys import TRAIN_STREAM
+from tlt_jax.models import eagle, transformer
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.events import Ended, Harvested
+from tlt_jax.rollout.harvest import Harvest
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
+from tlt_jax.spec_decode.strategy import Strategy
+
+compile_cache = tiny.compile_cache
+WIDTH, SIZE = 8, 32
+SHAPE = {"slots": 5, "chunk": 3, "cache_buckets": [32]}
+
+
+@dataclass
+class Ends:
+    """Wants the last positions of every sequence."""
+
+    width: int = WIDTH
+
+    def wanted(self, uid: int, length: int) -> list[int]:
+        return [max(length - 1 - self.width, 0)]
+
+
+def engine_of(kind: str, data: int, model: int, captures_states: bool) -> tuple[Engine, list]:
+    """An engine with a drafter of this kind, and the published weights."""
+    if kind != "none":
+        return drafting.speculating(
+            kind, ["2_1_3"], data, model, captures_states=captures_states, **SHAPE
+        )
+    plain = tiny.engine_of(data, model, **SHAPE)
+    engine = Engine(plain.config, tiny.MODEL, plain.mesh, tiny.STOPS, None, captures_states)
+    return engine, engine.publish(tiny.params_of(engine))
+
+
+def roll_out(engine: Engine, weights: list, **rest):
+    """A rollout and its events."""
+    prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
+    request = engine.request(
+        prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=0
+    )
+    events = []
+    listen = lambda look: events.extend(look.events)  # noqa: E731
+    return engine.run(request, weights, listeners=[listen], **rest)[0], events
+
+
+@cache
+def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The states and the features of texts by the training forward."""
+    params = transformer.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    tokens = np.zeros((len(texts), SIZE), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
+    found = transformer.hidden(
+        params, tiny.MODEL, jnp.asarray(tokens), positions, jnp.ones_like(positions),
+        compute_dtype="float64", captures=captures(kind),
+    )  # fmt: skip
+    states, features = map(np.asarray, found)
+    return states, features
+
+
+def captures(kind: str) -> tuple[int, ...]:
+    """What a drafter of this kind reads."""
+    return () if kind == "none" else eagle.for_policy(tiny.MODEL, kind).captures
+
+
+@pytest.mark.parametrize("kind, data, model", [
+    ("eagle3", 1, 2), ("eagle", 1, 1), ("none", 2, 1),
+])  # fmt: skip
+def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind, data, model):
+    engine, weights = engine_of(kind, data, model, captures_states=True)
+    result, events = roll_out(engine, weights, harvester=Ends())
+    texts = {one.uid: (*tiny.PROMPTS[one.prompt], *one.tokens.tolist()) for one in result.completions}
+    states, features = fresh(tuple(texts.values()), kind)
+    seen, width = set(), len(captures(kind)) * tiny.MODEL.hidden_size
+    for event in events:
+        if not isinstance(event, Harvested):
+            continue
+        assert event.values.features.shape[1:] == (WIDTH, width)
+        assert (event.values.states is None) == (kind == "eagle"), "its features are the states"
+        assert event.values.features.sharding.spec == jax.sharding.PartitionSpec("data", None, "model")
+        for row, (uid, start) in enumerate(event.windows):
+            stop = min(start + WIDTH, len(texts[uid]) - 1)
+            seen.add(uid)
+            found = event.values.features[row, : stop - start]
+            np.testing.assert_allclose(found, features[uid, start:stop], atol=1e-9)
+            found = (event.values.features if kind == "eagle" else event.values.states)[row]
+            np.testing.assert_allclose(found[: stop - start], states[uid, start:stop], atol=1e-9)
+    assert seen == set(texts) and np.ptp(states) > 1
+
+
+def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
+    """The programs of an engine, as they are given to the compiler."""
+    engine, _ = engine_of(kind, 1, 1, captures_states)
+    state, prefill = StateShape(0, 5, 32), Prefill(0, 4, 16)
+    programs = [Start(state), prefill, Admit(state, prefill), Resize(state, 2, 64), Decode(state, 4)]
+    if kind != "none":
+        programs += [CatchUp(state), Decode(state, 4, Strategy(2, 1, 3))]
+    return {str(program): engine.programs.lower(program).as_text() for program in programs}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "none"])
+def test_states_are_in_the_programs_of_an_engine_that_captures_them_alone(x64, kind):
+    """Of EAGLE-1 in none: its programs are the same ones."""
+    off, on = texts_of(kind, False), texts_of(kind, True)
+    if kind == "eagle":
+        assert off == on
+        return
+    leaf = f"tensor<5x40x{tiny.MODEL.hidden_size}xf64>"
+    assert not any(leaf in text for text in off.values())
+    assert all(leaf in text for name, text in on.items() if not name.startswith("prefill"))
+
+
+def test_without_a_harvester_no_program_and_no_event_is_added_and_with_one_features_alone(x64):
+    engine, weights = engine_of("eagle3", 1, 1, captures_states=False)
+    result, events = roll_out(engine, weights)
+    before = dict(engine.programs.executables)
+    assert not any(isinstance(event, Ended | Harvested) for event in events)
+    assert not any(isinstance(program, Harvest) for program in before)
+    again, events = roll_out(engine, weights, harvester=Ends())
+    assert tiny.answers(again) == tiny.answers(result)
+    harvests = [event for event in events if isinstance(event, Harvested)]
+    assert sum(len(event.windows) for event in harvests) == len(result.completions)
+    assert all(event.values.states is None for event in harvests), "no states are captured"
+    more = set(engine.programs.executables) - set(before)
+    assert {type(program) for program in more} >= {Harvest}
+
+
+def test_the_largest_harvest_is_planned_where_there_is_one(x64):
+    engine, _ = engine_of("eagle3", 1, 1, captures_states=True)
+    sizes = tiny.DecodingParams(tiny.PLAIN), 20, 4, 32
+    assert "harvest" not in engine.largest_programs(*sizes)
+    program = engine.largest_programs(*sizes, window=WIDTH)["harvest"]
+    assert program == Harvest(StateShape(0, engine.capacity, 32), 4, WIDTH)
+    memory = engine.programs.lower(program).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 0, "the state is not donated"

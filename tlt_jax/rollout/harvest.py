@@ -1,0 +1,113 @@
+"""What is kept of ended sequences: features leave the decoding state; knows no network, nor their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from tlt_jax.rollout.buckets import block_size
+from tlt_jax.rollout.events import Dispatched, Emitted, Ended, Event, Harvested
+from tlt_jax.rollout.ports import Program, Programs
+from tlt_jax.rollout.programs import GroupShapes, StateShape, shardings
+from tlt_jax.rollout.state import (
+    GroupContext,
+    GroupState,
+    Harvester,
+    InFlight,
+    Running,
+    Window,
+    queued,
+)
+from tlt_jax.spec_decode import harvest as on_device
+from tlt_jax.spec_decode.decode import DecodeState
+from tlt_jax.spec_decode.harvest import Features
+from tlt_jax.spec_decode.stopping import RUNNING
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """harvest(state, rows[R], starts[R]) -> a window of features of each of these rows.
+
+    The state is not donated. Windows lie on the devices as what they are copies of.
+    """
+
+    state: StateShape
+    rows: int
+    width: int
+
+    @property
+    def group(self) -> int:
+        return self.state.group
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        state, target, places = shapes.state(self.state), shapes.target, shapes.array(self.rows)
+        sources = Features(
+            target.features(state.cache), target.states(state.cache) if target.states else None
+        )
+        function = partial(on_device.harvest, target, self.width)
+        program = jax.jit(function, out_shardings=shardings(sources))
+        return program.lower(state, places, places)
+
+    def __call__(
+        self,
+        programs: Programs,
+        state: DecodeState,
+        rows: Int32[np.ndarray, " R"],
+        starts: Int32[np.ndarray, " R"],
+    ) -> Features:
+        return programs.get(self)(state, rows, starts)
+
+    def __str__(self) -> str:
+        return f"harvest of {self.rows} x {self.width} from {self.state}"
+
+
+def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[Ended]:
+    """The sequences that end with these tokens, in the rows where they lie now."""
+    return [
+        Ended(running.uid, row, running.tokens + len(news[running.uid].tokens))
+        for row, running in enumerate(rows)
+        if running and running.uid in news and news[running.uid].finish != RUNNING
+    ]
+
+
+def wanted(harvester: Harvester, ends: Iterable[Ended]) -> list[Window]:
+    """The windows that are worth keeping of sequences that ended."""
+    return [
+        Window(end.uid, end.row, start)
+        for end in ends
+        for start in harvester.wanted(end.uid, end.length)
+    ]
+
+
+def harvest(
+    context: GroupContext, state: GroupState, shape: StateShape
+) -> tuple[GroupState, list[Event]]:
+    """The next windows are copied out of the decoding state of this shape.
+
+    One program takes as many of them as a prefill of their width takes prompts: few sizes.
+    """
+    width = context.harvester.width
+    size = block_size(len(state.windows), width)
+    now, later = state.windows[:size], state.windows[size:]
+    rows, starts = np.zeros((2, size), np.int32)
+    rows[: len(now)] = [window.row for window in now]
+    starts[: len(now)] = [window.start for window in now]
+    values = Harvest(shape, size, width)(context.programs, state.device, rows, starts)
+    marker = values.features if values.states is None else values.states  # features may be none wide
+    flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
+    event = Dispatched(flight.number, "harvest", state.batch, state.slots)
+    return queued(replace(state, windows=later), flight), [event]
+
+
+def harvested(flight: InFlight) -> list[Event]:
+    """The event of a harvest that is done; of other programs none."""
+    if flight.values is None:
+        return []
+    windows = tuple((window.uid, window.start) for window in flight.windows)
+    return [Harvested(windows, flight.values, flight.marker)]

@@ -1,0 +1,46 @@
+"""Windows of what the target captured of sequences, copied out of a decoding state; knows no host and no network."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int32
+
+from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.decode import DecodeState
+from tlt_jax.spec_decode.interface import Target
+
+
+@struct.dataclass
+class Features:
+    """The target's features of R windows of W positions; from a sequence's root on they are junk.
+
+    `states` are its normed last hidden states, or None as for the target: not captured, or the
+    features are these states.
+    """
+
+    features: Float[Array, "R W F"]
+    states: Float[Array, "R W D"] | None
+
+
+def harvest(
+    target: Target,
+    width: int,
+    state: DecodeState,
+    rows: Int32[Array, " R"],
+    starts: Int32[Array, " R"],
+) -> Features:
+    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r]; the state stays as it is."""
+    return Features(
+        features=cut(target.features(state.cache), rows, starts, width),
+        states=cut(target.states(state.cache), rows, starts, width) if target.states else None,
+    )
+
+
+@shaped
+def cut(
+    array: Float[Array, "B S X"], rows: Int32[Array, " R"], starts: Int32[Array, " R"], width: int
+) -> Float[Array, "R W X"]:
+    """array[rows[r], starts[r] : starts[r] + width]; behind the last slot that one again."""
+    slots = jnp.clip(starts[:, None] + jnp.arange(width), 0, array.shape[1] - 1)
+    return array.at[rows[:, None], slots].get(mode="promise_in_bounds")
