@@ -51,8 +51,8 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import Decode, Prefill, Start, StateShape
-from tlt_jax.spec_decode.decode import DecodingParams, Weights
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 PROMPT_TOKENS = 16

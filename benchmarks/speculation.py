@@ -68,8 +68,8 @@ from tlt_jax.rollout.events import Emitted, Look, Retired
 from tlt_jax.rollout.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decode import DecodingParams, Known
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decode import Known
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import make

@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
 TRAINING, EVALUATION = 0, 1  # streams of the noise
 

@@ -15,7 +15,8 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import decode as chunk
-from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, DecodingParams, Report, Weights
+from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 
 

@@ -22,9 +22,9 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Weights
+from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import NO_DRAFTER
-from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling
 

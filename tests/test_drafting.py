@@ -13,9 +13,11 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter
 from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
 from tlt_jax.spec_decode.interface import Context
+from tlt_jax.spec_decode.stats import score_order
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import ABSENT, Candidates, rerank, score_order
+from tlt_jax.spec_decode.tree import rerank
 from tlt_jax.spec_decode.tree_drafter import Coupling
 
 V, SLOTS = 9, 32

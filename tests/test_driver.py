@@ -11,8 +11,7 @@ import toys
 from tlt_jax.rollout import driver
 from tlt_jax.rollout.events import Decided, Dispatched, Look, Retired, WentIdle
 from tlt_jax.rollout.recorder import RolloutRecorder
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
 V = 12
 TABLE = toys.table(V, scale=1.0)

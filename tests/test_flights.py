@@ -8,8 +8,7 @@ import toys
 
 from tlt_jax.rollout import group as machine
 from tlt_jax.rollout.state import InFlight
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, FAR = 12, 40  # FAR: chunks that may be queued

@@ -17,8 +17,7 @@ from tlt_jax.rollout.events import Decided, Dispatched, Ended, Event, Harvested,
 from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.state import InFlight
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, SAMPLES, WIDTH = 12, 3, 7

@@ -17,9 +17,9 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Known, Weights
+from tlt_jax.spec_decode.decode import Decoder, Known, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import Network
-from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree_drafter import learned_drafter
 

@@ -13,8 +13,9 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Decoder
+from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
 from tlt_jax.spec_decode.interface import Drafter
-from tlt_jax.spec_decode.tree import ABSENT, Candidates, merge, ranks_of, rerank
+from tlt_jax.spec_decode.tree import merge, ranks_of, rerank
 
 merged = jax.jit(merge)
 ROWS, VOCAB = 80, 3

@@ -15,11 +15,11 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter, verify
-from tlt_jax.spec_decode.decode import Decoder, DecodingParams, Weights
+from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.draft_tree import ABSENT
 from tlt_jax.spec_decode.interface import Target
-from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import ABSENT
 
 V, LIMIT, SAMPLES = 12, 16, 4
 TABLE = toys.table(V, scale=1.0)

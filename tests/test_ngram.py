@@ -13,9 +13,10 @@ import references
 from tlt_jax.data import tasks
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import ngram
+from tlt_jax.spec_decode.draft_tree import ABSENT
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import ABSENT, rerank
+from tlt_jax.spec_decode.tree import rerank
 from tlt_jax.spec_decode.verify import match
 
 SETTINGS = Settings(min_match=1, max_match=4, matches=6)

@@ -12,8 +12,7 @@ import toys
 from tlt_jax.rollout import executables
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Decode, Start, StateShape
-from tlt_jax.spec_decode.decode import DecodingParams
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 V = 12

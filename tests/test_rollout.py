@@ -25,8 +25,7 @@ from tlt_jax.rollout.recorder import RolloutRecorder
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupState, GroupView
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decode import DecodingParams
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import interface

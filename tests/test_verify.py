@@ -8,19 +8,11 @@ import pytest
 import references
 
 from tlt_jax.spec_decode import decode as chunk, tree, verify
-from tlt_jax.spec_decode.decode import (
-    RUNNING,
-    STOPPED,
-    TRUNCATED,
-    Admission,
-    DecodeState,
-    DecodingParams,
-    Emitted,
-    Report,
-)
+from tlt_jax.spec_decode.decode import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report
+from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
 from tlt_jax.spec_decode.stats import BINS, Stats
-from tlt_jax.spec_decode.tree import DraftTree
 
 
 def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -24,7 +24,8 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupContext, GroupView
-from tlt_jax.spec_decode.decode import DecodingParams, Weights
+from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter

@@ -105,7 +105,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     from tlt_jax.keys import GENERATE_STREAM
     from tlt_jax.models import from_config, hf
     from tlt_jax.rollout.engine import Engine
-    from tlt_jax.spec_decode.sampling import Sampling
+    from tlt_jax.spec_decode.decoding_params import Sampling
 
     directory = hf.resolve(arguments.model)
     tokenizer = find_tokenizer(directory)

@@ -27,8 +27,7 @@ from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.train import policy_update
 from tlt_jax.train.memory import GIB, RESIDENT, ROLLOUT, advice, budget, cache_slots, caches, device_memory, pick, spell
 from tlt_jax.train.policy_update import Recipe

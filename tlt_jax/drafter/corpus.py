@@ -23,7 +23,7 @@ from tlt_jax.errors import DataError, Interrupted
 from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import Sampling
 
 BLOCK = 4096  # examples that are packed together
 

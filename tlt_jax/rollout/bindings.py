@@ -18,9 +18,9 @@ from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import Candidates
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
 
 

@@ -36,8 +36,7 @@ from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.state import GroupContext, Harvester, no_context
 from tlt_jax.spec_decode.decode import Weights
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner import goodput, make
 from tlt_jax.tuner.interface import State as TunerState

@@ -15,16 +15,7 @@ from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape, history_width
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import (
-    GroupContext,
-    GroupState,
-    GroupView,
-    InFlight,
-    Joining,
-    Prefilled,
-    Running,
-    queued,
-)
+from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running, queued
 from tlt_jax.spec_decode.decode import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name

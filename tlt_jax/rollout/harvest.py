@@ -15,15 +15,7 @@ from tlt_jax.rollout.buckets import block_size
 from tlt_jax.rollout.events import Dispatched, Emitted, Ended, Event, Harvested
 from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.rollout.programs import GroupShapes, StateShape, shardings
-from tlt_jax.rollout.state import (
-    GroupContext,
-    GroupState,
-    Harvester,
-    InFlight,
-    Running,
-    Window,
-    queued,
-)
+from tlt_jax.rollout.state import GroupContext, GroupState, Harvester, InFlight, Running, Window, queued
 from tlt_jax.spec_decode import harvest as on_device
 from tlt_jax.spec_decode.decode import DecodeState
 from tlt_jax.spec_decode.harvest import Features
@@ -50,7 +42,7 @@ class Harvest:
         sources = Features(
             target.features(state.cache), target.states(state.cache) if target.states else None
         )
-        function = partial(on_device.harvest, target, self.width)
+        function = partial(on_device.harvest, target.features, target.states, self.width)
         program = jax.jit(function, out_shardings=shardings(sources))
         return program.lower(state, places, places)
 

@@ -20,9 +20,8 @@ from tlt_jax.rollout import buckets
 from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Report, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
-from tlt_jax.spec_decode.sampling import Sampling
-from tlt_jax.spec_decode.stopping import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_jax.spec_decode.stopping import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
 from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
-from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, DecodingParams, ends_sequence, shift
+from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, ends_sequence, shift
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.spec_decode.tree import DraftTree, ancestors, rerank, root_only
+from tlt_jax.spec_decode.tree import ancestors, rerank, root_only
 
 
 class Decoder(NamedTuple):

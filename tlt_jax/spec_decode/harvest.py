@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.decode import DecodeState
-from tlt_jax.spec_decode.interface import Target
 
 
 @struct.dataclass
@@ -24,16 +25,20 @@ class Features:
 
 
 def harvest(
-    target: Target,
+    features: Callable[[Any], Array],
+    states: Callable[[Any], Array] | None,
     width: int,
-    state: DecodeState,
+    state: Any,
     rows: Int32[Array, " R"],
     starts: Int32[Array, " R"],
 ) -> Features:
-    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r]; the state stays as it is."""
+    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r].
+
+    `features` and `states` are the target's functions of a cache; the DecodeState stays as it is.
+    """
     return Features(
-        features=cut(target.features(state.cache), rows, starts, width),
-        states=cut(target.states(state.cache), rows, starts, width) if target.states else None,
+        features=cut(features(state.cache), rows, starts, width),
+        states=cut(states(state.cache), rows, starts, width) if states else None,
     )
 
 

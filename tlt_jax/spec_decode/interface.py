@@ -9,8 +9,8 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
+from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import Candidates
 
 PyTree = Any
 

@@ -14,8 +14,8 @@ from flax import struct
 from jaxtyping import Array, Int32
 
 from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import Candidates
 
 SEPARATOR = -1
 POWER, ESCAPE = 1.4, 5.0  # fitted; see `grow`

@@ -6,32 +6,13 @@ It knows one position: no sequences, trees or networks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt
 
 from tlt_jax.shapes import shaped
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn: temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @classmethod
-    def of(cls, section: Any) -> Sampling:
-        """The sampling of a configuration section, rollout or eval."""
-        return cls(section.temperature, section.top_k, section.top_p)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
+from tlt_jax.spec_decode.decoding_params import Sampling
 
 
 @shaped

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import DecodingParams
 
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class DecodingParams:
-    """All that generated tokens depend on, besides weights and random keys.
-
-    `eos_ids`: tokens that end a sequence; `stop_ids`: token sequences that end it.
-    """
-
-    sampling: Sampling = Sampling()
-    eos_ids: tuple[int, ...] = ()
-    stop_ids: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def tail(self) -> int:
-        """W: how many of its last tokens a sequence keeps to detect a stop sequence."""
-        return max((len(stop) for stop in self.stop_ids), default=1) - 1
 
 
 @shaped

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from tlt_jax.shapes import shaped
-
-ABSENT = -1  # token of a padding node: equal to no token id
-
-
-@struct.dataclass
-class DraftTree:
-    """Token trees. Node 0 is the root, the newest token, and its own parent.
-
-    parents[b, i] < i for i > 0; siblings are distinct. `scores`: log-probabilities, estimated by
-    the drafter, that the target accepts the whole path to the node. `ranks`: the largest sibling
-    rank on the path to the node (0: all are best children). Padding nodes have the token ABSENT and
-    are children of the root.
-    """
-
-    tokens: Int32[Array, "B N"]
-    parents: Int32[Array, "B N"]
-    depths: Int32[Array, "B N"]
-    scores: Float[Array, "B N"]
-    ranks: Int32[Array, "B N"]
+from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates, DraftTree
 
 
 @shaped
@@ -48,33 +29,6 @@ def ancestors(parents: Int32[Array, "B N"]) -> Bool[Array, "B N N"]:
     for _ in range(max(nodes - 2, 0).bit_length()):
         seen = jnp.einsum("bij,bjk->bik", seen.astype(jnp.int32), seen.astype(jnp.int32)) > 0
     return seen
-
-
-@shaped
-def score_order(scores: Float[Array, "B N"]) -> Int32[Array, "B N"]:
-    """Rank of every node by score, 0 for the highest; of equal scores the earlier node first.
-
-    The root, whose score is 0, has rank 0.
-    """
-    earlier = jnp.arange(scores.shape[1])[None, :] < jnp.arange(scores.shape[1])[:, None]
-    better = (scores[:, None, :] > scores[:, :, None]) | ((scores[:, None, :] == scores[:, :, None]) & earlier)
-    return better.sum(axis=-1, dtype=jnp.int32)
-
-
-@struct.dataclass
-class Candidates:
-    """Nodes to choose a tree from; score -inf marks padding.
-
-    `scores` and `ranks` are as in a DraftTree. parents: index of a candidate, -1 for the root; a
-    parent comes before its children. Padding aside, siblings are distinct and no child has a
-    higher score than its parent.
-    """
-
-    tokens: Int32[Array, "B C"]
-    parents: Int32[Array, "B C"]
-    depths: Int32[Array, "B C"]
-    scores: Float[Array, "B C"]
-    ranks: Int32[Array, "B C"]
 
 
 def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:

@@ -18,9 +18,10 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree import Candidates, chosen
+from tlt_jax.spec_decode.tree import chosen
 
 # Sequences x tokens per step of `catch_up`: while many tokens are missing, and for the rest.
 BLOCKS = ((16, 64), (4, 16))

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.tree import DraftTree
+from tlt_jax.spec_decode.draft_tree import DraftTree
 
 
 @struct.dataclass

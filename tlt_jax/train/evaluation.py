@@ -15,7 +15,7 @@ from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.tuner.interface import State as TunerState
 
 

@@ -29,7 +29,7 @@ from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode import Weights
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.train import evaluation, memory, policy_update, run_state, sft, speculation_metrics, step_metrics
 from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe

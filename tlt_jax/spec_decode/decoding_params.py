@@ -1,0 +1,41 @@
+"""What the tokens of an answer depend on besides weights and keys; no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn: temperature (0: greedy), then top-k (0: off), then top-p (1: off)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def of(cls, section: Any) -> Sampling:
+        """The sampling of a configuration section, rollout or eval."""
+        return cls(section.temperature, section.top_k, section.top_p)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class DecodingParams:
+    """All that generated tokens depend on, besides weights and random keys.
+
+    `eos_ids`: tokens that end a sequence; `stop_ids`: token sequences that end it.
+    """
+
+    sampling: Sampling = Sampling()
+    eos_ids: tuple[int, ...] = ()
+    stop_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def tail(self) -> int:
+        """W: how many of its last tokens a sequence keeps to detect a stop sequence."""
+        return max((len(stop) for stop in self.stop_ids), default=1) - 1

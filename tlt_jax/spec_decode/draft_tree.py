@@ -1,0 +1,41 @@
+"""Draft trees and the candidates that they are made of, as arrays; knows no network."""
+
+from __future__ import annotations
+
+from flax import struct
+from jaxtyping import Array, Float, Int32
+
+ABSENT = -1  # token of a padding node: equal to no token id
+
+
+@struct.dataclass
+class DraftTree:
+    """Token trees. Node 0 is the root, the newest token, and its own parent.
+
+    parents[b, i] < i for i > 0; siblings are distinct. `scores`: log-probabilities, estimated by
+    the drafter, that the target accepts the whole path to the node. `ranks`: the largest sibling
+    rank on the path to the node (0: all are best children). Padding nodes have the token ABSENT and
+    are children of the root.
+    """
+
+    tokens: Int32[Array, "B N"]
+    parents: Int32[Array, "B N"]
+    depths: Int32[Array, "B N"]
+    scores: Float[Array, "B N"]
+    ranks: Int32[Array, "B N"]
+
+
+@struct.dataclass
+class Candidates:
+    """Nodes to choose a tree from; score -inf marks padding.
+
+    `scores` and `ranks` are as in a DraftTree. parents: index of a candidate, -1 for the root; a
+    parent comes before its children. Padding aside, siblings are distinct and no child has a
+    higher score than its parent.
+    """
+
+    tokens: Int32[Array, "B C"]
+    parents: Int32[Array, "B C"]
+    depths: Int32[Array, "B C"]
+    scores: Float[Array, "B C"]
+    ranks: Int32[Array, "B C"]
