@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all: written beside their place, then renamed. No JAX."""
+"""Atomic writes of files and directories: written beside the target, then renamed. No JAX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TEMPORARY = ".tmp"  # suffix of a file that is being written
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path` when the block ends well.
+    """Context with a path to write to, which replaces `path` when the block ends without an error.
 
-    `temporary` is on the same file system; by default it is beside `path`.
+    `temporary` must be on the same file system; by default it is beside `path`.
     """
     temporary = temporary or path.with_suffix(TEMPORARY)
     yield temporary
@@ -23,15 +23,18 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file of UTF-8 text; what UTF-8 has no bytes for (a lone surrogate) is written as its escape."""
+    """Writes a UTF-8 file atomically.
+
+    Characters that UTF-8 cannot encode (lone surrogates) become backslash escapes.
+    """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_directory(directory: Path, write: Callable[[Path], None], is_owner: bool = True) -> None:
-    """Calls `write` with an empty place; what it wrote takes the place of the directory.
+    """Calls `write` with a temporary path beside the directory, which then replaces the directory.
 
-    Of several processes that write together only the owner moves it.
+    Of several processes that write together only the one with `is_owner` renames it.
     """
     temporary = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
     write(temporary)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: asynchronous, atomic, the newest few and the best; the only file that knows orbax."""
+"""Asynchronous, atomic checkpoints of a run, the latest and the best; only this file uses orbax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BROKEN = (OSError, ValueError, KeyError)  # what orbax raises when files are mis
 
 
 class Restored(NamedTuple):
-    """One checkpoint: its step, the items that were asked for, and what the caller saved beside them."""
+    """A checkpoint: its step, the requested items, and the metadata saved by the caller."""
 
     step: int
     items: dict[str, Any]
@@ -31,10 +31,12 @@ class Restored(NamedTuple):
 
 
 class Store:
-    """The checkpoints of one run folder. Items are pytrees of arrays, one per concern, so that one can be read alone.
+    """The checkpoints of one run folder.
 
-    Keeps the newest `keep`, and the best by `best_metric` (highest; the later of equals). Saving returns when the
-    arrays are copied to the host; a save that is cut short leaves nothing that `restore` would find.
+    Items are pytrees of arrays that can be restored separately. Keeps the latest `keep`
+    checkpoints, and the best one by `best_metric` (highest; of equal ones the latest). Saving
+    returns once the arrays are copied to the host; an interrupted save leaves nothing that
+    `restore` finds. Raises CheckpointError when there is no folder and `create` is False.
     """
 
     def __init__(self, run: str | Path, keep: int = 2, best_metric: str = "", create: bool = True):
@@ -42,9 +44,11 @@ class Store:
         self.best_metric = best_metric
         if not create and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} does not exist: give the folder of a run that has saved")
+
         policies = [LatestN(n=keep)]
         if best_metric:
             policies.append(BestN(get_metric_fn=self._metric, n=1, keep_checkpoints_without_metrics=False))
+
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(policies),
             best_fn=self._metric if best_metric else None,
@@ -66,15 +70,17 @@ class Store:
         meta: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts to save; the arrays may be donated as soon as this returns.
+        """Starts saving; the arrays may be donated as soon as this returns.
 
-        A step that is there is left alone, but one without metrics gives way to one with metrics.
+        An existing checkpoint of the step is kept, except that one without metrics is replaced by
+        one with metrics. Raises CheckpointError when writing fails.
         """
         if step in self._manager.all_steps():
             self.wait()
             if not metrics or self.index(step)["metrics"]:
                 return
             self._manager.delete(step)
+
         described = {
             "format": FORMAT,
             "step": step,
@@ -82,8 +88,10 @@ class Store:
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "meta": dict(meta or {}),
         }
+
         arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         ranked = {self.best_metric: described["metrics"][self.best_metric]} if self._is_ranked(metrics) else None
+
         try:
             self._manager.save(
                 step, metrics=ranked, args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)})
@@ -92,14 +100,14 @@ class Store:
             raise CheckpointError(f"cannot save {self.folder / str(step)}: {one_line(error)}: free the disk") from error
 
     def wait(self) -> None:
-        """Returns when every save is on the disk."""
+        """Waits until every save is on disk. Raises CheckpointError when writing fails."""
         try:
             self._manager.wait_until_finished()
         except OSError as error:
             raise CheckpointError(f"cannot save below {self.folder}: {one_line(error)}: free the disk") from error
 
     def close(self) -> None:
-        """Waits for the saves and frees the threads."""
+        """Waits for the saves and stops the threads."""
         self.wait()
         self._manager.close()
 
@@ -108,24 +116,34 @@ class Store:
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
-        """The newest saved step."""
+        """The latest saved step; None when there is none."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The saved step with the highest best metric; None when none was measured. Waits for the saves."""
+        """The saved step with the highest best_metric; None when no step has it.
+
+        Waits for the saves.
+        """
         self.wait()
         ranked = [(self.index(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
         return max(((value, step) for value, step in ranked if value is not None), default=(None, None))[1]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """True when no saved step has as high a best metric: worth a checkpoint outside the schedule."""
+        """True when `metrics` has a higher best_metric than every saved step.
+
+        Such a step is worth a checkpoint outside the schedule.
+        """
         if not self._is_ranked(metrics):
             return False
         best = self.best()
         return best is None or metrics[self.best_metric] > self.index(best)["metrics"][self.best_metric]
 
     def index(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds: format, step, items (leaf -> dtype, shape, checksum), metrics, the caller's meta."""
+        """The index of a checkpoint: format, step, items, metrics, meta.
+
+        items: name -> leaf -> dtype, shape, checksum. Raises CheckpointError when it is not
+        readable.
+        """
         folder = self.folder / str(step)
         path = folder / META / "metadata"
         try:
@@ -135,6 +153,7 @@ class Store:
             raise CheckpointError(f"{folder} {reason}: {self._remedy(step)}") from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}") from error
+
         if not isinstance(described, dict) or "format" not in described or "items" not in described:
             raise CheckpointError(f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}")
         if described["format"] > FORMAT:
@@ -144,25 +163,33 @@ class Store:
         return described
 
     def restore(self, step: int | None, targets: Mapping[str, Any]) -> Restored:
-        """The items of a step (None: the newest), sharded over any mesh as the abstract pytrees say."""
+        """The items of a step (None: the latest), with the shardings of the abstract pytrees.
+
+        The mesh may differ from the one at saving. Raises CheckpointError when the checkpoint does
+        not exist, is damaged, or has other shapes or dtypes.
+        """
         step = self.latest() if step is None else step
         folder = self.folder / str(step)
         if step is None or step not in self.steps():
             raise CheckpointError(f"{folder.parent} has no checkpoint{f' {step}' if step is not None else ''}; "
                                   f"it has {self.steps() or 'none'}")  # fmt: skip
+
         described = self.index(step)
         for name, target in targets.items():
             compare(folder, name, described["items"].get(name), target)
+
         try:
             arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
         except BROKEN as error:
             raise CheckpointError(f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}") from error
+
         items = {name: restored[name] for name in targets}
         for name, tree in items.items():
             for leaf, entry in leaf_index(tree).items():
                 if entry["checksum"] != described["items"][name][leaf]["checksum"]:
                     raise CheckpointError(f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}")
+
         return Restored(step, items, described["meta"])
 
     def _is_ranked(self, metrics: Mapping[str, float] | None) -> bool:
@@ -177,46 +204,57 @@ class Store:
 
 
 def leaf_index(tree) -> dict[str, dict[str, Any]]:
-    """Path of each leaf -> its dtype, shape and checksum."""
+    """Path of each leaf -> dtype, shape and checksum."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    places = defaultdict(dict)  # one program per set of devices: JAX refuses to mix them
+    places = defaultdict(dict)  # one program per set of devices: JAX cannot mix them
     for path, leaf in leaves:
         devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
         places[devices][jax.tree_util.keystr(path)] = leaf
+
     sums = jax.device_get([checksums(place) for place in places.values()])
     sums = {name: int(one) for place in sums for name, one in place.items()}
+
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     return {name: {**signature(leaf), "checksum": sums[name]} for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 def signature(leaf) -> dict[str, Any]:
-    """Dtype and shape as they stand in the description of a checkpoint."""
+    """Dtype and shape as JSON, as in the index of a checkpoint."""
     return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
 
 
 @jax.jit
 def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Per array the sum, modulo 2^32, of its words times an odd number of their position: the same on every mesh."""
+    """uint32 checksum of each array, the same on every mesh.
+
+    The sum, modulo 2^32, of its words (1, 2 or 4 bytes) times 2 * position + 1, an odd number.
+    """
     return {name: checksum(array) for name, array in arrays.items()}
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """See checksums; computed where the shards are, so only one word per array leaves the devices."""
+    """See checksums.
+
+    Computed where the shards are, so that only one word per array is transferred to the host.
+    """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32))
+
     weight = jnp.ones((), jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
         weight = weight + 2 * np.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         stride *= words.shape[axis]
+
     return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
 
 
 def compare(folder: Path, name: str, saved: Mapping[str, Any] | None, target) -> None:
-    """Raises CheckpointError when an item is missing or a leaf has another shape or dtype than the target."""
+    """Raises CheckpointError when an item is missing, or a leaf differs in shape or dtype."""
     if saved is None:
         raise CheckpointError(f"{folder} has no item {name!r}: it was saved without it")
+
     leaves, _ = jax.tree_util.tree_flatten_with_path(target)
     wanted = {jax.tree_util.keystr(path): signature(leaf) for path, leaf in leaves}
     for leaf in [*wanted, *saved]:
@@ -229,10 +267,10 @@ def compare(folder: Path, name: str, saved: Mapping[str, Any] | None, target) ->
 
 
 def spell(entry: Mapping[str, Any] | None) -> str:
-    """float32[8,4], or `missing`."""
+    """A leaf as text: float32[8,4], or missing."""
     return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]" if entry else "missing"
 
 
 def one_line(error: Exception) -> str:
-    """The first line of an error's text, cut to 200 characters."""
+    """The first line of an error's message, at most 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

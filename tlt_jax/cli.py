@@ -1,4 +1,4 @@
-"""What every command does around its work: the process environment first, and our own errors as one line."""
+"""What all commands share: preparing the process, one-line errors, exit codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from tlt_jax.config import Config
 from tlt_jax.distributed.process import set_environment
 from tlt_jax.errors import ConfigError, UserError
 
-MISTAKE = 2  # exit code of a command line, file or checkpoint that cannot be used
+MISTAKE = 2  # exit code of a UserError
 
 
 @contextmanager
 def prepared(config: Config) -> Iterator[None]:
-    """Sets the process up for JAX; a mistake of the user's inside ends the process with one line and exit code 2."""
+    """Context that prepares the process for JAX, before JAX is imported.
+
+    A UserError inside ends the process with a one-line message and exit code 2.
+    """
     try:
         set_environment(config)
         yield
@@ -24,13 +27,16 @@ def prepared(config: Config) -> Iterator[None]:
 
 
 def stop(error: Exception) -> None:
-    """Prints the error and ends the process."""
+    """Prints the error and exits with code 2."""
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(MISTAKE)
 
 
 def take(arguments: list[str], name: str) -> str:
-    """Removes `--name VALUE` from the arguments; the value, or ends the process when it is missing."""
+    """Removes `--name VALUE` from the arguments, and returns VALUE.
+
+    Exits with code 2 when it is missing.
+    """
     if name not in arguments[:-1]:
         stop(ConfigError(f"{name} is missing: give {name} VALUE"))
     index = arguments.index(name)
@@ -39,4 +45,4 @@ def take(arguments: list[str], name: str) -> str:
     return value
 
 
-DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command goes on
+DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command resumes the run

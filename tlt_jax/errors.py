@@ -1,31 +1,34 @@
-"""The errors of the user's making, each one line: what is wrong, which value, and what to change. No JAX."""
+"""Errors that a user can correct. No JAX.
+
+Their messages are one line: what is wrong, the value, and what to change.
+"""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the user can put right; a command prints it and exits with 2."""
+    """An error that the user can correct; a command prints it and exits with code 2."""
 
 
 class ConfigError(UserError, ValueError):
-    """A mistake in the configuration."""
+    """An invalid configuration."""
 
 
 class DataError(UserError, ValueError):
-    """Data that cannot be used; the message names each file, line and fix."""
+    """Invalid data; the message names each file, line and fix."""
 
 
 class ModelError(UserError, ValueError):
-    """A model or drafter that cannot be used."""
+    """A model or drafter that is invalid or not supported."""
 
 
 class RewardError(UserError, ValueError):
-    """The rewards of the configuration cannot run."""
+    """Rewards that cannot be loaded or run."""
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be used."""
+    """A checkpoint that is missing, damaged or does not match the run."""
 
 
 class Interrupted(Exception):
-    """The work was asked to stop before it was done; nothing of it is kept."""
+    """The work was interrupted before its end, and its results are discarded."""

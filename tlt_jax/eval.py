@@ -1,4 +1,4 @@
-"""Evaluation of a policy on the evaluation split, mean@k and pass@k; also `python -m tlt_jax.eval`."""
+"""`python -m tlt_jax.eval`: mean@k and pass@k of a policy on the evaluation split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tlt_jax.train.evaluation import evaluate
 
 
 def main() -> int:
-    """Evaluates the model of a configuration (--model.path DIR for another one); prints one JSON object."""
+    """Evaluates the model of a configuration, and prints its metrics as one JSON object.
+
+    `--model.path DIR` evaluates another one.
+    """
     config = configuration.load(command="python -m tlt_jax.eval")
     with cli.prepared(config), Scorer(config) as scorer:
         tokenizer = datasets.tokenizer(config)

@@ -17,7 +17,7 @@ from tlt_jax.config import Config, parse as parsing
 from tlt_jax.data import files
 from tlt_jax.errors import ConfigError, DataError
 
-KNOBS = {  # option -> the knob whose default, meaning and limits it has
+KNOBS = {  # option -> the knob that gives its default, help text and limits
     "max-new-tokens": "rollout.max_new_tokens",
     "temperature": "rollout.temperature",
     "top-k": "rollout.top_k",
@@ -31,7 +31,7 @@ KNOBS = {  # option -> the knob whose default, meaning and limits it has
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: its tokens, and its text when it came as text."""
+    """A prompt: its token ids, and its text, None when given as ids."""
 
     tokens: Sequence[int]
     text: str | None
@@ -45,17 +45,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0 when every answer is printed."""
+    """The command; exit code 0 when every answer is printed."""
     arguments = parser().parse_args(argv)
     try:
         config = configure(arguments)
     except ConfigError as error:
         cli.stop(error)
+
     with cli.prepared(config):
         output = generate(config, arguments)
+
     if arguments.json:
         print(json.dumps(output))
         return 0
+
     for answer in output["completions"]:
         print(
             f"--- prompt {answer['prompt_index']} sample {answer['sample']}: {len(answer['token_ids'])} tokens, "
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{output['tokens']} tokens, {output['tokens_per_second']:.1f} tokens/s "
         f"(compilation took {output['compile_seconds']:.1f} s more)"
     )
+
     if arguments.drafter != "none":
         share = output["speculated_tokens"] / output["tokens"]
         print(f"accept length {output['accept_length']:.2f}, in rounds that made {share:.0%} of the tokens")
@@ -76,31 +80,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The command line; defaults and meanings are those of the knobs."""
+    """The command line; defaults and help texts are those of the knobs."""
     out = Parser(prog="python -m tlt_jax.generate", description=__doc__, allow_abbrev=False)
     out.add_argument("--model", required=True, help="Hugging Face model directory or hub id")
+
     prompt = out.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of the prompt, tokenized as it is")
     prompt.add_argument("--prompt-ids", help='token ids of the prompt, "1,2,3": needs no tokenizer')
     prompt.add_argument("--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}')
+
     knobs = parsing.knobs(Config)
     for option, name in KNOBS.items():
         default = 1 if name == "rollout.samples" else knobs[name].default
         meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"
         out.add_argument(f"--{option}", default=str(default), metavar=option[0].upper(), help=meaning)
+
     out.add_argument("--json", action="store_true", help="print one JSON object")
     return out
 
 
 def configure(arguments: argparse.Namespace) -> Config:
-    """The configuration that the options stand for; each value is checked like the knob."""
+    """The configuration of the options.
+
+    Raises ConfigError for a value that the knob does not allow.
+    """
     pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
     config = parsing.build(Config, {}, [("model.path", arguments.model), *pairs])
     return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
 
 
 def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Decodes the prompts; what `--json` prints."""
+    """Decodes the prompts; the object that `--json` prints."""
     from tlt_jax.distributed import mesh as meshes
     from tlt_jax.keys import GENERATE_STREAM
     from tlt_jax.models import from_config, hf
@@ -112,10 +122,12 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
     questions = read_prompts(arguments, tokenizer)
     eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     model = hf.read_config(directory, eos)
+
     mesh = meshes.make_mesh(1, 1)
     rollout = replace(config.rollout, prompts=len(questions))
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
+
     request = engine.request(
         [np.asarray(question.tokens, np.int32) for question in questions],
         rollout.samples,
@@ -124,8 +136,10 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         stream=GENERATE_STREAM,
         step=0,
     )
+
     weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype), drafter_params)
     result, _ = engine.run(request, weights)
+
     seconds = result.stats["seconds"] - result.stats["compile_seconds"]
     return {
         "completions": [
@@ -152,7 +166,10 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; None when it has none."""
+    """The tokenizer of a model directory; None without one.
+
+    Raises DataError when it cannot be loaded.
+    """
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in names):
         return None
@@ -165,16 +182,18 @@ def find_tokenizer(directory: Path) -> Any:
 
 
 def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question]:
-    """The prompts of the command line, as tokens."""
+    """The prompts of the command line. Raises ConfigError or DataError."""
     if arguments.prompt is not None:
         return [encode(arguments.prompt, tokenizer, "--prompt")]
     if arguments.prompt_ids is not None:
         return [Question(read_ids(arguments.prompt_ids.split(","), "--prompt-ids"), None)]
+
     path, problems = Path(arguments.prompts), files.Problems()
     if not path.is_file():
         raise ConfigError(f"--prompts {arguments.prompts}: no such file")
     rows = files.read(path, problems)
     problems.stop_if_any()
+
     questions = []
     for line, row in rows:
         place = f"{path}:{line}"
@@ -188,7 +207,7 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question
 
 
 def encode(text: str, tokenizer: Any, place: str) -> Question:
-    """The tokens of a text prompt."""
+    """A tokenized prompt. Raises DataError without tokenizer or tokens."""
     if tokenizer is None:
         raise DataError(f"{place}: the model directory has no tokenizer: give token ids instead")
     tokens = tokenizer.encode(text)
@@ -198,7 +217,7 @@ def encode(text: str, tokenizer: Any, place: str) -> Question:
 
 
 def read_ids(words: Sequence[Any], place: str) -> list[int]:
-    """Token ids."""
+    """Token ids from text or JSON values. Raises DataError."""
     ids = [int(word) for word in words if str(word).strip().isdecimal()]
     if len(ids) < len(words) or not ids:
         raise DataError(

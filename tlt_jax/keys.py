@@ -1,20 +1,20 @@
-"""The random streams of a run, all of them: which numbers of train.seed each of them has."""
+"""All random streams of a run: how their keys derive from train.seed."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 
-# Of the noise that tokens are chosen with: fold_in(key(seed), stream), then the step, then the sequence's uid.
+# Sampling noise: fold_in(key(seed), stream), then the step, then the sequence's uid.
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
-# Of new weights: fold_in(key(seed), stream).
+# Initial weights: fold_in(key(seed), stream).
 POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
-# Of the order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
+# Order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
 ROLLOUT_STREAM, SFT_STREAM = 0, 1
 
 
 def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
-    """Key words uint32[B, 2] of the sequences with these uids, on the host."""
+    """Keys uint32[B, 2] of the sequences with uids [B], on the host."""
     root_key = jax.random.key(seed, impl="threefry2x32")
     step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
     keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(np.asarray(uids, np.uint32))
@@ -22,12 +22,12 @@ def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.nda
 
 
 def weights_key(seed: int, stream: int) -> jax.Array:
-    """The key that the weights of a new policy or drafter are drawn with."""
+    """The key of the initial weights of a policy or drafter."""
     return jax.random.fold_in(jax.random.key(seed), stream)
 
 
 def feature_noise_key(seed: int, step: jax.Array) -> jax.Array:
-    """The key of the noise on the features that a drafter learns from in this optimizer step."""
+    """The key of the feature noise of this optimizer step of the drafter."""
     return jax.random.fold_in(jax.random.key(seed), step)
 
 

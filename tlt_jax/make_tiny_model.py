@@ -23,16 +23,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# AutoTokenizer puts Qwen2's own steps in place of those that lie beside a Qwen2 config.json, so these are Qwen2's own.
+# Qwen2's own pre-tokenizer: AutoTokenizer uses it for any tokenizer beside a Qwen2 config.json.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SMALLEST_VOCAB = 256 + 3  # the bytes and the special tokens
+SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 0 when the directory is written."""
+    """The command; exit code 0 when the directory is written, 2 for an error of the user."""
     args = _parser().parse_args(argv)
     try:
         tokenizer = train_tokenizer(read_texts(args.data, args.columns.split(",")), args.vocab_size)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_texts(source: str, columns: list[str]) -> list[str]:
-    """The text of these columns in every row of JSONL or Parquet files."""
+    """The texts of these columns in all rows of JSONL or Parquet files. Raises DataError."""
     problems, texts = Problems(), []
     for path in files.locate(parse.expand(source, "--data"), "--data", problems):
         for line, row in files.read(path, problems):
@@ -60,18 +60,23 @@ def read_texts(source: str, columns: list[str]) -> list[str]:
 
 
 def train_tokenizer(texts: list[str] | Iterator[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer with Qwen2's words and ChatML; the same for the same texts."""
+    """A byte-level BPE tokenizer with Qwen2's pre-tokenizer and the ChatML template.
+
+    Deterministic. Raises DataError for a vocabulary below 256 bytes and 3 special tokens.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(f"--vocab-size {vocab_size} is below {SMALLEST_VOCAB}: 256 bytes and 3 special tokens")
+
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     backend.decoder = decoders.ByteLevel()
+
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD, START, END],
@@ -79,6 +84,7 @@ def train_tokenizer(texts: list[str] | Iterator[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=END,
@@ -106,6 +112,7 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
         "max_position_embeddings": args.max_positions,
         "tie_word_embeddings": True,
     }
+
     eos_ids = tuple(tokenizer.convert_tokens_to_ids([END, PAD]))
     config = hf.new_config(sizes, len(tokenizer), eos_ids)
     mesh = make_mesh(1, 1)

@@ -1,4 +1,7 @@
-"""AdamW with schedule and clipping, where its moments live, and one step of it; knows no loss and no network."""
+"""AdamW with a schedule and gradient clipping: its state, its sharding, one step of it.
+
+It knows no loss and no network.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,17 @@ from jaxtyping import Array, Bool, Int32
 from tlt_jax.config import Config
 
 PyTree = Any
-FLOOR, WARMUP = 0.1, 0.05  # of a short training: shares of the peak learning rate and of the steps
+# Of Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps.
+FLOOR, WARMUP = 0.1, 0.05
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Hyper-parameters of one run of `total_steps` updates; the rate falls to `floor` times its peak."""
+    """Hyperparameters of a run of `total_steps` updates.
+
+    The learning rate decays to `floor` times its peak. `grad_clip`: limit on the global norm of
+    the gradient; 0: off.
+    """
 
     learning_rate: float
     total_steps: int
@@ -37,7 +45,7 @@ class Adam:
 
     @classmethod
     def of(cls, config: Config, total_steps: int) -> Adam:
-        """The optimizer of the RL run."""
+        """The optimizer of the RL run, as in the section optim."""
         optim = config.optim
         return cls(
             optim.learning_rate, total_steps, optim.schedule, optim.warmup_steps, 0.0,
@@ -46,16 +54,17 @@ class Adam:
 
     @classmethod
     def short(cls, config: Config, learning_rate: float, steps: int, weight_decay: float) -> Adam:
-        """The optimizer of a training that stands by itself: linear warm-up, then cosine to a tenth."""
+        """The optimizer of supervised training: linear warm-up, then cosine decay to FLOOR."""
         optim, warmup = config.optim, max(1, round(WARMUP * steps))
         return cls(
             learning_rate, steps, "cosine", warmup, FLOOR, optim.beta1, optim.beta2, weight_decay, optim.grad_clip
         )
 
     def rate(self) -> optax.Schedule:
-        """Learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, linear or cosine.
+        """Learning rate of update 0, 1, ...
 
-        The first update already has a rate above 0, and the floor is met after the last one.
+        Linear warm-up to the peak, then constant, linear or cosine decay. It is above 0 at the
+        first update, and reaches the floor after the last one.
         """
         peak, warmup = self.learning_rate, self.warmup_steps
         left = max(1, self.total_steps - warmup)
@@ -66,11 +75,12 @@ class Adam:
         }[self.schedule]
         if not warmup:
             return after
+
         rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
         return optax.join_schedules([rise, after], [warmup])
 
     def transformation(self) -> optax.GradientTransformation:
-        """Clip by global norm, then AdamW; decay pulls matrices only."""
+        """Clipping by global norm, then AdamW with weight decay of matrices only."""
         clip = optax.clip_by_global_norm(self.grad_clip) if self.grad_clip else optax.identity()
         adamw = optax.adamw(self.rate(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices)
         return optax.chain(clip, adamw)
@@ -78,7 +88,11 @@ class Adam:
 
 @struct.dataclass
 class TrainState:
-    """Weights and their optimizer. `step` counts updates, skipped ones too; `skips` those skipped in a row."""
+    """Weights and optimizer state.
+
+    `step` counts updates, `skipped` those that were not finite and so not applied, `skips` those
+    skipped in a row up to now.
+    """
 
     params: PyTree
     opt_state: optax.OptState
@@ -88,16 +102,19 @@ class TrainState:
 
 
 def advance(learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam) -> tuple[TrainState, ArrayLike]:
-    """The learner after AdamW's step, and the rate of the step.
+    """The state after one AdamW step, and its learning rate.
 
-    The same weights and moments, and one more skip, when the update is not finite.
+    When `is_finite` is False weights and moments are unchanged, and the update counts as skipped;
+    it does not advance the schedule.
     """
     rate = adam.rate()(learner.step - learner.skipped)
     changes, opt_state = adam.transformation().update(grads, learner.opt_state, learner.params)
     params = optax.apply_updates(learner.params, changes)
+
     params, opt_state = jax.tree.map(
         partial(jnp.where, is_finite), (params, opt_state), (learner.params, learner.opt_state)
     )
+
     counts = {
         "step": learner.step + 1,
         "skips": jnp.where(is_finite, 0, learner.skips + 1),
@@ -107,7 +124,10 @@ def advance(learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam
 
 
 def matrices(params: PyTree) -> PyTree:
-    """True at matrices, False at norms and biases, which say so in their names: some are stacked to a matrix."""
+    """True at matrices, False at norms and biases.
+
+    By name, since norms and biases of stacked layers have two axes too.
+    """
 
     def is_matrix(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: Array) -> bool:
         return not any(word in path[-1].name for word in ("norm", "bias"))
@@ -116,17 +136,17 @@ def matrices(params: PyTree) -> PyTree:
 
 
 def widen(params: PyTree) -> PyTree:
-    """The same leaves in at least float32."""
+    """The leaves in at least float32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), params)
 
 
 def init(adam: Adam, params: PyTree) -> optax.OptState:
-    """New optimizer state; moments in at least float32."""
+    """The initial optimizer state; moments in at least float32."""
     return adam.transformation().init(widen(params))
 
 
 def create(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
-    """A learner before its first update. It owns `params`: the first update donates them."""
+    """The state before the first update. It owns `params`: the first update donates them."""
     target = abstract(adam, params, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target.opt_state)
     opt_state = jax.jit(partial(init, adam), out_shardings=shardings)(params)
@@ -135,9 +155,13 @@ def create(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
 
 
 def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
-    """Shape, dtype and sharding of a learner of (abstract) params: moments live where their weights do."""
+    """ShapeDtypeStructs with shardings of the state of (abstract) params.
+
+    Moments have the shardings of their weights.
+    """
     shapes = jax.eval_shape(partial(init, adam), params)
     everywhere = NamedSharding(mesh, PartitionSpec())
+
     shardings = optax.tree_utils.tree_map_params(
         adam.transformation(),
         lambda _, weight: weight.sharding,
@@ -145,8 +169,10 @@ def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
         params,
         transform_non_params=lambda _: everywhere,
     )
+
     opt_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
+
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(params, opt_state, count, count, count)

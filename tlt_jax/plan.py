@@ -1,7 +1,7 @@
-"""`python -m tlt_jax.plan`: compiles a configuration's programs ahead of time, here or for a TPU pod, and says what fits.
+"""`python -m tlt_jax.plan`: compiles a configuration's programs, and reports whether they fit.
 
-A program of a kind stands for all of that kind: it is the largest. Of drafting chunks that is one for each strategy; the
-drafter's extension is in them.
+For the local devices, or ahead of time for a TPU topology. Of each kind of program the largest is
+compiled; of drafting chunks one for each strategy, which includes extending the drafter's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tlt_jax.train.policy_update import Recipe
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """One program, lowered; `holds` are the bytes, by kind, that are on a device while it runs."""
+    """A lowered program; `holds`: bytes by kind that a device holds while it runs."""
 
     name: str
     lowered: Any
@@ -44,16 +44,22 @@ class PlannedProgram:
 
 
 def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[PlannedProgram]:
-    """The programs of a step at their largest: prefill, rollout chunks, reshards, updates."""
+    """The largest programs of a step: prefill, rollout chunks, reshards, updates."""
     resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
     yield from lower_rollout(config, recipe, engine, rollout)
     params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
     copy = resident | pick(kinds, "rollout copy")
     yield PlannedProgram("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
-    given = ("recorded",) + ("reference",) * bool(config.algorithm.kl_coef) + ("old",) * (config.algorithm.minibatches > 1)
+
+    given = ("recorded",)
+    if config.algorithm.kl_coef:
+        given += ("reference",)
+    if config.algorithm.minibatches > 1:
+        given += ("old",)
     batch = policy_update.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
     update = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch)
     yield PlannedProgram("policy update", update, recipe.mesh, resident)
+
     if engine.drafter:
         recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_update.abstract_state(recipe)
@@ -65,7 +71,7 @@ def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int])
 
 
 def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[PlannedProgram]:
-    """The largest program of each kind that a rollout runs, drafting chunks for each strategy."""
+    """The largest program of each kind in a rollout; drafting chunks for each strategy."""
     params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids)
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     for name, program in engine.largest_programs(params, *sizes).items():
@@ -76,7 +82,7 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
 
 
 def accumulation(config: Config) -> int:
-    """Accumulation steps of an update whose answers are all as long as they may be."""
+    """Accumulation steps of an update when all answers have the maximum length."""
     sequences = config.rollout.prompts * config.rollout.samples // config.algorithm.minibatches
     per_row = packing.row_tokens(config) // (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
     needed = -(-sequences // (per_row * packing.rows(config)))
@@ -84,13 +90,15 @@ def accumulation(config: Config) -> int:
 
 
 def print_report(program: PlannedProgram, limit: int) -> bool:
-    """Compiles a program and prints what it takes; True when it fits."""
+    """Compiles a program and prints its memory and collectives; True when it fits."""
     begin = time.perf_counter()
     compiled = program.lowered.compile()
     seconds = time.perf_counter() - begin
+
     memory = compiled.memory_analysis()
     resident = program.holds | {"temporaries": memory.temp_size_in_bytes}
     fits = sum(resident.values()) <= limit
+
     print(f"{program.name}: compiled in {seconds:.1f} s")
     print(f"  memory       {spell(resident)}")
     donated = f"{memory.argument_size_in_bytes / GIB:.2f} GiB, {memory.alias_size_in_bytes / GIB:.2f} of it donated"
@@ -102,7 +110,10 @@ def print_report(program: PlannedProgram, limit: int) -> bool:
 
 
 def topology_devices(name: str) -> Sequence[Any]:
-    """Descriptions of the devices of a TPU topology, such as v5p:4x4x4; ConfigError when libtpu does not know it."""
+    """Device descriptions of a TPU topology, such as v5p:4x4x4.
+
+    Raises ConfigError when libtpu does not know it.
+    """
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     from jax.experimental import topologies
 
@@ -114,37 +125,46 @@ def topology_devices(name: str) -> Sequence[Any]:
 
 
 def sizes(config: Config) -> ModelConfig:
-    """The model of model.init when it names a vocabulary, which needs no files; else that of the model directory."""
+    """The model of model.init when that has a vocab_size, which needs no files.
+
+    Else that of the model directory.
+    """
     if "vocab_size" in config.model.init:
         return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
     return from_config.model_config(config, datasets.tokenizer(config))
 
 
 def main() -> int:
-    """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a mistake."""
+    """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a UserError."""
     arguments, topology = sys.argv[1:], ""
     if "--topology" in arguments:
         topology = cli.take(arguments, "--topology")
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
     about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here; uses no cache"
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
-    if topology:  # the persistent cache cannot load programs for devices that are not here
+    if topology:  # the persistent cache cannot load programs for absent devices
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
+
     with cli.prepared(config):
         model = sizes(config)
         devices = topology_devices(topology) if topology else jax.devices()
         validate.validate_model(config, model, len(devices))
+
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
         drafter = from_config.drafter_config(config, model)
         if drafter and not from_config.drafter_directory(config).exists():
             wanted = f"the {drafter.kind} drafter of `drafter_training`"
             print(f"{config.speculation.drafter} is not there: planning for {wanted}")
+
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
         limit, kinds = device_memory(devices[0]), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
+
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
         print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():
             print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
+
         return 0 if all([print_report(program, limit) for program in lower(config, recipe, engine, kinds)]) else 1
 
 

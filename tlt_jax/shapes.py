@@ -1,4 +1,4 @@
-"""Array shapes in signatures, checked while JAX traces and free afterwards; knows no model."""
+"""Array shapes in signatures, checked while JAX traces, at no cost afterwards; knows no model."""
 
 from __future__ import annotations
 

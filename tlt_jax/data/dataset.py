@@ -23,8 +23,7 @@ from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt: int32 `tokens`, and the `text` that was tokenized, with the chat
-    template.
+    """A tokenized prompt: int32 `tokens`, and `text`, to which the chat template is applied.
 
     `row` has the columns of the source and, as "id", "prompt", "answer" and perhaps "solution", the
     mapped ones.

@@ -160,8 +160,7 @@ class ListTask:
 
 
 class Fold(ListTask):
-    """Replaces the first two digits by their sum (modulo), and copies the rest, until one digit is
-    left.
+    """Replaces the first two digits by their sum and copies the rest, until one digit is left.
 
     A solution has about length**2 / 2 tokens. "3725:" -> "025 25=7" modulo 10.
     """

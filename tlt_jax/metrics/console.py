@@ -13,8 +13,7 @@ RECENT = 20  # latest steps, whose mean duration predicts the remaining time
 
 
 class Progress:
-    """Shows the step, its metrics (reward, answer length; loss, agreement), speed and remaining
-    time.
+    """Shows the step, metrics (reward, answer length; loss, agreement), speed, remaining time.
 
     While it is open, records of the package's loggers are printed above the display.
     """

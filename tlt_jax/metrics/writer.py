@@ -178,10 +178,10 @@ class Writer:
 
 
 def forget(path: Path, first_step: int) -> None:
-    """Removes the events of `first_step` and later from a TensorBoard file, and a truncated last
-    event.
+    """Removes the events of `first_step` and later from a TensorBoard file.
 
-    Events of the supervised warm start stay, unless first_step is 0 (a new run).
+    And a truncated last event. Events of the supervised warm start stay, unless first_step is 0
+    (a new run).
     """
     content, kept, start = path.read_bytes(), [], 0
 

@@ -39,11 +39,11 @@ def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:
 @jax.named_scope("rerank")
 @shaped
 def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> DraftTree:
-    """The tree of the root and the nodes - 1 candidates of highest score (EAGLE-2, arXiv
-    2406.16858).
+    """The tree of the root and the nodes - 1 candidates of highest score.
 
-    Of equal scores the earlier candidate first. A child never scores above its parent and comes
-    after it, so the parent of a chosen node is chosen too.
+    The reranking of EAGLE-2 (arXiv 2406.16858). Of equal scores the earlier candidate first. A
+    child never scores above its parent and comes after it, so the parent of a chosen node is chosen
+    too.
     """
     if candidates.scores.shape[1] == nodes - 1:  # all are chosen, as in a chain
         best, parents = candidates, 1 + candidates.parents

@@ -145,8 +145,7 @@ def expand(
     context: Context,
     strategy: Strategy,
 ) -> Candidates:
-    """All candidates of a round: k children of the root, and of each of the k best nodes of a
-    level.
+    """All candidates of a round: k children of the root and of the k best nodes of each level.
     """
     B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
     ids = network.ids(weights)

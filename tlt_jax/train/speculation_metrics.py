@@ -91,7 +91,7 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
 def chunks(drafter_kind: str, rollout: RolloutResult) -> list[ChunkRecord]:
     """The lines of the speculation file, one per chunk, in the order in which results arrived.
 
-    None when speculation.drafter is none.
+    Empty when speculation.drafter is none.
     """
     return [line(one) for one in rollout.measurements] if drafter_kind != schema.NONE else []
 
