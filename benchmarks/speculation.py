@@ -317,9 +317,10 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
     known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
     places = [[one for one in found if one.batch in known] for found in places]
     table("tuner", "over plain", "of the best strategy for every batch")
+    is_cpu = meshes.is_cpu(meshes.make_mesh(1, 1))
     for name in (*tuners, *texts):
         settings = Speculation(drafter, name, list(texts)) if name in tuners else Speculation(drafter, "fixed", [name])
-        tuner = make.make_tuner(settings, arms if name in tuners else parse_arms([name]), jax.devices()[0].platform)
+        tuner = make.make_tuner(settings, arms if name in tuners else parse_arms([name]), is_cpu)
         state, random, plain, spent, least = tuner.init(), np.random.default_rng(0), 0.0, 0.0, 0.0
         for number, place in (pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)):
             state = tuner.renew(state) if number == 0 else state

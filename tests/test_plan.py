@@ -128,9 +128,9 @@ def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"], "--train.logits_chunk", "8")
     rollout, update = memory.phases(budget(settings, recipe, engine)).values()
     assert {"drafter", "drafter copy", "drafter cache", "features"} <= set(rollout)
-    monkeypatch.setattr(memory, "device_memory", lambda device: sum(rollout.values()))
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: sum(rollout.values()))
     preflight(settings, recipe, engine)
-    monkeypatch.setattr(memory, "device_memory", lambda device: sum(rollout.values()) - 1)
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: sum(rollout.values()) - 1)
     with pytest.raises(ConfigError, match="the rollout does not fit.*drafter cache"):
         preflight(settings, recipe, engine)
 
@@ -162,7 +162,7 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
     }
     for name, largest in expected.items():
         settings = schema.Speculation(drafter="ngram", tuner=name, strategies=names, threshold=30)
-        tuner = make.make_tuner(settings, arms, "tpu")
+        tuner = make.make_tuner(settings, arms, is_cpu=False)
         reach = make.largest_batches(tuner, batches)
         assert [reach.get(arm) for arm in arms] == largest, name
         used: dict = {}
@@ -184,7 +184,7 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
 def test_a_run_that_cannot_fit_is_refused_with_the_knob(planned, monkeypatch):
     settings, recipe, engine = planned
     preflight(settings, recipe, engine)
-    monkeypatch.setattr(memory, "device_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
     with pytest.raises(ConfigError, match="does not fit.*a device has.*change "):
         preflight(settings, recipe, engine)
 

@@ -158,10 +158,10 @@ def main() -> int:
             print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 
         recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
-        limit, kinds = device_memory(devices[0]), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
+        limit, kinds = device_memory(mesh), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
-        print(f"{mesh.size} x {devices[0].device_kind}, {shape}, {limit / GIB:.1f} GiB each")
+        print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():
             print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
 

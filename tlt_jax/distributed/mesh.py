@@ -28,6 +28,21 @@ def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+def is_cpu(mesh: Mesh) -> bool:
+    """Whether the devices are (parts of) the host's CPU."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def is_tpu(mesh: Mesh) -> bool:
+    """Whether the devices are TPUs."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
+def device_kind(mesh: Mesh) -> str:
+    """The hardware of the devices by name, such as `TPU v5p`."""
+    return mesh.devices.flat[0].device_kind
+
+
 def partition(axes: Sequence[str | None], layout: str) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes under the "train" or "rollout" layout."""
     names = [RULES[layout].get(axis) if axis else None for axis in axes]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.distributed.mesh import is_tpu, sharding
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
@@ -86,7 +86,7 @@ def abstract(
         axes = AXES[name] if divides else AXES[name][:1]
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, "rollout"))
 
-    slots_last = mesh.devices.flat[0].platform == "tpu"
+    slots_last = is_tpu(mesh)
     return KVCache(
         keys=(describe("keys", batch, K, E, slots),) * L,
         values=(describe("values", batch, K, *((E, slots) if slots_last else (slots, E))),) * L,

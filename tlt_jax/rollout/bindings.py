@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.schema import NONE, Speculation
+from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.models import eagle, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
@@ -109,7 +110,7 @@ def bind_target(
     def room(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
         slots += max(SCRATCH_SLOTS, path)
-        return slots if group.devices.flat[0].platform == "cpu" else -(-slots // LANES) * LANES
+        return slots if is_cpu(group) else -(-slots // LANES) * LANES
 
     def whole(scratch: Scratch) -> Scratch:
         """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""

@@ -85,11 +85,11 @@ class Engine:
         memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
         self.ngram_memory = memory if speculation.drafter == NGRAM else None
 
-        self.tuner = make.make_tuner(speculation, self.arms, mesh.devices.flat[0].platform)
+        self.tuner = make.make_tuner(speculation, self.arms, meshes.is_cpu(mesh))
         knobs = {"speculation": asdict(speculation), "mesh": asdict(config.mesh)}
         self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
         self.basis["version"] = goodput.VERSION
-        self.basis["devices"] = mesh.devices.flat[0].device_kind
+        self.basis["devices"] = meshes.device_kind(mesh)
 
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)

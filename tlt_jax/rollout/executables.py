@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
+from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import DraftOnly, GroupShapes
 from tlt_jax.spec_decode.decode import Report, Weights
@@ -50,7 +51,7 @@ class Executables:
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
-        self.waits = shapes[0].mesh.devices.flat[0].platform == "cpu"
+        self.waits = is_cpu(shapes[0].mesh)
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tlt_jax.config import Config, schema
+from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
@@ -99,13 +101,13 @@ def cache_slots(config: Config) -> int:
     return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
 
 
-def device_memory(device: Any) -> int:
-    """Bytes of one device: measured where the device tells, known for TPUs, a share of the host's memory on a CPU."""
-    if device.platform == "cpu":
+def device_memory(mesh: Mesh) -> int:
+    """Bytes of one device: known for TPUs, a share of the host's memory on a CPU, else measured."""
+    if is_cpu(mesh):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count("cpu")
-    if device.device_kind in TPU_GIB:
-        return TPU_GIB[device.device_kind] * GIB
-    return (device.memory_stats() or {})["bytes_limit"]
+    if device_kind(mesh) in TPU_GIB:
+        return TPU_GIB[device_kind(mesh)] * GIB
+    return (mesh.devices.flat[0].memory_stats() or {})["bytes_limit"]
 
 
 def phases(kinds: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -122,7 +124,7 @@ def preflight(
     config: Config, recipe: Recipe, shapes: GroupShapes, capacity: int, drafter: DrafterConfig | None
 ) -> None:
     """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
-    limit = device_memory(recipe.mesh.devices.flat[0])
+    limit = device_memory(recipe.mesh)
     for name, kinds in phases(budget(config, recipe, shapes, capacity, drafter)).items():
         if sum(kinds.values()) > limit:
             raise ConfigError(

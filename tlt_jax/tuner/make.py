@@ -24,11 +24,11 @@ def arms(settings: Speculation) -> tuple[Strategy, ...]:
     return () if settings.drafter == NONE else parsed
 
 
-def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -> Tuner:
+def make_tuner(settings: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
     """The tuner named by speculation.tuner; without arms, one that always decodes plainly.
 
-    The initial node cost of `goodput`, as a share of a plain round: 1/8 on CPUs, which are
-    compute-bound from small batches on, 1/200 on accelerators, which are memory-bound.
+    The initial node cost of `goodput`, as a share of a plain round: 1/8 on CPUs (`is_cpu`), which
+    are compute-bound from small batches on, 1/200 on accelerators, which are memory-bound.
     """
     if not arms:
         return fixed.fixed(OFF)
@@ -37,7 +37,7 @@ def make_tuner(settings: Speculation, arms: Sequence[Strategy], platform: str) -
         "fixed": lambda: fixed.fixed(arms[0]),
         "threshold": lambda: fixed.threshold(arms, settings.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
-        "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if platform == "cpu" else 1 / 200),
+        "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if is_cpu else 1 / 200),
     }
     return makers[settings.tuner]()
 
