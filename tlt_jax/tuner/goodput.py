@@ -1,8 +1,8 @@
 """The goodput tuner: predicted accepted tokens over predicted seconds.
 
-It knows no clock, device or rollout. State is a dict that `choose`, `observe` and `renew` return
-anew; it is saved in checkpoints, and a rollout's choices can be recomputed from it. All seconds are
-wall-clock seconds of a chunk on the devices of its group.
+It knows no clock, device or rollout. State is a dict, of which `choose`, `observe` and `renew`
+return a new one; it is saved in checkpoints, and a rollout's choices can be recomputed from it. All
+seconds are wall-clock seconds of a chunk on the devices of its group.
 """
 
 from __future__ import annotations
