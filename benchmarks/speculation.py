@@ -227,8 +227,8 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
     state = Start(shape)(arm.engine.programs)
     far = jnp.full(live, 1 << 30, jnp.int32)
     state = state.replace(lengths=jnp.full(live, FILLED, jnp.int32), limits=far, live=far > 0)
-    guide = shapes.drafter.guide(live)
-    guide = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), guide)
+    host_context = shapes.drafter.host_context(live)
+    host_context = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), host_context)
     for text in ("off", *texts):
         strategy = strategies.parse(text)
         chunk = Decode(shape, rounds, strategy, DecodingParams(Sampling(1.0)))
@@ -246,7 +246,7 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
                 given, last = Known(given.keys, given.lengths, given.history, target.features(given.cache), given.drafter), []
             jax.block_until_ready(given)
             start = time.perf_counter()
-            jax.block_until_ready(program(given, arm.weights[0], () if name[0] == "off" else guide, *last))
+            jax.block_until_ready(program(given, arm.weights[0], () if name[0] == "off" else host_context, *last))
             spent[name].append((time.perf_counter() - start) / rounds)
     ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")

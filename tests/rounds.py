@@ -22,7 +22,7 @@ from tlt_jax.spec_decode.strategy import Strategy
 
 def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], keys: jax.Array, limit: int) -> DecodeState:
     """Sequences with room for `limit` more tokens; as many of each prompt as there are keys for."""
-    target, drafter, rules, _ = decoder
+    target, drafter, params, _ = decoder
     batch, sizes = len(keys), np.array([len(prompt) for prompt in prompts], np.int32)
     width, slots = max(sizes.max() - 1, 1), int(sizes.max()) + limit
     source = np.arange(batch, dtype=np.int32) * len(prompts) // batch
@@ -35,8 +35,8 @@ def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], 
     zeros = jnp.zeros(batch, jnp.int32)
     state = DecodeState(
         roots=zeros, lengths=zeros, limits=zeros, live=zeros > 0, keys=jnp.zeros((batch, 2), jnp.uint32),
-        tail=jnp.zeros((batch, rules.tail), jnp.int32),
-        history=jnp.zeros((batch, target.room(slots) if drafter.remembers else 0), jnp.int32),
+        stop_window=jnp.zeros((batch, params.stop_window), jnp.int32),
+        history=jnp.zeros((batch, target.padded_slots(slots) if drafter.remembers else 0), jnp.int32),
         cache=empty[0], drafter=empty[1],
     )  # fmt: skip
     new = Admission(
@@ -73,7 +73,7 @@ def answers(report: Report) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
 
 
-def tiny(model: ModelConfig, kind: str, dtype: str, rules: DecodingParams, strategy: Strategy) -> tuple[Decoder, Weights]:
+def tiny(model: ModelConfig, kind: str, dtype: str, decoding: DecodingParams, strategy: Strategy) -> tuple[Decoder, Weights]:
     """A random policy, and a random drafter of this kind."""
     mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
@@ -85,4 +85,4 @@ def tiny(model: ModelConfig, kind: str, dtype: str, rules: DecodingParams, strat
         jax.jit(partial(change, config=config, mesh=mesh, dtype=dtype))(part)
         for (change, config), part in zip(reshard, params, strict=True)
     ]
-    return Decoder(target, drafter, rules, strategy), Weights(*parts)
+    return Decoder(target, drafter, decoding, strategy), Weights(*parts)

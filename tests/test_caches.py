@@ -45,7 +45,7 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
     @jax.jit
     def fresh(weights, history, lengths, built):
         prefilled = target.prefill(weights.target, history, lengths)
-        like = drafter.empty(batch, size - target.room(0)).cache
+        like = drafter.empty(batch, size - target.padded_slots(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         own, shared = eagle.for_policy(MODEL, kind), eagle.shared(weights.target)
         lines = history[:, 1:], prefilled.features[:, :-1]  # slot t comes from the features of token t, and token t + 1

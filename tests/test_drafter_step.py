@@ -69,7 +69,7 @@ def batch_of(recipe: Recipe) -> Batch:
     packed = packing.pack(examples, 16, 4)
     assert packed.count == 1
     rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
-    return drafter_update.make_batch(rows | {"answers": packed.spread(np.ones(7))[0] > 0}, recipe.mesh)
+    return drafter_update.make_batch(rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh)
 
 
 def observed(recipe: Recipe, policy: transformer.Params, batch: Batch) -> Batch:
@@ -141,7 +141,7 @@ def plain_loss(recipe: Recipe, policy: transformer.Params, batch: Batch, hidden,
     """Loss and metrics from the drafter's hidden states [J, R, T, Z] and logits [J, R, T, U], slot by slot."""
     eagle1, kept = recipe.drafter.kind == "eagle", IDS if recipe.drafter.draft_vocab_size < 11 else np.arange(11)
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
-    answers, segments = np.asarray(batch.answers), np.asarray(batch.segments)
+    answers, segments = np.asarray(batch.loss_mask), np.asarray(batch.segments)
     q, hidden, metrics, total = softmax(np.asarray(logits)[..., : len(kept)]), np.asarray(hidden), {}, 0.0
     for j in range(recipe.objective.unroll):
         features, tokens, agrees, acceptance = [], [], [], []
@@ -288,7 +288,7 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
 def test_rows_without_answers_teach_nothing(x64):
     recipe = recipe_of(REDUCED)
     batch = batch_of(recipe)
-    batch = batch.replace(answers=jnp.zeros_like(batch.answers))
+    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
     _, metrics = drafter_update.program(recipe)(state_of(recipe), policy_of(recipe), batch)
     assert (float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])) == (0, 0, 0)
 

@@ -271,8 +271,8 @@ def drafting(**speculation) -> Engine:
 
 
 def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monkeypatch, x64):
-    gather, gathered = NGramMemory.pool, []
-    monkeypatch.setattr(NGramMemory, "pool", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
+    gather, gathered = NGramMemory.siblings, []
+    monkeypatch.setattr(NGramMemory, "siblings", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
     plain, drafted = (drafting(tuner="fixed", strategies=[text]) for text in ("off", "2_2_4"))
     expected = answers(play(plain, PLAIN))
     assert not gathered and plain.ngram_memory.size > 0, "what was decoded plainly is remembered too"

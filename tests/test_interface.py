@@ -59,21 +59,21 @@ def checked(record, seen: set[str]):
     })  # fmt: skip
 
 
-def trace(decoder: Decoder, weights: Weights, guide=()) -> None:
+def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
     """Traces what a rollout makes of a decoder."""
     target, drafter = decoder.target, decoder.drafter
 
-    def everything(weights, keys, guide):
+    def everything(weights, keys, host_context):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
         if drafter.catch_up:
             state, _ = decode.catch_up(target, drafter, state, weights, jnp.int32(1))
-        state, _, _ = decode.advance_round(decoder, state, weights, guide)
+        state, _, _ = decode.advance_round(decoder, state, weights, host_context)
         features = target.features(state.cache)
         known = Known(state.keys, state.lengths, state.history, features, state.drafter)
-        decode.draft_alone(decoder, 2, known, weights, guide)
+        decode.draft_alone(decoder, 2, known, weights, host_context)
         return decode.resize(target, drafter, 2 * LIMIT, state, jnp.zeros(1, jnp.int32))
 
-    jax.eval_shape(everything, weights, jnp.zeros((2, 2), jnp.uint32), guide)
+    jax.eval_shape(everything, weights, jnp.zeros((2, 2), jnp.uint32), host_context)
 
 
 def names(record: str, functions: str) -> set[str]:

@@ -231,7 +231,7 @@ def test_scores_are_the_probabilities_that_proposals_hold():
 
 
 def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
-    texts = NGramMemory(room=12, capacity=1000, context=2)
+    texts = NGramMemory(budget=12, capacity=1000, context=2)
     texts.begin([np.array(prompt) for prompt in ([1, 2, 3], [1, 2, 3], [8], [1, 2, 3])], samples=1)
     texts.write(0, np.array([10]))
     texts.write(1, np.array([20, 21]))
@@ -239,7 +239,7 @@ def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
     texts.write(2, np.array([30]))
     texts.write(3, np.array([40]))
     x = SEPARATOR
-    pools = texts.pool([0, 1, 2, 3, None])
+    pools = texts.siblings([0, 1, 2, 3, None])
     assert pools.dtype == np.int32
     assert pools.tolist() == [
         [x, x, x, x, 2, 3, 20, 21, x, 2, 3, 40], [x, x, x, 2, 3, 10, 11, 12, x, 2, 3, 40], [x] * 12,
@@ -248,29 +248,29 @@ def test_pools_hold_the_other_answers_to_the_prompt_newest_last():
 
 
 def test_answers_of_earlier_rollouts_come_first_and_the_oldest_are_cut():
-    texts, prompts = NGramMemory(room=8, capacity=1000, context=1), [np.array([5, 6])]
+    texts, prompts = NGramMemory(budget=8, capacity=1000, context=1), [np.array([5, 6])]
     texts.begin(prompts, samples=1)
     texts.write(0, np.arange(10, 16))
     texts.begin(prompts, samples=2)
-    assert texts.pool([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15]
+    assert texts.siblings([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15]
     texts.write(0, np.array([9]))
-    assert texts.pool([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15], "its own of this rollout is left out"
+    assert texts.siblings([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15], "its own of this rollout is left out"
     texts.write(1, np.array([20]))
-    assert texts.pool([0])[0].tolist() == [11, 12, 13, 14, 15, SEPARATOR, 6, 20]
+    assert texts.siblings([0])[0].tolist() == [11, 12, 13, 14, 15, SEPARATOR, 6, 20]
     texts.write(1, np.arange(30, 50))
     texts.begin(prompts, samples=1)
     assert texts.size == 8, "what no pool can show any more is forgotten"
 
 
 def test_the_memory_is_bounded_and_forgets_the_prompts_unused_for_longest():
-    texts = NGramMemory(room=8, capacity=20, context=0)
+    texts = NGramMemory(budget=8, capacity=20, context=0)
     for step in range(3):
         texts.begin([np.array([1]), np.array([2 + step])], samples=1)
         for uid in range(2):
             texts.write(uid, np.full(6, 10 * step + uid))
             assert texts.size <= 20
     texts.begin([np.array([1]), np.array([2])], samples=1)
-    assert (texts.pool([0, 1]) != SEPARATOR).any(axis=1).tolist() == [True, False]
+    assert (texts.siblings([0, 1]) != SEPARATOR).any(axis=1).tolist() == [True, False]
     texts.write(0, np.zeros(100))
     texts.write(0, np.zeros(3))
-    assert (texts.size, (texts.pool([0]) == SEPARATOR).all()) == (0, True), "dropped while it was written"
+    assert (texts.size, (texts.siblings([0]) == SEPARATOR).all()) == (0, True), "dropped while it was written"

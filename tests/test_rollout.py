@@ -38,7 +38,7 @@ RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3))
 LIMIT = 24
 BIN = np.ones(BINS)
 CHUNK = Decision(0, 0, 4, 64, PLAIN)
-STATS = Stats(row_rounds=np.int32(1), declined=np.int32(1), hits=np.ones((1, 2, 1)), nodes=BIN, promised=BIN, held=BIN)
+STATS = Stats(row_rounds=np.int32(1), declined=np.int32(1), hits=np.ones((1, 2, 1)), nodes=BIN, promised=BIN, accepted=BIN)
 pytestmark = pytest.mark.usefixtures("x64")
 
 

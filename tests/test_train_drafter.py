@@ -328,8 +328,8 @@ def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
     assert (dealt[:count] != dealt[count:]).any()
     again = corpus.PackedCorpus(examples, config)
     np.testing.assert_array_equal(again.batch(3)["segments"], rows.batch(3)["segments"])
-    assert rows.arrays["answers"].sum() == sum(len(one.answer) for one in examples)
+    assert rows.arrays["loss_mask"].sum() == sum(len(one.answer) for one in examples)
     batch = rows.batch(0)
     assert batch["tokens"].shape == (2, packing.row_tokens(config))
-    for row, place in zip(*np.nonzero(batch["answers"]), strict=True):
+    for row, place in zip(*np.nonzero(batch["loss_mask"]), strict=True):
         assert batch["segments"][row, place] == batch["segments"][row, place + 1] > 0

@@ -55,7 +55,7 @@ def test_match_walks_like_a_loop(nodes):
         assert walk.tokens[b, : accepted + 1].tolist() == emitted
 
 
-UNUSED = dict.fromkeys(("resize", "empty", "room", "vocab", "params"))
+UNUSED = dict.fromkeys(("resize", "empty", "padded_slots", "vocab", "params"))
 
 
 def state_of(lengths, limits, live, tail) -> DecodeState:
@@ -96,7 +96,7 @@ def test_a_new_sequence_forgets_the_row_it_takes():
     )
     state = chunk.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
-    assert state.tail.tolist() == [[-1, -1], [6, 7]] and state.live.all() and state.keys.tolist() == [[1, 1], [0, 0]]
+    assert state.stop_window.tolist() == [[-1, -1], [6, 7]] and state.live.all() and state.keys.tolist() == [[1, 1], [0, 0]]
     assert (state.roots.tolist(), state.lengths.tolist(), state.limits.tolist()) == ([1, 6], [2, 6], [9, 99])
 
 

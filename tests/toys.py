@@ -94,7 +94,7 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
             jax.ShapeDtypeStruct((batch, slots + TAIL), jnp.int32, sharding=whole),
             jax.ShapeDtypeStruct((batch, slots + TAIL, vocab), dtype, sharding=whole),
         ),
-        room=lambda slots: slots + TAIL,
+        padded_slots=lambda slots: slots + TAIL,
         vocab=vocab,
         params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
     )

@@ -141,8 +141,8 @@ class PackedCorpus:
             name: np.concatenate([getattr(one, name)[: one.count, 0] for one in packed])
             for name in ("tokens", "positions", "segments")
         }
-        answers = [one.spread(np.ones(len(one.spans)))[: one.count, 0] > 0 for one in packed]
-        self.arrays["answers"] = np.concatenate(answers)
+        masks = [one.spread(np.ones(len(one.spans)))[: one.count, 0] > 0 for one in packed]
+        self.arrays["loss_mask"] = np.concatenate(masks)
         self.order = grain.MapDataset.range(len(self.arrays["tokens"])).seed(seed % 2**32).shuffle().repeat()
         self.size = packing.rows(config)
 

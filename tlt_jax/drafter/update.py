@@ -78,7 +78,7 @@ class Recipe:
 
 @struct.dataclass
 class Batch:
-    """Packed rows, see packing.Packed; `answers` marks the positions whose next token is learned.
+    """Packed rows, see packing.Packed; `loss_mask` marks the positions whose next token is learned.
 
     `features`: the policy's features that the drafter reads; `states`: its normed last hidden
     states. None: the update computes them.
@@ -87,7 +87,7 @@ class Batch:
     tokens: Int32[Array, "R T"]
     positions: Int32[Array, "R T"]
     segments: Int32[Array, "R T"]
-    answers: Bool[Array, "R T"]
+    loss_mask: Bool[Array, "R T"]
     features: Float[Array, "R T F"] | None = None
     states: Float[Array, "R T D"] | None = None
 
@@ -98,7 +98,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
-    """The batch on the mesh, from tokens, positions, segments and answers [R, T]."""
+    """The batch on the mesh, from tokens, positions, segments and loss_mask [R, T]."""
     return Batch(**jax.device_put(rows, batch_sharding(mesh)))
 
 
@@ -180,9 +180,9 @@ def loss(
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
     scores = token_scores(params, shared, batch.states, aligned, recipe)
 
-    total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.answers)}
+    total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.loss_mask)}
     for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
-        known = batch.answers & (batch.positions > j)  # slot s - 1 - j is in the segment of s
+        known = batch.loss_mask & (batch.positions > j)  # slot s - 1 - j is in the segment of s
         token_loss = mean(score.token_loss, known & score.learns)
         step_loss = TOKEN_WEIGHT[recipe.drafter.kind] * token_loss
         if recipe.drafter.kind == "eagle":

@@ -37,12 +37,12 @@ def bind_drafter(
     search = ngram.Settings(settings.min_match, settings.max_match)
 
     def draft(weights, state, context, strategy: Strategy, temperature: float) -> Candidates:
-        return ngram.propose(context.history, context.lengths, context.guide, strategy, search)
+        return ngram.propose(context.history, context.lengths, context.host_context, strategy, search)
 
-    def guide(batch: int) -> jax.ShapeDtypeStruct:
+    def host_context(batch: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, settings.pool), jnp.int32, sharding=whole)
 
-    return stateless(draft, guide=guide)
+    return stateless(draft, host_context=host_context)
 
 
 def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> Network:
@@ -64,8 +64,8 @@ def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> N
         step=lambda weights, *rest: eagle.step(weights.drafter, config, eagle.shared(weights.target), *rest),
         logits=lambda weights, hidden: eagle.logits(weights.drafter, config, eagle.shared(weights.target), hidden),
         ids=lambda weights: weights.drafter.ids,
-        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.room(slots)),
-        empty=lambda batch, slots: eagle.abstract_cache(config, batch, target.room(slots), dtype, group),
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.padded_slots(slots)),
+        empty=lambda batch, slots: eagle.abstract_cache(config, batch, target.padded_slots(slots), dtype, group),
         scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group.shape["model"]),
         params=eagle.abstract(config, group, "rollout", dtype),
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
@@ -107,7 +107,7 @@ def bind_target(
     width = len(captures) * config.hidden_size
     captures_states = captures_states and captures != (NORMED,)  # those features are the states
 
-    def room(slots: int) -> int:
+    def padded_slots(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
         slots += max(SCRATCH_SLOTS, path)
         return slots if is_cpu(group) else -(-slots // LANES) * LANES
@@ -127,7 +127,7 @@ def bind_target(
         return whole(transformer.prefill(params, config, *rest, captures, captures_states=captures_states))
 
     def empty(batch: int, slots: int) -> KVCache:
-        return kv_cache.abstract(config, batch, room(slots), width, dtype, group, captures_states)
+        return kv_cache.abstract(config, batch, padded_slots(slots), width, dtype, group, captures_states)
 
     return Target(
         forward=forward,
@@ -135,9 +135,9 @@ def bind_target(
         features=lambda cache: cache.features,
         prefill=prefill,
         insert=kv_cache.insert,
-        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, room(slots)),
+        resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, padded_slots(slots)),
         empty=empty,
-        room=room,
+        padded_slots=padded_slots,
         vocab=transformer.padded_vocab(config, group.shape["model"]),
         params=transformer.abstract(config, group, "rollout", dtype),
         states=(lambda cache: cache.states) if captures_states else None,

@@ -199,7 +199,7 @@ class Engine:
         harvester: Harvester | None = None,
     ) -> list[GroupContext]:
         """The fixed side of every data group in a rollout."""
-        host_context = self.ngram_memory.pool if self.ngram_memory else no_context
+        host_context = self.ngram_memory.siblings if self.ngram_memory else no_context
         drafters = [shapes.drafter for shapes in self.programs.shapes]
         return [
             GroupContext(
@@ -227,7 +227,7 @@ class Engine:
         """
         width, rounds = bucket_width(prompt_tokens), self.config.rollout.chunk
         prefill = Prefill(0, block_size(prompts, width), width)
-        state = StateShape(0, self.capacity, slots, params.tail)
+        state = StateShape(0, self.capacity, slots, params.stop_window)
         found: dict[str, Program] = {
             "prefill": prefill,
             "admission": Admit(state, prefill),
@@ -237,10 +237,10 @@ class Engine:
         largest = make.largest_batches(self.tuner, self.batches)
         if largest and self.programs.shapes[0].drafter.catch_up:
             batch = max(largest.values())
-            found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots, params.tail))
+            found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots, params.stop_window))
         for arm in self.arms:
             if arm in largest:
-                shape = StateShape(0, largest[arm], slots, params.tail)
+                shape = StateShape(0, largest[arm], slots, params.stop_window)
                 found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(shape, rounds, arm, params)
         if window:
             found["harvest"] = Harvest(state, block_size(self.capacity, window), window)

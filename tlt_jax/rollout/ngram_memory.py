@@ -30,11 +30,11 @@ class NGramMemory:
     """Answers by prompt, oldest first: those of earlier rollouts, and those that are being decoded, finished or not.
 
     A text begins with the last `context` tokens of its prompt, so that an answer's first tokens find their like. At most
-    `capacity` tokens are kept (the prompts unused for longest go first), of earlier rollouts `room` for each prompt.
+    `capacity` tokens are kept (the prompts unused for longest go first), of earlier rollouts `budget` for each prompt.
     """
 
-    def __init__(self, room: int, capacity: int, context: int = Settings.max_match):
-        self.room, self.capacity, self.context, self.size = room, capacity, context, 0
+    def __init__(self, budget: int, capacity: int, context: int = Settings.max_match):
+        self.budget, self.capacity, self.context, self.size = budget, capacity, context, 0
         self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
         self.begin((), 1)
 
@@ -43,7 +43,7 @@ class NGramMemory:
         self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
         self.keys = [blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest() for prompt in prompts]
         for key, shelf in self.shelves.items():
-            self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.room)]
+            self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
             self.size += sum(len(text.tokens) for text in self.shelves[key])
 
     def write(self, uid: int, tokens: np.ndarray) -> None:
@@ -68,24 +68,24 @@ class NGramMemory:
             _, shelf = self.shelves.popitem(last=False)
             self.size -= sum(len(text.tokens) for text in shelf)
 
-    def pool(self, uids: Sequence[int | None]) -> np.ndarray:
-        """int32 [B, room]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
-        pools = np.full((len(uids), self.room), SEPARATOR, np.int32)
+    def siblings(self, uids: Sequence[int | None]) -> np.ndarray:
+        """int32 [B, budget]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
+        pools = np.full((len(uids), self.budget), SEPARATOR, np.int32)
         for row, uid in enumerate(uids):
             shelf = () if uid is None else self.shelves.get(self.keys[uid // self.samples], ())
-            end = self.room
-            for part in reversed(newest([text for text in shelf if text.uid != uid], self.room)):
+            end = self.budget
+            for part in reversed(newest([text for text in shelf if text.uid != uid], self.budget)):
                 pools[row, end - len(part) : end] = part
                 end -= len(part) + 1
         return pools
 
 
-def newest(texts: Sequence[Text], room: int) -> list[np.ndarray]:
-    """The last texts, oldest first, that fit into `room` tokens with separators between them; the first may be cut."""
+def newest(texts: Sequence[Text], budget: int) -> list[np.ndarray]:
+    """The last texts, oldest first, that fit into `budget` tokens with separators between them; the first may be cut."""
     parts: list[np.ndarray] = []
     for text in reversed(texts):
-        if room <= 0:
+        if budget <= 0:
             break
-        parts.append(text.tokens[-room:])
-        room -= len(parts[-1]) + 1
+        parts.append(text.tokens[-budget:])
+        budget -= len(parts[-1]) + 1
     return parts[::-1]

@@ -69,8 +69,8 @@ class GroupShapes:
             limits=small(batch),
             live=small(batch, dtype=jnp.bool_),
             keys=small(batch, 2, dtype=jnp.uint32),
-            tail=small(batch, shape.stop_window),
-            history=small(batch, self.target.room(slots) if self.drafter.remembers else 0),
+            stop_window=small(batch, shape.stop_window),
+            history=small(batch, self.target.padded_slots(slots) if self.drafter.remembers else 0),
             cache=self.target.empty(batch, slots),
             drafter=self.drafter.empty(batch, slots),
         )
@@ -235,7 +235,7 @@ class Decode:
             donate_argnums=0,
             out_shardings=(shardings(state), shapes.replicated),
         )
-        host = () if self.strategy == PLAIN else shapes.drafter.guide(self.state.batch)
+        host = () if self.strategy == PLAIN else shapes.drafter.host_context(self.state.batch)
         return program.lower(state, shapes.weights, host, shapes.array(2))
 
     def __call__(
@@ -271,7 +271,7 @@ class DraftOnly:
         decoder = Decoder(shapes.target, shapes.drafter, params, self.strategy)
         function = partial(decode.draft_alone, decoder, self.rounds)
         program = jax.jit(function, donate_argnums=0, out_shardings=shardings(known))
-        return program.lower(known, shapes.weights, shapes.drafter.guide(self.state.batch))
+        return program.lower(known, shapes.weights, shapes.drafter.host_context(self.state.batch))
 
     def __call__(self, programs: Programs, known: Known, weights: Weights, host: PyTree) -> Known:
         return programs.get(self)(known, weights, host)

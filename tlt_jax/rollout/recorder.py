@@ -165,7 +165,7 @@ class RolloutRecorder:
         self.catch_up[group] = 0.0
         self.measurements.append(measurement)
         self.totals["declined"] += int(retired.stats.declined)
-        self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.held])
+        self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.accepted])
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:

@@ -26,7 +26,7 @@ class Decoder(NamedTuple):
 
     target: Target
     drafter: Drafter
-    rules: DecodingParams
+    params: DecodingParams
     strategy: Strategy
 
 
@@ -51,7 +51,7 @@ class DecodeState:
     limits: Int32[Array, " B"]
     live: Bool[Array, " B"]
     keys: UInt32[Array, "B 2"]
-    tail: Int32[Array, "B W"]
+    stop_window: Int32[Array, "B W"]
     history: Int32[Array, "B S"]
     cache: PyTree
     drafter: PyTree
@@ -86,17 +86,17 @@ class Report:
 
 
 def decode_chunk(
-    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, guide: PyTree, bounds: Int32[Array, " L"]
+    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, host_context: PyTree, bounds: Int32[Array, " L"]
 ) -> tuple[DecodeState, Report]:
     """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
 
     The drafter may lack as many of the newest tokens as a round of the strategy can emit; more is for `catch_up`.
     """
     strategy = decoder.strategy
-    batch, room = state.roots.shape[0], rounds * strategy.path
+    batch, most = state.roots.shape[0], rounds * strategy.path
     report = Report(
-        tokens=jnp.zeros((batch, room), jnp.int32),
-        logprobs=jnp.zeros((batch, room), float_type(weights)),
+        tokens=jnp.zeros((batch, most), jnp.int32),
+        logprobs=jnp.zeros((batch, most), float_type(weights)),
         counts=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
         rounds=jnp.int32(0),
@@ -109,7 +109,7 @@ def decode_chunk(
 
     def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
         state, report = carry
-        state, emitted, stats = advance_round(decoder, state, weights, guide)
+        state, emitted, stats = advance_round(decoder, state, weights, host_context)
         return state, append(report, emitted, stats)
 
     return jax.lax.while_loop(goes_on, step, (state, report))
@@ -138,33 +138,33 @@ class Emitted:
 
 
 def advance_round(
-    decoder: Decoder, state: DecodeState, weights: Weights, guide: PyTree
+    decoder: Decoder, state: DecodeState, weights: Weights, host_context: PyTree
 ) -> tuple[DecodeState, Emitted, Stats]:
     """Draft, forward, choose at every node, follow the matches, commit."""
-    target, _, rules, strategy = decoder
+    target, _, params, strategy = decoder
     noise = noise_ahead(decoder, state, weights)
     if strategy == PLAIN:
         tree = root_only(state.roots)
     else:
-        context = context_of(target, state, guide, noise)
+        context = context_of(target, state, host_context, noise)
         known, tree = draft_tree(decoder, weights, state.drafter, context, state.roots)
         state = state.replace(drafter=known)
     positions = state.lengths[:, None] + tree.depths
     logits, scratch = target.forward(
         weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
     )
-    scaled = sampling.scale(logits, rules.sampling)
-    filtered = sampling.filter(scaled, rules.sampling)
+    scaled = sampling.scale(logits, params.sampling)
+    filtered = sampling.filter(scaled, params.sampling)
     chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
     walk = verify.match(tree, chosen, strategy.depth)
-    counts, finish = settle(rules, state, walk.tokens, walk.accepted)
+    counts, finish = settle(params, state, walk.tokens, walk.accepted)
     emitted = Emitted(walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish)
     last = jnp.take_along_axis(walk.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
         lengths=state.lengths + counts,
         live=state.live & (finish == RUNNING),
-        tail=shift(state.tail, walk.tokens, counts),
+        stop_window=shift(state.stop_window, walk.tokens, counts),
         history=remember(state.history, walk.tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
@@ -178,7 +178,7 @@ def draft_tree(
     """The drafter's state that knows all before the roots, and its best nodes as a tree."""
     drafter, strategy = decoder.drafter, decoder.strategy
     known = drafter.extend(weights, known, context, strategy.path)
-    temperature = decoder.rules.sampling.temperature
+    temperature = decoder.params.sampling.temperature
     candidates = drafter.draft(weights, known, context, strategy, temperature)
     return known, rerank(candidates, roots, strategy.nodes)
 
@@ -194,12 +194,12 @@ class Known:
     drafter: PyTree
 
 
-def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, guide: PyTree) -> Known:
+def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree) -> Known:
     """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
     noise = noise_ahead(decoder, known, weights)
 
     def step(_: Array, known: Known) -> Known:
-        context = Context(known.history, known.lengths, known.features, guide, noise)
+        context = Context(known.history, known.lengths, known.features, host_context, noise)
         roots = jnp.zeros_like(known.lengths)  # nobody reads them
         extended, tree = draft_tree(decoder, weights, known.drafter, context, roots)
         text = jnp.maximum(tree.tokens[:, 1 : decoder.strategy.path], 0)
@@ -209,14 +209,14 @@ def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, g
     return jax.lax.fori_loop(0, rounds, step, known)
 
 
-def context_of(target: Target, state: DecodeState, guide: PyTree, noise: Array | None = None) -> Context:
+def context_of(target: Target, state: DecodeState, host_context: PyTree, noise: Array | None = None) -> Context:
     """What the drafter may look at."""
-    return Context(state.history, state.lengths, target.features(state.cache), guide, noise)
+    return Context(state.history, state.lengths, target.features(state.cache), host_context, noise)
 
 
 def noise_ahead(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> Array | None:
     """Noise [B, M, V] of the positions after the root; one depth, one noise, since at most one node of it is visited."""
-    if decoder.rules.sampling.is_greedy:
+    if decoder.params.sampling.is_greedy:
         return None
     positions = state.lengths[:, None] + 1 + jnp.arange(decoder.strategy.path, dtype=jnp.int32)
     return gumbel(state.keys, positions, decoder.target.vocab, float_type(weights))
@@ -247,11 +247,11 @@ def remember(
 
 @shaped
 def settle(
-    rules: DecodingParams, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
+    params: DecodingParams, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
     """How many of a walk's tokens each row emits, and whether it ends: at EOS, a stop sequence, or its limit."""
-    stops = ends_sequence(rules, state.tail, tokens)
-    for eos in rules.eos_ids:
+    stops = ends_sequence(params, state.stop_window, tokens)
+    for eos in params.eos_ids:
         stops |= tokens == eos
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     ends = stops | (state.lengths[:, None] + steps + 2 >= state.limits[:, None])
@@ -295,7 +295,7 @@ def admit(
         limits=put(state.limits, new.limits),
         live=put(state.live, True),
         keys=put(state.keys, new.keys),
-        tail=put(state.tail, -1),
+        stop_window=put(state.stop_window, -1),
         history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
         cache=target.insert(state.cache, prefilled, new.rows, new.source),
         drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
@@ -305,9 +305,9 @@ def admit(
 def resize(target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]) -> DecodeState:
     """The given rows of the state (-1: an empty row), with room for `slots` committed tokens."""
     source = jnp.maximum(rows, 0)
-    taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "tail")}
-    history, room = state.history[source], target.room(slots) if drafter.remembers else 0
-    history = jnp.pad(history, ((0, 0), (0, max(room - history.shape[1], 0))))[:, :room]
+    taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "stop_window")}
+    history, padded = state.history[source], target.padded_slots(slots) if drafter.remembers else 0
+    history = jnp.pad(history, ((0, 0), (0, max(padded - history.shape[1], 0))))[:, :padded]
     return state.replace(
         live=state.live[source] & (rows >= 0),
         history=history,

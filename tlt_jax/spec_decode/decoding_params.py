@@ -36,6 +36,6 @@ class DecodingParams:
     stop_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def tail(self) -> int:
+    def stop_window(self) -> int:
         """W: how many of its last tokens a sequence keeps to detect a stop sequence."""
         return max((len(stop) for stop in self.stop_ids), default=1) - 1

@@ -14,7 +14,7 @@ from tlt_jax.shapes import shaped
 
 @struct.dataclass
 class Features:
-    """The target's features of R windows of W positions; from a sequence's root on they are junk.
+    """The target's features of R windows of W positions; from a sequence's root on their values are undefined.
 
     `states` are its normed last hidden states, or None as for the target: not captured, or the
     features are these states.

@@ -19,14 +19,14 @@ PyTree = Any
 class Context:
     """What a drafter may look at: tokens 0..lengths (the last one is the root), and features of all before the root.
 
-    `guide` is what the host gave along with the chunk; `noise` is that of positions lengths + 1, + 2, ..., or None when
+    `host_context` is what the host gave along with the chunk; `noise` is that of positions lengths + 1, + 2, ..., or None when
     tokens are chosen without noise.
     """
 
     history: Int32[Array, "B S"]
     lengths: Int32[Array, " B"]
     features: Float[Array, "B S F"]
-    guide: PyTree
+    host_context: PyTree
     noise: Float[Array, "B M V"] | None = None
 
 
@@ -106,7 +106,7 @@ class Insert(Protocol):
 class Target(NamedTuple):
     """The model that decides, as pure functions; a cache and a prefill are pytrees only it understands.
 
-    room(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
+    padded_slots(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
     is the width of the logits; `params` are ShapeDtypeStructs, with shardings, of the weights.
     `states` is None where they are not captured, or where the features are these states already.
     """
@@ -118,7 +118,7 @@ class Target(NamedTuple):
     insert: Insert
     resize: Resize
     empty: Empty
-    room: Callable[[int], int]
+    padded_slots: Callable[[int], int]
     vocab: int
     params: PyTree
     states: States | None = None
@@ -170,7 +170,7 @@ class Drafter(NamedTuple):
     """What guesses ahead, as pure functions; its state rides in the decoding state.
 
     `weights` are the target's too. `catch_up` is None when there is nothing to catch up with.
-    guide(batch) are ShapeDtypeStructs of what the host gives along with a chunk that drafts;
+    host_context(batch) are ShapeDtypeStructs of what the host gives along with a chunk that drafts;
     `params` are those of its own weights, with shardings. `remembers`: whether it reads
     `Context.history`.
     """
@@ -181,13 +181,13 @@ class Drafter(NamedTuple):
     reset: Reset
     resize: Resize
     empty: Empty
-    guide: Callable[[int], PyTree]
+    host_context: Callable[[int], PyTree]
     params: PyTree
     remembers: bool
 
 
 def stateless(
-    draft: Draft, remembers: bool = True, guide: Callable[[int], PyTree] = lambda batch: ()
+    draft: Draft, remembers: bool = True, host_context: Callable[[int], PyTree] = lambda batch: ()
 ) -> Drafter:
     """A drafter without weights or state of its own."""
     return Drafter(
@@ -197,7 +197,7 @@ def stateless(
         reset=lambda state, fresh: state,
         resize=lambda state, rows, slots: state,
         empty=lambda batch, slots: (),
-        guide=guide,
+        host_context=host_context,
         params=(),
         remembers=remembers,
     )

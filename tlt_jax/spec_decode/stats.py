@@ -19,7 +19,7 @@ class Stats:
 
     hits[d, n, r]: accepted nodes of depth d + 1, rank n by score, and `ranks` r. Reliability
     diagram of the scores: bin i has nodes[i] nodes of predicted probability i/10 to (i+1)/10;
-    promised[i] is the sum of these probabilities, held[i] the number accepted. `row_rounds`: live
+    promised[i] is the sum of these probabilities, accepted[i] the number accepted. `row_rounds`: live
     rows, summed over rounds. `declined`: row rounds whose tree was only a root.
     """
 
@@ -28,7 +28,7 @@ class Stats:
     hits: Int32[Array, "D N k"]
     nodes: Int32[Array, " bins"]
     promised: Float[Array, " bins"]
-    held: Int32[Array, " bins"]
+    accepted: Int32[Array, " bins"]
 
 
 def nothing(strategy: Strategy) -> Stats:
@@ -39,7 +39,7 @@ def nothing(strategy: Strategy) -> Stats:
         hits=jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32),
         nodes=jnp.zeros(BINS, jnp.int32),
         promised=jnp.zeros(BINS, jnp.float32),
-        held=jnp.zeros(BINS, jnp.int32),
+        accepted=jnp.zeros(BINS, jnp.int32),
     )
 
 
@@ -58,13 +58,13 @@ def measure(
     declined = live & ~drafted.any(axis=1) if strategy != PLAIN else jnp.zeros_like(live)
 
     steps = jnp.arange(strategy.path)
-    accepted = (steps > 0) & (steps < counts[:, None])
-    held = (path[:, :, None] == jnp.arange(strategy.nodes)) & accepted[:, :, None]
-    held = held.any(axis=1) & drafted
+    visited = (steps > 0) & (steps < counts[:, None])
+    accepted = (path[:, :, None] == jnp.arange(strategy.nodes)) & visited[:, :, None]
+    accepted = accepted.any(axis=1) & drafted
 
     hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
     if strategy.depth:
-        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(held.astype(jnp.int32))
+        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(accepted.astype(jnp.int32))
 
     chance = jnp.where(drafted, jnp.exp(tree.scores), 0).astype(jnp.float32)
     which = jnp.clip((BINS * chance).astype(jnp.int32), 0, BINS - 1)
@@ -77,7 +77,7 @@ def measure(
         hits=hits,
         nodes=(here & drafted[..., None]).sum((0, 1), dtype=jnp.int32),
         promised=jnp.where(here, chance[..., None], 0).sum((0, 1)),
-        held=(here & held[..., None]).sum((0, 1), dtype=jnp.int32),
+        accepted=(here & accepted[..., None]).sum((0, 1), dtype=jnp.int32),
     )
 
 

@@ -12,21 +12,21 @@ RUNNING, STOPPED, TRUNCATED = 0, 1, 2
 
 
 @shaped
-def ends_sequence(rules: DecodingParams, tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
-    """True at each token that completes a stop sequence; `tail`: the W tokens before."""
-    window = jnp.concatenate([tail, tokens], axis=1)
+def ends_sequence(params: DecodingParams, stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
+    """True at each token that completes a stop sequence; `stop_window`: the W tokens before."""
+    window = jnp.concatenate([stop_window, tokens], axis=1)
     hit = jnp.zeros(tokens.shape, bool)
-    for stop in rules.stop_ids:
+    for stop in params.stop_ids:
         same = jnp.ones(tokens.shape, bool)
         for back, token in enumerate(reversed(stop)):
-            start = tail.shape[1] - back
+            start = stop_window.shape[1] - back
             same &= window[:, start : start + tokens.shape[1]] == token
         hit |= same
     return hit
 
 
 @shaped
-def shift(tail: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]) -> Int32[Array, "B W"]:
-    """The last W tokens once tokens[b, :counts[b]] are appended to the tail."""
-    window = jnp.concatenate([tail, tokens], axis=1)
-    return jnp.take_along_axis(window, counts[:, None] + jnp.arange(tail.shape[1]), axis=1)
+def shift(stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]) -> Int32[Array, "B W"]:
+    """The last W tokens once tokens[b, :counts[b]] are appended to the stop_window."""
+    window = jnp.concatenate([stop_window, tokens], axis=1)
+    return jnp.take_along_axis(window, counts[:, None] + jnp.arange(stop_window.shape[1]), axis=1)

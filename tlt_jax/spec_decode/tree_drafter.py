@@ -118,7 +118,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
         reset=lambda state, fresh: state.replace(built=jnp.where(fresh, 0, state.built)),
         resize=resize,
         empty=empty,
-        guide=lambda batch: (),
+        host_context=lambda batch: (),
         params=network.params,
         remembers=True,
     )

@@ -132,7 +132,7 @@ def train_drafter(
             run_state.save(store, RunState(step, drafter=state))
             return state, PREEMPTED
         batch = rows.batch(step)
-        tokens += int(batch["answers"].sum())
+        tokens += int(batch["loss_mask"].sum())
         state, metrics = update(state, params, drafter_update.make_batch(batch, recipe.mesh))
         step += 1
         if step % SAY_EVERY == 0 or step == steps:

@@ -89,8 +89,8 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
     if state.cache.states is not None:
         kinds["states"] = device_bytes(state.cache.states)
     if config.speculation.drafter != schema.NONE:
-        guide = shapes.drafter.guide(batch)
-        kinds["drafter cache"] = device_bytes((state.drafter, state.history, guide))
+        host_context = shapes.drafter.host_context(batch)
+        kinds["drafter cache"] = device_bytes((state.drafter, state.history, host_context))
     return kinds
 
 
