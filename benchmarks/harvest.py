@@ -1,12 +1,13 @@
-"""States for a drafter's loss: what keeping them in the rollout costs, and what making them again by a prefill would.
+"""States for a drafter's loss: the costs of keeping them in the rollout, and of a prefill.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/harvest.py
 
-Both are timed on one CPU device, for a policy of D512 L12 V8192 in float32 and the features of EAGLE-3 (three hidden states).
-Keeping: a chunk of plain rounds, and one of drafting rounds, of an engine that captures states, over the same chunk of one
-that does not; the chunks take turns, every state is its own. Again: the policy's prefill of whole texts with their states,
-keys and values thrown away, over the tokens that it is given. Seconds are those of processors, of all threads, which other work
-disturbs less. Medians of the turns; the interval of a ratio is its middle half.
+Both are timed on one CPU device, for a policy of D512 L12 V8192 in float32 and the features of
+EAGLE-3 (three hidden states). Keeping: a chunk of plain rounds, and one of drafting rounds, of an
+engine that captures states, over the same chunk of one that does not; the chunks take turns, every
+state is its own. Again: the policy's prefill of whole texts with their states, keys and values
+thrown away, over the tokens that it is given. Seconds are those of processors, of all threads,
+which other work disturbs less. Medians of the turns; the interval of a ratio is its middle half.
 """
 
 from __future__ import annotations
@@ -55,8 +56,14 @@ class Chunk:
         self.shape = StateShape(0, batch, SLOTS)
         self.program = Decode(self.shape, ROUNDS, strategy)
         spec = engine.programs.shapes[0].state(self.shape)
-        self.state = jax.tree.map(lambda leaf, of: jax.device_put(leaf, of.sharding), zeros(spec), spec)
-        self.bytes = 0 if spec.cache.states is None else spec.cache.states.size * spec.cache.states.dtype.itemsize
+        self.state = jax.tree.map(
+            lambda leaf, of: jax.device_put(leaf, of.sharding), zeros(spec), spec
+        )
+        self.bytes = (
+            0
+            if spec.cache.states is None
+            else spec.cache.states.size * spec.cache.states.dtype.itemsize
+        )
         self.all = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
 
     def __call__(self):
@@ -71,13 +78,19 @@ class Chunk:
 
 def main() -> None:
     """Prints both costs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", default="16")
     parser.add_argument("--turns", type=int, default=21)
     options = parser.parse_args()
     model, mesh = hf.new_config(MIDDLE, VOCAB, ()), meshes.make_mesh(1, 1)
     drafter = eagle.for_policy(model, "eagle3")
-    config = replace(Config(), rollout=Rollout(compile_cache="off"), speculation=Speculation("a drafter given here"))
+    config = replace(
+        Config(),
+        rollout=Rollout(compile_cache="off"),
+        speculation=Speculation("a drafter given here"),
+    )
     engines = [Engine(config, model, mesh, (), drafter, captures) for captures in (False, True)]
     params = transformer.init(model, mesh, jax.random.key(0), "float32")
     weights = engines[0].publish(params, eagle.init(drafter, mesh, jax.random.key(1), "float32"))[0]
@@ -92,7 +105,8 @@ def main() -> None:
             tokens = batch * ROUNDS
             extra = (middle - 1) * second / tokens
             print(
-                f"keeping, {batch} rows, {name(strategy)}: ratio {middle:.4f} ({low:.4f} to {high:.4f})"
+                f"keeping, {batch} rows, {name(strategy)}: ratio {middle:.4f}"
+                f" ({low:.4f} to {high:.4f})"
                 f" of {1e3 * second:.1f} ms, {1e6 * extra:.1f} us a row and round;"
                 f" {on.bytes / 2**20:.2f} MiB beside {off.all / 2**20:.2f}"
             )

@@ -1,4 +1,4 @@
-"""What is harvested of ended sequences is true, whole and in time, in whatever way their rows are left; off, it is nothing."""
+"""What is harvested of ended sequences is true, whole and in time, however their rows are left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import pytest
 import toys
 
 from tlt_jax.rollout import driver, group as machine, harvest as reaper
-from tlt_jax.rollout.events import Decided, Dispatched, Ended, Event, Harvested, Look, Retired, WentIdle
+from tlt_jax.rollout.events import (
+    Decided,
+    Dispatched,
+    Ended,
+    Event,
+    Harvested,
+    Look,
+    Retired,
+    WentIdle,
+)
 from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.state import InFlight
@@ -23,7 +32,12 @@ from tlt_jax.spec_decode.strategy import PLAIN
 V, SAMPLES, WIDTH = 12, 3, 7
 TABLE = toys.table(V, scale=1.0)
 RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9],
+    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
+    [11, 10],
+]
 pytestmark = pytest.mark.usefixtures("x64")
 
 
@@ -51,7 +65,7 @@ class Reaper:
 
 @dataclass
 class Played:
-    """A rollout: its events, with their groups, and of each end the rows of its dispatch and of its reading."""
+    """A rollout: its events, with their groups, and the rows of each end, at dispatch and now."""
 
     result: RolloutResult
     events: list[tuple[int, Event]]
@@ -61,7 +75,9 @@ class Played:
     samples: int
 
     def of(self, kind: type, group: int | None = None) -> list:
-        return [event for at, event in self.events if isinstance(event, kind) and group in (None, at)]
+        return [
+            event for at, event in self.events if isinstance(event, kind) and group in (None, at)
+        ]
 
     def texts(self) -> dict[int, list[int]]:
         """The finished sequences, with their prompts."""
@@ -101,15 +117,19 @@ def play(
 
 
 def laws(played: Played) -> tuple[bool, bool, bool]:
-    """Is each wanted window of each finished sequence there once; is it true; and was it taken before the next decision?"""
+    """Is each wanted window of each finished sequence there once; is it true; is it in time?"""
     texts, width = played.texts(), played.harvester.width
     wanted = Counter(
-        (uid, start) for uid, text in texts.items() for start in played.harvester.starts(uid, len(text))
+        (uid, start)
+        for uid, text in texts.items()
+        for start in played.harvester.starts(uid, len(text))
     )
     found, are_true = Counter(), True
     for event in played.of(Harvested):
         assert event.values.features.shape[1:] == (width, V) and event.values.states is None
-        for (uid, start), features in zip(event.windows, np.asarray(event.values.features), strict=False):
+        for (uid, start), features in zip(
+            event.windows, np.asarray(event.values.features), strict=False
+        ):
             found[uid, start] += 1
             text = texts[uid][:-1]
             ends = range(start + 1, min(start + width, len(text)) + 1)
@@ -149,7 +169,7 @@ class Held:
 
 @pytest.fixture
 def late(monkeypatch) -> None:
-    """A group's oldest program is done when the group can do nothing more, and no other is: chunks are read late."""
+    """Chunks are read late: the oldest program is done when its group can do nothing more."""
     advance = machine.advance
 
     def flight(number, kind, marker, **rest) -> InFlight:

@@ -1,4 +1,4 @@
-"""The harvest of a tiny policy: features and states of a fresh forward; without it the programs are what they were."""
+"""The harvest of a tiny policy: features and states of a fresh forward, or nothing at all."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def captures(kind: str) -> tuple[int, ...]:
 def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind, data, model):
     engine, weights = engine_of(kind, data, model, captures_states=True)
     result, events = roll_out(engine, weights, harvester=Ends())
-    texts = {one.uid: (*tiny.PROMPTS[one.prompt], *one.tokens.tolist()) for one in result.completions}
+    texts = {
+        one.uid: (*tiny.PROMPTS[one.prompt], *one.tokens.tolist()) for one in result.completions
+    }
     states, features = fresh(tuple(texts.values()), kind)
     seen, width = set(), len(captures(kind)) * tiny.MODEL.hidden_size
     for event in events:
@@ -93,7 +95,9 @@ def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind,
             continue
         assert event.values.features.shape[1:] == (WIDTH, width)
         assert (event.values.states is None) == (kind == "eagle"), "its features are the states"
-        assert event.values.features.sharding.spec == jax.sharding.PartitionSpec("data", None, "model")
+        assert event.values.features.sharding.spec == jax.sharding.PartitionSpec(
+            "data", None, "model"
+        )
         for row, (uid, start) in enumerate(event.windows):
             stop = min(start + WIDTH, len(texts[uid]) - 1)
             seen.add(uid)
@@ -108,7 +112,13 @@ def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
     """The programs of an engine, as they are given to the compiler."""
     engine, _ = engine_of(kind, 1, 1, captures_states)
     state, prefill = StateShape(0, 5, 32), Prefill(0, 4, 16)
-    programs = [Start(state), prefill, Admit(state, prefill), Resize(state, 2, 64), Decode(state, 4)]
+    programs = [
+        Start(state),
+        prefill,
+        Admit(state, prefill),
+        Resize(state, 2, 64),
+        Decode(state, 4),
+    ]
     if kind != "none":
         programs += [CatchUp(state), Decode(state, 4, Strategy(2, 1, 3))]
     return {str(program): engine.programs.lower(program).as_text() for program in programs}

@@ -1,4 +1,4 @@
-"""What is kept of ended sequences: features leave the decoding state; knows no network, nor their use."""
+"""What is kept of ended sequences: features leave the decoding state; knows no network."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def harvest(
     rows[: len(now)] = [window.row for window in now]
     starts[: len(now)] = [window.start for window in now]
     values = Harvest(shape, size, width)(context.programs, state.device, rows, starts)
-    marker = values.features if values.states is None else values.states  # features may be none wide
+    marker = (
+        values.features if values.states is None else values.states
+    )  # features may be none wide
     flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
     event = Dispatched(flight.number, "harvest", state.batch, state.slots)
     return queued(replace(state, windows=later), flight), [event]
