@@ -108,11 +108,11 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
 @pytest.mark.parametrize("drafter", [*DRAFTERS, None])
 def test_captured_states_are_a_line_of_their_own_and_of_eagle_they_are_the_features(drafter):
     overrides = DRAFTERS.get(drafter, ())
-    plain = memory.budget(*plan_of(*overrides))
+    plain = budget(*plan_of(*overrides))
     settings, recipe, engine = plan_of(*overrides, captures_states=True)
     states = engine.capacity * (memory.cache_slots(settings) + 8) * 32 * 4 // 2  # over `model`
     expected = plain | ({} if drafter == "eagle" else {"states": states})
-    kinds = memory.budget(settings, recipe, engine)
+    kinds = budget(settings, recipe, engine)
     assert kinds == expected and "states" not in plain
     assert ("states" in memory.phases(kinds)["rollout"]) == (drafter != "eagle")
 
