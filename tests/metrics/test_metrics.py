@@ -159,7 +159,7 @@ def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
 def test_the_names_are_unique_and_their_page_is_in_step():
     assert len({metric.name for metric in NAMES}) == len(NAMES)
     assert {metric.kind for metric in NAMES} == {"scalar", "histogram", "image", "text"}
-    page = Path(__file__).parent.parent / "docs" / "metrics.md"
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert page.read_text() == names.page(), "run: python -m tlt_jax.metrics > docs/metrics.md"
 
 

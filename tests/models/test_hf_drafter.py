@@ -16,7 +16,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
 from tlt_jax.models import eagle, hf_drafter
 
-GOLDENS = json.loads((Path(__file__).parent / "goldens" / "drafters.json").read_text())
+GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "drafters.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def test_threefry_gives_the_known_answers_of_random123(key, counter, words):
 def test_values_do_not_depend_on_vocabulary_batch_depth_or_sharding():
     # In a process of its own, compiled as for users: conftest's flags round a logarithm by where it stands in its vector.
     here = Path(__file__).parent
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(here.parent)}
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(here.parents[1])}
     command = [sys.executable, "-c", "import test_noise; test_noise.compare_shapes()"]
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

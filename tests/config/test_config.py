@@ -195,7 +195,7 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
         assert f"--{name} " in text and item.help.split()[0] in text
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_configuration_that_comes_with_the_package_is_valid(path):
     assert read(path).run.startswith("runs/")
 

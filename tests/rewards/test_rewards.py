@@ -185,7 +185,7 @@ def test_a_script_that_imports_jax_without_a_main_guard_can_score(tmp_path):
             print(scorer.collect()[0].value)
         """)
     )
-    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
     assert (done.stdout, done.returncode) == ("1.0\n", 0), done.stderr
