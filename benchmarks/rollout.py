@@ -57,7 +57,9 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 PROMPT_TOKENS = 16
 TAIL_RATIO = 5.0  # longest / 75th percentile aimed at; rounding to whole tokens leaves at least 4
-SHARE_SECONDS = 10.0  # the variants of a step are timed again and again for this long, and 5 times at least
+SHARE_SECONDS = (
+    10.0  # the variants of a step are timed again and again for this long, and 5 times at least
+)
 STEADY_SECONDS = 0.15
 PLAIN = Sampling()
 
@@ -89,7 +91,14 @@ def shapes() -> list[Shape]:
 
     quickstart = configuration.read(QUICKSTART)
     return [
-        Shape("quickstart", quickstart.model.init, len(tokenizer(quickstart)), equal=96, longest=192, chunk=16),
+        Shape(
+            "quickstart",
+            quickstart.model.init,
+            len(tokenizer(quickstart)),
+            equal=96,
+            longest=192,
+            chunk=16,
+        ),
         Shape("mid", qwen2(512, 12, 8, 2, 1408), 8192, equal=64, longest=128, chunk=16),
         Shape("qwen", qwen2(896, 24, 14, 2, 4864), 151936, equal=32, longest=64, chunk=4),
     ]
@@ -102,9 +111,13 @@ def answer_lengths(kind: str, sequences: int, shape: Shape) -> list[int]:
     normal = statistics.NormalDist()
     quantiles = np.asarray([normal.inv_cdf((i + 0.5) / sequences) for i in range(sequences)])
     sigma = math.log(TAIL_RATIO) / (quantiles[-1] - np.quantile(quantiles, 0.75))
-    lengths = np.maximum(np.round(shape.longest * np.exp(sigma * (quantiles - quantiles[-1]))), 1).astype(int)
+    lengths = np.maximum(
+        np.round(shape.longest * np.exp(sigma * (quantiles - quantiles[-1]))), 1
+    ).astype(int)
     if lengths.max() < 4 * np.quantile(lengths, 0.75):
-        raise ValueError(f"longest {lengths.max()} is below 4 times the 75th percentile of {lengths.tolist()}")
+        raise ValueError(
+            f"longest {lengths.max()} is below 4 times the 75th percentile of {lengths.tolist()}"
+        )
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
@@ -174,10 +187,14 @@ def clock(call: Callable[[], Any], pause: float = 0.2) -> tuple[float, float]:
     return time.perf_counter() - begin, time.process_time() - used
 
 
-def compare(ours: Ours, theirs: Theirs, shape: Shape, kind: str, sequences: int, repeats: int) -> dict[str, Any]:
+def compare(
+    ours: Ours, theirs: Theirs, shape: Shape, kind: str, sequences: int, repeats: int
+) -> dict[str, Any]:
     """One cell of the table."""
     lengths = answer_lengths(kind, sequences, shape)
-    prompts = np.random.default_rng(1).integers(0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32)
+    prompts = np.random.default_rng(1).integers(
+        0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32
+    )
     compiled = ours.decode(prompts, lengths, 0)["compile_seconds"]
     theirs.decode(prompts, [2] * sequences, 0)
     seconds = [
@@ -201,7 +218,9 @@ def forward_only(engine: Engine, rounds: int) -> Callable[..., Any]:
         def step(_: int, state: Any) -> Any:
             roots, lengths = state.roots[:, None], state.lengths
             seen = jnp.ones((*roots.shape, 1), bool)
-            logits, scratch = target.forward(weights.target, roots, lengths[:, None], seen, state.cache, lengths)
+            logits, scratch = target.forward(
+                weights.target, roots, lengths[:, None], seen, state.cache, lengths
+            )
             cache = target.keep(state.cache, scratch, jnp.zeros_like(roots), lengths)
             following = (logits.max(axis=(1, 2)) > 0).astype(jnp.int32)
             return state.replace(roots=following, lengths=lengths + 1, cache=cache)
@@ -215,7 +234,9 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
     """Processor seconds of a decode step by what they are spent on."""
     engine, rounds = ours.engine, shape.chunk
     batch = next(size for size in engine.batches if size >= sequences)
-    prompts = np.random.default_rng(1).integers(0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32)
+    prompts = np.random.default_rng(1).integers(
+        0, shape.vocab, (sequences, PROMPT_TOKENS), dtype=np.int32
+    )
     lengths = [shape.equal] * sequences
     slots = engine.cache_buckets(list(prompts), shape.equal)[0]
     shape_of_state = StateShape(0, batch, slots)
@@ -223,20 +244,32 @@ def shares(ours: Ours, shape: Shape, sequences: int) -> dict[str, Any]:
         name: Decode(shape_of_state, rounds, params=DecodingParams(Sampling(heat)))
         for name, heat in (("greedy", 0.0), ("full", 1.0))
     }
-    programs = {name: engine.programs.get(chunk) for name, chunk in chunks.items()} | {"model": forward_only(engine, rounds)}
+    programs = {name: engine.programs.get(chunk) for name, chunk in chunks.items()} | {
+        "model": forward_only(engine, rounds)
+    }
     weights = ours.weights[0]
     far = jnp.full(batch, 1 << 30, jnp.int32)
 
     state = Start(shape_of_state)(engine.programs)
-    state = state.replace(lengths=jnp.full(batch, PROMPT_TOKENS, jnp.int32), limits=far, live=far > 0)
+    state = state.replace(
+        lengths=jnp.full(batch, PROMPT_TOKENS, jnp.int32), limits=far, live=far > 0
+    )
     states = dict.fromkeys(programs)
 
     def run(name: str) -> None:
-        out = programs[name](states[name], weights, *([] if name == "model" else [(), np.array([1, rounds], np.int32)]))
+        out = programs[name](
+            states[name],
+            weights,
+            *([] if name == "model" else [(), np.array([1, rounds], np.int32)]),
+        )
         states[name] = out if name == "model" else out[0]
         jax.block_until_ready(states[name])
 
-    best, begin, turn = dict.fromkeys((*programs, "rollout", "prefill"), math.inf), time.perf_counter(), 0
+    best, begin, turn = (
+        dict.fromkeys((*programs, "rollout", "prefill"), math.inf),
+        time.perf_counter(),
+        0,
+    )
     while turn < 5 or (turn < 100 and time.perf_counter() - begin < SHARE_SECONDS):
         for name in programs:
             states[name] = jax.tree.map(jnp.copy, state)  # a chunk takes its state for good
@@ -266,9 +299,14 @@ def prefill(ours: Ours, prompts: np.ndarray) -> None:
     left, width = len(prompts), bucket_width(PROMPT_TOKENS)
     while left > 0:
         size = block_size(left, width)
-        tokens, lengths = np.zeros((size, width), np.int32), np.full(size, PROMPT_TOKENS - 1, np.int32)
+        tokens, lengths = (
+            np.zeros((size, width), np.int32),
+            np.full(size, PROMPT_TOKENS - 1, np.int32),
+        )
         program = Prefill(0, size, width)
-        jax.block_until_ready(program(ours.engine.programs, ours.weights[0].target, tokens, lengths))
+        jax.block_until_ready(
+            program(ours.engine.programs, ours.weights[0].target, tokens, lengths)
+        )
         left -= size
 
 
@@ -301,7 +339,9 @@ def show_shares(part: dict[str, Any]) -> str:
     """A row of the second table."""
     names = ("model", "noise", "sampling", "host")
     columns = " | ".join(f"{100 * part[name] / part['step_seconds']:.0f}%" for name in names)
-    return f"| {part['shape']} | {part['sequences']} | {1e3 * part['step_seconds']:.2f} | {columns} |"
+    return (
+        f"| {part['shape']} | {part['sequences']} | {1e3 * part['step_seconds']:.2f} | {columns} |"
+    )
 
 
 CELLS = "| shape | lengths | sequences | tokens | longest / p75 | ours, tokens/s | transformers, tokens/s | ratio | "
@@ -312,7 +352,9 @@ SHARES = """| shape | sequences | step, processor ms | model | noise | sampling 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; prints both tables as they fill."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", default="quickstart,mid,qwen")
     parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--lengths", default="equal,heavy")
@@ -321,17 +363,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write all numbers here")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
-    counts, results = [int(count) for count in args.sequences.split(",")], {"cells": [], "shares": []}
+    counts, results = (
+        [int(count) for count in args.sequences.split(",")],
+        {"cells": [], "shares": []},
+    )
     print(versions())
     for shape in shapes():
         if shape.name in args.shapes.split(","):
             measure(shape, counts, args, results)
             gc.collect()
-    print("\n".join([CELLS, *map(show_cell, results["cells"]), "", SHARES, *map(show_shares, results["shares"])]))
+    print(
+        "\n".join(
+            [
+                CELLS,
+                *map(show_cell, results["cells"]),
+                "",
+                SHARES,
+                *map(show_shares, results["shares"]),
+            ]
+        )
+    )
     return 0
 
 
-def measure(shape: Shape, counts: Sequence[int], args: argparse.Namespace, results: dict[str, list]) -> None:
+def measure(
+    shape: Shape, counts: Sequence[int], args: argparse.Namespace, results: dict[str, list]
+) -> None:
     """Both tables' rows of one model, appended to the results."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))

@@ -84,7 +84,10 @@ SWEEP = [
     for n in ((d + 1,) if k == 1 else (8, 16, 32))
     if d < n <= k + (d - 1) * k**2 + 1
 ]
-T_975, TURNS = 2.145, 15  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
+T_975, TURNS = (
+    2.145,
+    15,
+)  # two-sided 95 % of Student's t with 14 degrees of freedom; for fewer turns it is too small
 STOLEN = 0.02  # share of the processors that others may have during a turn
 SEEDS, SEED_T_975 = 4, 3.182  # rollouts of every coupling and recording, and Student's t for them
 REPLAYS = 10  # of every recorded rollout
@@ -96,14 +99,20 @@ FILLED = 64  # committed tokens of every row in the costs
 class Arm:
     """An engine with its weights on one device."""
 
-    def __init__(self, config: Config, settings: Speculation, live: int, buckets: Sequence[int] = ()):
+    def __init__(
+        self, config: Config, settings: Speculation, live: int, buckets: Sequence[int] = ()
+    ):
         rollout = replace(config.rollout, slots=live, batch_buckets=list(buckets or [live]))
         self.config = replace(config, speculation=settings, rollout=rollout)
         model, mesh = hf.read_config(config.model.path), meshes.make_mesh(1, 1)
         drafter, params = from_config.load_drafter(self.config, model, mesh)
         tokenizer = datasets.tokenizer(config)
-        self.engine = Engine(self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
-        self.weights = self.engine.publish(hf.load(config.model.path, model, mesh, config.model.param_dtype), params)
+        self.engine = Engine(
+            self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter
+        )
+        self.weights = self.engine.publish(
+            hf.load(config.model.path, model, mesh, config.model.param_dtype), params
+        )
         self.remember, self.engine.remember, self.news = self.engine.remember, self.listen, []
         self.tuner, self.is_hopeless, self.most = self.engine.tuner.init(), False, math.inf
 
@@ -127,13 +136,26 @@ class Arm:
         return math.nan
 
     def decode(
-        self, prompts: Sequence[Prompt], temperature: float = 1.0, step: int = 0, most: float = math.inf
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float = 1.0,
+        step: int = 0,
+        most: float = math.inf,
     ) -> RolloutResult:
         """One answer to each prompt; raises Interrupted when more than `most` processor seconds are `stolen`."""
-        limit, self.news, self.is_hopeless, self.most = self.config.rollout.max_new_tokens, [], False, most
+        limit, self.news, self.is_hopeless, self.most = (
+            self.config.rollout.max_new_tokens,
+            [],
+            False,
+            most,
+        )
         tokens = [prompt.tokens for prompt in prompts]
-        request = self.engine.request(tokens, 1, Sampling(temperature), limit, stream=GENERATE_STREAM, step=step)
-        result, self.tuner = self.engine.run(request, self.weights, self.tuner, interrupted=lambda: self.is_hopeless)
+        request = self.engine.request(
+            tokens, 1, Sampling(temperature), limit, stream=GENERATE_STREAM, step=step
+        )
+        result, self.tuner = self.engine.run(
+            request, self.weights, self.tuner, interrupted=lambda: self.is_hopeless
+        )
         return result
 
 
@@ -144,14 +166,21 @@ class Peer:
         self.live, self.limit = live, config.rollout.max_new_tokens
         script = str(Path(__file__).parent / "tunix_sampler.py")
         command = [python, "-W", "ignore", script, config.model.path, str(self.limit)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def decode(self, prompts: Sequence[Prompt], temperature: float, step: int, most: float) -> SimpleNamespace:
+    def decode(
+        self, prompts: Sequence[Prompt], temperature: float, step: int, most: float
+    ) -> SimpleNamespace:
         """One answer to each prompt, what of a RolloutResult the race reads."""
         stats = {"seconds": 0.0, "tokens": 0, "compiles": 0, "speculated_tokens": 0}
         for first in range(0, len(prompts), self.live):
             texts = [prompt.text for prompt in prompts[first : first + self.live]]
-            self.process.stdin.write(json.dumps({"prompts": texts, "limit": self.limit, "seed": 100 * step + first}) + "\n")
+            self.process.stdin.write(
+                json.dumps({"prompts": texts, "limit": self.limit, "seed": 100 * step + first})
+                + "\n"
+            )
             self.process.stdin.flush()
             result = json.loads(self.process.stdout.readline())
             stats |= {name: stats[name] + result[name] for name in ("seconds", "tokens")}
@@ -170,7 +199,12 @@ def table(*columns: str) -> None:
 
 def row(*cells: object) -> None:
     """Prints a line of a table."""
-    print("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True)
+    print(
+        "| "
+        + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        + " |",
+        flush=True,
+    )
 
 
 def label(drafter: str) -> str:
@@ -182,7 +216,9 @@ def by_depth(results: Sequence[RolloutResult]) -> str:
     """Accepted nodes of each depth per round."""
     drafted = [one for result in results for one in result.measurements if one.strategy != PLAIN]
     rounds = sum(one.row_rounds for one in drafted)
-    return " ".join(f"{hits:.2f}" for hits in sum(one.hits.sum(axis=(1, 2)) for one in drafted) / rounds)
+    return " ".join(
+        f"{hits:.2f}" for hits in sum(one.hits.sum(axis=(1, 2)) for one in drafted) / rounds
+    )
 
 
 def describe_policy(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -196,7 +232,9 @@ def describe_policy(config: Config, prompts: Sequence[Prompt]) -> None:
     @jax.jit
     def entropy(tokens: jax.Array) -> jax.Array:
         ones = jnp.ones_like(tokens)
-        x, _ = transformer.hidden(params, model, tokens, jnp.cumsum(ones, 1) - 1, ones, compute_dtype="float32")
+        x, _ = transformer.hidden(
+            params, model, tokens, jnp.cumsum(ones, 1) - 1, ones, compute_dtype="float32"
+        )
         logp = jax.nn.log_softmax(transformer.logits(params, model, x))
         return -jnp.sum(jnp.exp(logp) * jnp.where(logp > -1e9, logp, 0), axis=-1)
 
@@ -205,19 +243,37 @@ def describe_policy(config: Config, prompts: Sequence[Prompt]) -> None:
         prompt = prompts[one.prompt].tokens
         row_tokens = np.zeros((1, width), np.int32)
         row_tokens[0, : len(prompt) + len(one.tokens)] = [*prompt, *one.tokens]
-        total += float(entropy(row_tokens)[0, len(prompt) - 1 : len(prompt) + len(one.tokens) - 1].sum())
+        total += float(
+            entropy(row_tokens)[0, len(prompt) - 1 : len(prompt) + len(one.tokens) - 1].sum()
+        )
         count += len(one.tokens)
     lengths = [len(one.tokens) for one in answers]
     middle, late = np.percentile(lengths, [50, 75])
     likely = math.exp(float(np.mean(np.concatenate([one.logprobs for one in answers]))))
     cut = sum(one.finish == "length" for one in answers)
-    table("answers", "median length", "75th percentile", "longest", "cut", "entropy, nats", "exp of the mean log-prob")
+    table(
+        "answers",
+        "median length",
+        "75th percentile",
+        "longest",
+        "cut",
+        "entropy, nats",
+        "exp of the mean log-prob",
+    )
     row(len(answers), int(middle), int(late), max(lengths), cut, total / count, likely)
 
 
 def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds: float) -> None:
     """Prints what rounds of each strategy cost with `live` rows, over a plain round."""
-    table("live", "drafter", "strategy", "round / plain", "forward / plain", "outside the forward", "a level / plain")
+    table(
+        "live",
+        "drafter",
+        "strategy",
+        "round / plain",
+        "forward / plain",
+        "outside the forward",
+        "a level / plain",
+    )
     rounds = config.rollout.chunk
     programs, arm = {}, Arm(config, Speculation(drafter, "fixed", list(texts)), live)
     shapes = arm.engine.programs.shapes[0]
@@ -235,7 +291,9 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
         programs[text, "round"] = arm.engine.programs.get(chunk)
         programs[text, "forward"] = forwards(target, strategy, rounds)
         if text != "off":
-            programs[text, "draft"] = arm.engine.programs.get(DraftOnly(shape, rounds, strategy, 1.0))
+            programs[text, "draft"] = arm.engine.programs.get(
+                DraftOnly(shape, rounds, strategy, 1.0)
+            )
     spent: dict[tuple[str, str], list[float]] = {name: [] for name in programs}
     begin = time.perf_counter()
     while len(spent["off", "round"]) < 5 or time.perf_counter() - begin < seconds:
@@ -243,12 +301,26 @@ def costs(config: Config, drafter: str, texts: Sequence[str], live: int, seconds
             given = jax.tree.map(jnp.copy, state)
             last = [np.array([1, rounds], np.int32)]
             if name[1] == "draft":
-                given, last = Known(given.keys, given.lengths, given.history, target.features(given.cache), given.drafter), []
+                given, last = (
+                    Known(
+                        given.keys,
+                        given.lengths,
+                        given.history,
+                        target.features(given.cache),
+                        given.drafter,
+                    ),
+                    [],
+                )
             jax.block_until_ready(given)
             start = time.perf_counter()
-            jax.block_until_ready(program(given, arm.weights[0], () if name[0] == "off" else host_context, *last))
+            jax.block_until_ready(
+                program(given, arm.weights[0], () if name[0] == "off" else host_context, *last)
+            )
             spent[name].append((time.perf_counter() - start) / rounds)
-    ratio = {name: statistics.median(np.divide(one, spent["off", "round"])[1:]) for name, one in spent.items()}
+    ratio = {
+        name: statistics.median(np.divide(one, spent["off", "round"])[1:])
+        for name, one in spent.items()
+    }
     print(f"a plain round takes {1e3 * statistics.median(spent['off', 'round']):.2f} ms")
     for text in texts:
         whole, forward = ratio[text, "round"], ratio[text, "forward"]
@@ -261,14 +333,22 @@ def forwards(target, strategy: Strategy, rounds: int):
     nodes = strategy.nodes
 
     def loop(state, weights, *_):
-        seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (state.roots.shape[0], nodes, nodes))
+        seen = jnp.broadcast_to(
+            jnp.tril(jnp.ones((nodes, nodes), bool)), (state.roots.shape[0], nodes, nodes)
+        )
 
         def step(_, carry):
             cache, tokens, lengths = carry
             positions = lengths[:, None] + jnp.arange(nodes)
-            logits, scratch = target.forward(weights.target, tokens, positions, seen, cache, lengths)
+            logits, scratch = target.forward(
+                weights.target, tokens, positions, seen, cache, lengths
+            )
             path = jnp.broadcast_to(jnp.arange(strategy.path), (tokens.shape[0], strategy.path))
-            return target.keep(cache, scratch, path, lengths), jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
+            return (
+                target.keep(cache, scratch, path, lengths),
+                jnp.argmax(logits, -1).astype(jnp.int32),
+                lengths + 1,
+            )
 
         tokens = jnp.broadcast_to(state.roots[:, None], (state.roots.shape[0], nodes))
         return jax.lax.fori_loop(0, rounds, step, (state.cache, tokens, state.lengths))
@@ -276,7 +356,13 @@ def forwards(target, strategy: Strategy, rounds: int):
     return jax.jit(loop, donate_argnums=0)
 
 
-def coupling(config: Config, drafter: str, texts: Sequence[str], prompts: Sequence[Prompt], sharpness: Sequence[float]) -> None:
+def coupling(
+    config: Config,
+    drafter: str,
+    texts: Sequence[str],
+    prompts: Sequence[Prompt],
+    sharpness: Sequence[float],
+) -> None:
     """Prints accept lengths and calibration by temperature, strength and sharpness; of all but the first tree only the ends."""
     table("drafter", "strategy", "temperature", "coupling", "sharpness", "accept length", "over uncoupled", "95 %",
           "accepted by depth", "promised / accepted", "calibration error")  # fmt: skip
@@ -286,7 +372,9 @@ def coupling(config: Config, drafter: str, texts: Sequence[str], prompts: Sequen
             plain = []
             for strength in strengths if temperature else (0.0,):
                 for sharp in sharpness if strength == 0.75 and strategy == texts[0] else (1.0,):
-                    settings = Speculation(drafter, "fixed", [strategy], coupling=strength, sharpness=sharp)
+                    settings = Speculation(
+                        drafter, "fixed", [strategy], coupling=strength, sharpness=sharp
+                    )
                     arm = Arm(config, settings, 8)
                     results = [arm.decode(prompts, temperature, seed) for seed in range(SEEDS)]
                     lengths = [result.stats["accept_length"] for result in results]
@@ -299,7 +387,13 @@ def coupling(config: Config, drafter: str, texts: Sequence[str], prompts: Sequen
                         f"+- {margin:.3f}", by_depth(results), float(promised.sum() / held.sum()), error)  # fmt: skip
 
 
-def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequence[str], prompts: Sequence[Prompt]) -> None:
+def recorded(
+    config: Config,
+    drafter: str,
+    texts: Sequence[str],
+    tuners: Sequence[str],
+    prompts: Sequence[Prompt],
+) -> None:
     """Prints what every tuner makes of recorded chunks: of long-tailed rollouts by each strategy, drawn again and again."""
     buckets, places = (1, 2, 4, 8, 16, 32), []
     chunks: dict[tuple[int, Strategy], list[Measurement]] = {}
@@ -312,17 +406,31 @@ def recorded(config: Config, drafter: str, texts: Sequence[str], tuners: Sequenc
                 for one in found:
                     if one.is_timed:
                         chunks.setdefault((one.batch, one.strategy), []).append(one)
-    speeds = {key: 1 / statistics.mean(one.seconds / one.tokens for one in found) for key, found in chunks.items()}  # as drawn
+    speeds = {
+        key: 1 / statistics.mean(one.seconds / one.tokens for one in found)
+        for key, found in chunks.items()
+    }  # as drawn
     arms = parse_arms(texts)
-    known = {one.batch for found in places for one in found if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))}
+    known = {
+        one.batch
+        for found in places
+        for one in found
+        if all((one.batch, arm) in chunks for arm in (PLAIN, *arms))
+    }
     places = [[one for one in found if one.batch in known] for found in places]
     table("tuner", "over plain", "of the best strategy for every batch")
     is_cpu = meshes.is_cpu(meshes.make_mesh(1, 1))
     for name in (*tuners, *texts):
-        settings = Speculation(drafter, name, list(texts)) if name in tuners else Speculation(drafter, "fixed", [name])
+        settings = (
+            Speculation(drafter, name, list(texts))
+            if name in tuners
+            else Speculation(drafter, "fixed", [name])
+        )
         tuner = make.make_tuner(settings, arms if name in tuners else parse_arms([name]), is_cpu)
         state, random, plain, spent, least = tuner.init(), np.random.default_rng(0), 0.0, 0.0, 0.0
-        for number, place in (pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)):
+        for number, place in (
+            pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)
+        ):
             state = tuner.renew(state) if number == 0 else state
             state, choice = tuner.choose(state, round(place.live), place.batch, place.slots)
             options = chunks[place.batch, choice.strategy]
@@ -338,7 +446,10 @@ def pool(config: Config, drafter: str) -> None:
     """Prints the size of the pool of programs."""
     buckets = (1, 2, 4, 8, 16, 32)
     arm = Arm(config, Speculation(drafter, "fixed", list(PAPER_ARMS)), 32, buckets)
-    slots, arms = arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1], parse_arms(PAPER_ARMS)
+    slots, arms = (
+        arm.engine.cache_buckets([np.zeros(16)], config.rollout.max_new_tokens)[-1],
+        parse_arms(PAPER_ARMS),
+    )
     rules, rounds = DecodingParams(Sampling(1.0)), config.rollout.chunk
     for batch in buckets:
         for one in (PLAIN, *arms):
@@ -346,7 +457,11 @@ def pool(config: Config, drafter: str) -> None:
     usual = bucketed(arms)
     table("pool", "programs", "seconds", "temporaries, MiB", "largest, MiB", "code, MiB")
     every = arm.engine.programs.compiles
-    few = [one for one in every if one.program.strategy in (PLAIN, *strategies_for(usual, one.program.state.batch))]
+    few = [
+        one
+        for one in every
+        if one.program.strategy in (PLAIN, *strategies_for(usual, one.program.state.batch))
+    ]
     for name, compiled in (("every strategy for every batch", every), ("bucketed", few)):
         temporary = [one.temporary / 2**20 for one in compiled]
         row(name, len(compiled), round(sum(one.seconds for one in compiled)), sum(temporary), max(temporary),
@@ -364,7 +479,9 @@ def race(
 ) -> Iterable[list]:
     """Of every arm the cells of COLUMNS; `turns` that are not timed, and that are. The settings of a peer are its python."""
     engines: dict[str, Arm | Peer] = {
-        name: Peer(settings, config, live) if isinstance(settings, str) else Arm(config, settings, live, buckets)
+        name: Peer(settings, config, live)
+        if isinstance(settings, str)
+        else Arm(config, settings, live, buckets)
         for name, settings in arms.items()
     }
     full: dict[str, list[float]] = {name: [] for name in arms}
@@ -379,7 +496,10 @@ def race(
             for name, arm in order if step % 2 else order[::-1]:
                 begin = time.perf_counter()
                 result = arm.decode(chosen, 1.0, step, most)
-                done[name] = (result, arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan)
+                done[name] = (
+                    result,
+                    arm.full_speed(begin, live) if isinstance(arm, Arm) else math.nan,
+                )
         except Interrupted:
             print(f"turn {turn} was given up", file=sys.stderr, flush=True)
             continue
@@ -387,7 +507,10 @@ def race(
         usual, theirs = min(usual, seconds), (stolen() - before) / seconds / cores
         compiled = sum(result.stats["compiles"] for result, _ in done.values())
         is_sound = not compiled and theirs <= STOLEN
-        taken = ", ".join(f"{name} {result.stats['seconds']:.2f} s ({speed:.1f})" for name, (result, speed) in done.items())
+        taken = ", ".join(
+            f"{name} {result.stats['seconds']:.2f} s ({speed:.1f})"
+            for name, (result, speed) in done.items()
+        )
         print(f"turn {turn}, {compiled} programs compiled, {theirs:.1%} stolen; whole (tokens/s while all are live): {taken}",
               file=sys.stderr, flush=True)  # fmt: skip
         if turn >= 0 and is_sound:
@@ -403,11 +526,17 @@ def race(
             arm.close()
     for name in arms:
         drafted = sum(one.stats["speculated_tokens"] for one in results[name])
-        rounds = sum(m.row_rounds for one in results[name] for m in one.measurements if m.strategy != PLAIN)
+        rounds = sum(
+            m.row_rounds for one in results[name] for m in one.measurements if m.strategy != PLAIN
+        )
         cells = [name]
         for speeds in (full, whole):
             ratios = np.divide(speeds[name], speeds["plain"]).tolist()
-            cells += [round(statistics.median(speeds[name]), 1), statistics.median(ratios), lower(ratios)]
+            cells += [
+                round(statistics.median(speeds[name]), 1),
+                statistics.median(ratios),
+                lower(ratios),
+            ]
         yield [*cells, drafted / max(rounds, 1)]
 
 
@@ -425,29 +554,59 @@ def lower(ratios: Sequence[float]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; prints the tables as they fill."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True)
     parser.add_argument("--policy", required=True)
-    parser.add_argument("--drafter", action="append", required=True, help="directory or ngram; may be given again")
+    parser.add_argument(
+        "--drafter", action="append", required=True, help="directory or ngram; may be given again"
+    )
     parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
-    parser.add_argument("--alone", help="strategies that race without a tuner too; all of them unless given, '' for none")
-    parser.add_argument("--trees", default="6_4_16,8_2_16,11_2_16,15_1_16", help="of the part `coupling`")
-    parser.add_argument("--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75")
+    parser.add_argument(
+        "--alone",
+        help="strategies that race without a tuner too; all of them unless given, '' for none",
+    )
+    parser.add_argument(
+        "--trees", default="6_4_16,8_2_16,11_2_16,15_1_16", help="of the part `coupling`"
+    )
+    parser.add_argument(
+        "--sharpness", default="1.0", help="also other sharpnesses, at coupling 0.75"
+    )
     parser.add_argument("--live", default="1,2,4,8,16,32")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=2, help="turns that are not timed")
-    parser.add_argument("--waves", type=int, default=2, help="answers of a turn of `speed` for each that is live")
+    parser.add_argument(
+        "--waves", type=int, default=2, help="answers of a turn of `speed` for each that is live"
+    )
     parser.add_argument("--parts", default="policy,costs,coupling,sweep,speed,recorded,pool,tail")
     parser.add_argument("--tuners", default="goodput,threshold,beg_mab", help="'' for none")
-    parser.add_argument("--peer", default="", help="python of a virtual environment with google-tunix")
+    parser.add_argument(
+        "--peer", default="", help="python of a virtual environment with google-tunix"
+    )
     args, overrides = parser.parse_known_args(argv)
-    given = ["--config", args.config, "--model.path", args.policy, "--mesh.data", "1", "--mesh.fake_devices", "0"]
+    given = [
+        "--config",
+        args.config,
+        "--model.path",
+        args.policy,
+        "--mesh.data",
+        "1",
+        "--mesh.fake_devices",
+        "0",
+    ]
     config = configuration.parse([*given, "--data.eval_size", str(args.prompts), *overrides])
     prompts = datasets.load(config, datasets.tokenizer(config)).eval_prompts()
-    texts, parts, turns = args.strategies.split(","), args.parts.split(","), (args.warm_up, args.turns)
+    texts, parts, turns = (
+        args.strategies.split(","),
+        args.parts.split(","),
+        (args.warm_up, args.turns),
+    )
     tuners = [one for one in args.tuners.split(",") if one]
-    print(f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
+    print(
+        f"Python {platform.python_version()}, jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+    )
     if "policy" in parts:
         describe_policy(config, prompts)
     if "costs" in parts:
@@ -457,7 +616,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "coupling" in parts:
         for drafter in args.drafter:
             if drafter != schema.NGRAM:
-                coupling(config, drafter, args.trees.split(","), prompts, [float(one) for one in args.sharpness.split(",")])
+                coupling(
+                    config,
+                    drafter,
+                    args.trees.split(","),
+                    prompts,
+                    [float(one) for one in args.sharpness.split(",")],
+                )
     arms = {"plain": Speculation()}
     if "sweep" in parts:
         table(*COLUMNS)
@@ -469,10 +634,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in tuners[: None if drafter == args.drafter[0] else 1]:
             arms[f"{name} {one}"] = Speculation(drafter, one, texts)
         if drafter == args.drafter[0]:
-            alone = [text for text in (texts if args.alone is None else args.alone.split(",")) if text]
+            alone = [
+                text for text in (texts if args.alone is None else args.alone.split(",")) if text
+            ]
             arms |= {f"{name} {text}": Speculation(drafter, "fixed", [text]) for text in alone}
             for text in alone[-1:] if drafter != schema.NGRAM else ():
-                arms[f"{name} {text}, uncoupled"] = Speculation(drafter, "fixed", [text], coupling=0.0)
+                arms[f"{name} {text}, uncoupled"] = Speculation(
+                    drafter, "fixed", [text], coupling=0.0
+                )
     if args.peer:
         arms["tunix"] = args.peer
     if "speed" in parts:
@@ -486,7 +655,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pool(config, args.drafter[0])
     if "tail" in parts:
         table("sequences", *COLUMNS)
-        kept = {name: one for name, one in arms.items() if isinstance(one, str) or one.tuner != "fixed" or name == "plain"}
+        kept = {
+            name: one
+            for name, one in arms.items()
+            if isinstance(one, str) or one.tuner != "fixed" or name == "plain"
+        }
         buckets = (1, 2, 4, 8, 16, 32, 64)
         for cells in race(config, kept, prompts, 64, turns, 64, buckets):
             row(64, *cells)

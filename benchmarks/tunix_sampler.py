@@ -43,7 +43,9 @@ def main() -> None:
         width = max(len(tokenizer(text).input_ids) for text in request["prompts"])
         width = 1 << (width - 1).bit_length()
         if sampler is None:
-            cache = CacheConfig(max(width, 32) + limit + 1, config.num_layers, config.num_kv_heads, config.head_dim)
+            cache = CacheConfig(
+                max(width, 32) + limit + 1, config.num_layers, config.num_kv_heads, config.head_dim
+            )
             sampler = Sampler(model, tokenizer, cache)
         begin = time.perf_counter()
         output = sampler(
@@ -51,7 +53,9 @@ def main() -> None:
             eos_tokens=[tokenizer.eos_token_id],
         )  # fmt: skip
         seconds = time.perf_counter() - begin
-        tokens = sum(min(len(one) + 1, limit) for one in output.tokens)  # an end token is not among them
+        tokens = sum(
+            min(len(one) + 1, limit) for one in output.tokens
+        )  # an end token is not among them
         print(json.dumps({"seconds": seconds, "tokens": tokens, "texts": output.text}), flush=True)
 
 

@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ./launch/install.sh test
 .venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check --quiet .
 exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=15 "$@"

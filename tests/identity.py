@@ -66,7 +66,9 @@ class Verdict:
         return not self.wrong and self.excused * RARE <= self.tokens
 
     def __str__(self) -> str:
-        rate = f"{self.excused} of {self.tokens} tokens are excused by a margin of {self.margin:.2g}"
+        rate = (
+            f"{self.excused} of {self.tokens} tokens are excused by a margin of {self.margin:.2g}"
+        )
         return "\n".join([f"{rate}, {len(self.wrong)} findings", *self.wrong[:10]])
 
 
@@ -75,17 +77,28 @@ def compare(law: Law, base: Sequence[Completion], *others: Sequence[Completion])
     wrong, parts = [], [(one.uid, one.tokens.tolist(), 0) for one in base]
     for rollout in (base, *others):
         if [one.uid for one in rollout] != list(range(len(law.keys))):
-            raise ValueError(f"uids {[one.uid for one in rollout]} instead of 0 to {len(law.keys) - 1}")
+            raise ValueError(
+                f"uids {[one.uid for one in rollout]} instead of 0 to {len(law.keys) - 1}"
+            )
         wrong += [finding for one in rollout for finding in judge_ending(law, one)]
     for rollout in others:
         for one, same in zip(rollout, base, strict=True):
-            if len(apart := np.flatnonzero(one.tokens[: len(same.tokens)] != same.tokens[: len(one.tokens)])):
+            if len(
+                apart := np.flatnonzero(
+                    one.tokens[: len(same.tokens)] != same.tokens[: len(one.tokens)]
+                )
+            ):
                 parts.append((one.uid, one.tokens.tolist(), int(apart[0])))
             elif len(one.tokens) != len(same.tokens):
-                wrong.append(f"uid {one.uid}: {len(one.tokens)} tokens, the first of {len(same.tokens)}")
+                wrong.append(
+                    f"uid {one.uid}: {len(one.tokens)} tokens, the first of {len(same.tokens)}"
+                )
     excused, margin, found = judge_tokens(law, parts)
     return Verdict(
-        sum(len(one.tokens) for rollout in (base, *others) for one in rollout), excused, margin, (*wrong, *found)
+        sum(len(one.tokens) for rollout in (base, *others) for one in rollout),
+        excused,
+        margin,
+        (*wrong, *found),
     )
 
 
@@ -95,13 +108,19 @@ def judge_ending(law: Law, one: Completion) -> list[str]:
     ends = [(n, why) for n in range(1, len(answer) + 1) if (why := law.ending(one.uid, answer[:n]))]
     if ends and ends[0] == (len(answer), one.finish):
         return []
-    return [f"uid {one.uid}: {len(answer)} tokens and {one.finish!r}, where the rules say {ends[:1] or 'more tokens'}"]
+    return [
+        f"uid {one.uid}: {len(answer)} tokens and {one.finish!r}, where the rules say {ends[:1] or 'more tokens'}"
+    ]
 
 
-def judge_tokens(law: Law, parts: Sequence[tuple[int, list[int], int]]) -> tuple[int, float, list[str]]:
+def judge_tokens(
+    law: Law, parts: Sequence[tuple[int, list[int], int]]
+) -> tuple[int, float, list[str]]:
     """(uid, answer, first token to judge) of each part: how many tokens are excused, the margin, and wrong ones."""
     longest = [len(prompt) + limit for prompt, limit in zip(law.prompts, law.limits, strict=True)]
-    width = max(*longest, *(len(law.prompts[law.prompt(uid)]) + len(answer) for uid, answer, _ in parts))
+    width = max(
+        *longest, *(len(law.prompts[law.prompt(uid)]) + len(answer) for uid, answer, _ in parts)
+    )
     rows = np.zeros((-(-len(parts) // ROWS) * ROWS, width), np.int32)
     uids = np.zeros(len(rows), np.int32)
     where = []  # (row, position) of each judged token
@@ -110,7 +129,10 @@ def judge_tokens(law: Law, parts: Sequence[tuple[int, list[int], int]]) -> tuple
         rows[row, : len(prompt) + len(answer)] = [*prompt, *answer]
         where += [(row, at) for at in range(len(prompt) + first, len(prompt) + len(answer))]
     row_T, at_T = np.array(where).T
-    narrow, wide = (np.concatenate(kind) for kind in zip(*map(law.score, rows.reshape(-1, ROWS, width)), strict=True))
+    narrow, wide = (
+        np.concatenate(kind)
+        for kind in zip(*map(law.score, rows.reshape(-1, ROWS, width)), strict=True)
+    )
     narrow, wide, tokens = narrow[row_T, at_T - 1], wide[row_T, at_T - 1], rows[row_T, at_T]
     temperature, drawn = law.sampling.temperature or 1.0, np.zeros_like(wide)
     if law.sampling.temperature:
@@ -138,7 +160,11 @@ def judge(
     own = np.where(kept(scaled, sampling, margin), perturbed, -np.inf)[rows, tokens]
     rival = np.where(kept(scaled, sampling, -margin), perturbed, -np.inf).max(axis=-1)
     with np.errstate(invalid="ignore"):
-        return best, perturbed[rows, best] - own, (best != tokens) & np.isfinite(own) & (rival - own < margin)
+        return (
+            best,
+            perturbed[rows, best] - own,
+            (best != tokens) & np.isfinite(own) & (rival - own < margin),
+        )
 
 
 def kept(scaled: np.ndarray, sampling: Sampling, slack: float) -> np.ndarray:
@@ -150,7 +176,9 @@ def kept(scaled: np.ndarray, sampling: Sampling, slack: float) -> np.ndarray:
     if sampling.temperature == 0:
         return inside
     if 0 < sampling.top_k < scaled.shape[-1]:
-        inside = widened(scaled, scaled >= np.sort(scaled, axis=-1)[:, -sampling.top_k, None], slack)
+        inside = widened(
+            scaled, scaled >= np.sort(scaled, axis=-1)[:, -sampling.top_k, None], slack
+        )
     if sampling.top_p < 1:
         weights = np.where(inside, np.exp(scaled - scaled.max(axis=-1, keepdims=True)), 0)
         probs = weights / weights.sum(axis=-1, keepdims=True)
@@ -171,14 +199,18 @@ def widened(scaled: np.ndarray, inside: np.ndarray, slack: float) -> np.ndarray:
 @partial(jax.jit, static_argnames=("width", "vocab"))
 def draw(keys: jax.Array, width: int, vocab: int) -> jax.Array:
     """The noise of the rollout itself, [B, T, V], in float32: its rounding is the same in every rollout."""
-    return noise.gumbel(keys, jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width)), vocab)
+    return noise.gumbel(
+        keys, jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width)), vocab
+    )
 
 
 @partial(jax.jit, static_argnames=("model", "dtype"))
 def forward(params: Params, tokens: jax.Array, model: ModelConfig, dtype: str) -> jax.Array:
     """Logits after every token of whole rows, by the training forward."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x, _ = transformer.hidden(params, model, tokens, positions, jnp.ones_like(tokens), compute_dtype=dtype)
+    x, _ = transformer.hidden(
+        params, model, tokens, positions, jnp.ones_like(tokens), compute_dtype=dtype
+    )
     return transformer.logits(params, model, x)[..., : model.vocab_size]
 
 

@@ -25,24 +25,65 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 3,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 OLD, NEW = {"torch_dtype": "float32"}, {"dtype": "float32"}
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6, **OLD},
-    "qwen2_mha": {"model_type": "qwen2", "tie_word_embeddings": False, "num_key_value_heads": 4, **OLD},
-    "qwen2_yarn": {"model_type": "qwen2", "rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN}, **OLD},
-    "qwen2_wide_heads": {"model_type": "qwen2", "head_dim": 16, "rope_parameters": {"rope_theta": 500.0}, **NEW},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True, "rope_theta": 1e6, **OLD},
+    "qwen2_mha": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 4,
+        **OLD,
+    },
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "rope_theta": 5e4,
+        "rope_scaling": {"type": "yarn", **YARN},
+        **OLD,
+    },
+    "qwen2_wide_heads": {
+        "model_type": "qwen2",
+        "head_dim": 16,
+        "rope_parameters": {"rope_theta": 500.0},
+        **NEW,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        **OLD,
+    },
     "qwen3_bias": {
         "model_type": "qwen3",
         "head_dim": 8,
         "attention_bias": True,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "beta_fast": 8.0, "truncate": False, **YARN},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "beta_fast": 8.0,
+            "truncate": False,
+            **YARN,
+        },
         **NEW,
     },
-    "llama": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}, **OLD},
-    "llama_linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}, **OLD},
+    "llama": {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+        **OLD,
+    },
+    "llama_linear": {
+        "model_type": "llama",
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        **OLD,
+    },
     "llama_bias": {
         "model_type": "llama",
         "attention_bias": True,

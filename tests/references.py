@@ -44,11 +44,17 @@ def orphans(tree) -> np.ndarray:
     return ((parents >= nodes) | ~above) & (nodes > 0) & (tokens != ABSENT)
 
 
-def walk(tokens: np.ndarray, parents: np.ndarray, chosen: np.ndarray, depth: int) -> tuple[list[int], list[int]]:
+def walk(
+    tokens: np.ndarray, parents: np.ndarray, chosen: np.ndarray, depth: int
+) -> tuple[list[int], list[int]]:
     """Nodes visited from the root while a child equals the chosen token, and the tokens emitted."""
     path = [0]
     while len(path) <= depth:
-        children = [i for i in range(1, len(tokens)) if parents[i] == path[-1] and tokens[i] == chosen[path[-1]]]
+        children = [
+            i
+            for i in range(1, len(tokens))
+            if parents[i] == path[-1] and tokens[i] == chosen[path[-1]]
+        ]
         if not children:
             break
         path.append(children[0])

@@ -20,7 +20,13 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 
 
-def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], keys: jax.Array, limit: int) -> DecodeState:
+def begin(
+    decoder: Decoder,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    keys: jax.Array,
+    limit: int,
+) -> DecodeState:
     """Sequences with room for `limit` more tokens; as many of each prompt as there are keys for."""
     target, drafter, params, _ = decoder
     batch, sizes = len(keys), np.array([len(prompt) for prompt in prompts], np.int32)
@@ -30,7 +36,8 @@ def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], 
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     empty = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (target.empty(batch, slots), drafter.empty(batch, slots))
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        (target.empty(batch, slots), drafter.empty(batch, slots)),
     )
     zeros = jnp.zeros(batch, jnp.int32)
     state = DecodeState(
@@ -48,7 +55,9 @@ def begin(decoder: Decoder, weights: Weights, prompts: Sequence[Sequence[int]], 
         keys=jnp.asarray(keys),
         history=jnp.asarray(tokens[source][:, : width + 1 if drafter.remembers else 0]),
     )
-    prefilled = target.prefill(weights.target, jnp.asarray(tokens[:, :width]), jnp.asarray(sizes - 1))
+    prefilled = target.prefill(
+        weights.target, jnp.asarray(tokens[:, :width]), jnp.asarray(sizes - 1)
+    )
     return chunk.admit(target, drafter, state, prefilled, new)
 
 
@@ -61,7 +70,9 @@ def program(
     def run(weights, keys):
         bounds, state = jnp.array([1, limit]), begin(decoder, weights, prompts, keys, limit)
         if decoder.drafter.catch_up:
-            state, _ = chunk.catch_up(decoder.target, decoder.drafter, state, weights, jnp.int32(decoder.strategy.path))
+            state, _ = chunk.catch_up(
+                decoder.target, decoder.drafter, state, weights, jnp.int32(decoder.strategy.path)
+            )
         return chunk.decode_chunk(decoder, rounds or limit, state, weights, (), bounds)
 
     return run
@@ -73,13 +84,18 @@ def answers(report: Report) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
 
 
-def tiny(model: ModelConfig, kind: str, dtype: str, decoding: DecodingParams, strategy: Strategy) -> tuple[Decoder, Weights]:
+def tiny(
+    model: ModelConfig, kind: str, dtype: str, decoding: DecodingParams, strategy: Strategy
+) -> tuple[Decoder, Weights]:
     """A random policy, and a random drafter of this kind."""
     mesh, own = meshes.make_mesh(1, 1), eagle.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
     target = bindings.bind_target(model, group, dtype, own.captures, strategy.path)
     drafter = bindings.bind_drafter(Speculation(drafter="a directory"), own, target, group, dtype)
-    params = transformer.init(model, mesh, jax.random.key(0), dtype), eagle.init(own, mesh, jax.random.key(7), dtype)
+    params = (
+        transformer.init(model, mesh, jax.random.key(0), dtype),
+        eagle.init(own, mesh, jax.random.key(7), dtype),
+    )
     reshard = (transformer.to_rollout, model), (eagle.to_rollout, own)
     parts = [
         jax.jit(partial(change, config=config, mesh=mesh, dtype=dtype))(part)

@@ -46,7 +46,9 @@ def state(mesh, offset: float = 0.0) -> State:
 
 
 def abstract(tree):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
 
 
 def assert_equal(ours, theirs):
@@ -76,7 +78,9 @@ def test_a_checkpoint_restores_on_another_mesh_bit_for_bit(shape, saved):
 
 
 def test_a_saved_state_may_be_donated_at_once(tmp_path):
-    bump = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), tree), donate_argnums=0)
+    bump = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), tree), donate_argnums=0
+    )
     mesh = make_mesh(2, 2)
     tree, target = {"w": jnp.zeros((256, 256)), "n": jnp.int32(0)}, {}
     tree = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
@@ -153,7 +157,9 @@ KINDS = ("flipped", "truncated", "removed", "unlisted", "empty", "garbled", "for
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_it_works(kind, saved):
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_it_works(
+    kind, saved
+):
     folder = saved / "checkpoints" / "2"
     damage(folder, kind)
     target = {"policy": abstract(state(make_mesh(1, 1)))}
@@ -161,7 +167,11 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_i
         with pytest.raises(CheckpointError) as error:
             store.restore(None, target)
         message = str(error.value)
-        assert message.startswith(f"{folder} ") and "\n" not in message and "to go on from step 1" in message
+        assert (
+            message.startswith(f"{folder} ")
+            and "\n" not in message
+            and "to go on from step 1" in message
+        )
         assert_equal(store.restore(1, target).items["policy"], state(make_mesh(1, 1), 1))
 
 
@@ -173,7 +183,9 @@ def test_a_newer_format_another_shape_and_another_dtype_are_refused(saved):
         with pytest.raises(CheckpointError, match="format 99, this version reads up to 1"):
             store.restore(1, {"policy": target})
         wide = target.replace(step=jax.ShapeDtypeStruct((2,), jnp.int32))
-        with pytest.raises(CheckpointError, match=r"policy.step is int32\[\] there and int32\[2\] here"):
+        with pytest.raises(
+            CheckpointError, match=r"policy.step is int32\[\] there and int32\[2\] here"
+        ):
             store.restore(2, {"policy": wide})
         half = target.replace(step=jax.ShapeDtypeStruct((), jnp.int8))
         with pytest.raises(CheckpointError, match=r"int32\[\] there and int8\[\] here"):
@@ -183,11 +195,17 @@ def test_a_newer_format_another_shape_and_another_dtype_are_refused(saved):
 
 
 def test_an_absent_checkpoint_is_an_error_that_lists_the_others(saved, tmp_path):
-    with Store(saved) as store, pytest.raises(CheckpointError, match=r"has no checkpoint 9; it has \[1, 2\]"):
+    with (
+        Store(saved) as store,
+        pytest.raises(CheckpointError, match=r"has no checkpoint 9; it has \[1, 2\]"),
+    ):
         store.restore(9, {})
     with pytest.raises(CheckpointError, match="does not exist"):
         Store(tmp_path / "nothing", create=False)
-    with Store(tmp_path / "new") as store, pytest.raises(CheckpointError, match="has no checkpoint; it has none"):
+    with (
+        Store(tmp_path / "new") as store,
+        pytest.raises(CheckpointError, match="has no checkpoint; it has none"),
+    ):
         store.restore(None, {})
 
 
@@ -205,7 +223,9 @@ for step in range(1, 10_000):
 
 
 def test_kill_9_during_saves_leaves_only_whole_checkpoints(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     while process.stdout.readline().strip() not in ("5", ""):
         pass
     time.sleep(0.005)

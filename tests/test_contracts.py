@@ -18,8 +18,12 @@ LONGEST, MODULES = 9, 13  # imports from a command down, files beside the packag
 
 def test_import_contracts_hold():
     # In a process of its own: import-linter configures logging anew, which turns off the loggers that are there.
-    code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True)
+    code = (
+        "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

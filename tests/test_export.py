@@ -38,7 +38,10 @@ def run(tmp_path_factory):
     recipe = policy_update.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
     with Store(folder, keep=2) as store:
         for step in (1, 2):
-            store.save(step, {"policy": jax.tree.map(partial(fill, step), policy_update.abstract_state(recipe))})
+            store.save(
+                step,
+                {"policy": jax.tree.map(partial(fill, step), policy_update.abstract_state(recipe))},
+            )
     return folder
 
 
@@ -54,7 +57,20 @@ def call(monkeypatch, *arguments):
 
 def test_the_newest_and_any_kept_checkpoint_are_exported(run, tmp_path, monkeypatch):
     assert call(monkeypatch, "--run", run, "--out", tmp_path / "new", "--mesh.data", "1") == 0
-    assert call(monkeypatch, "--run", run, "--out", tmp_path / "old", "--step", "1", "--dtype", "bfloat16") == 0
+    assert (
+        call(
+            monkeypatch,
+            "--run",
+            run,
+            "--out",
+            tmp_path / "old",
+            "--step",
+            "1",
+            "--dtype",
+            "bfloat16",
+        )
+        == 0
+    )
     for name, value in (("new", 2), ("old", 1)):
         config = hf.read_config(tmp_path / name)
         params = hf.load(tmp_path / name, config, meshes.make_mesh(1, 1), "float32")

@@ -22,7 +22,19 @@ def models(tmp_path_factory):
     tokenizer = tasks.make("fold", {}).tokenizer()
     eos_ids = (tokenizer.eos_token_id,)
     config = ModelConfig(
-        "qwen2", len(tokenizer), 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=eos_ids
+        "qwen2",
+        len(tokenizer),
+        16,
+        2,
+        4,
+        2,
+        4,
+        32,
+        64,
+        qkv_bias=True,
+        tied=True,
+        init_std=0.4,
+        eos_ids=eos_ids,
     )
     mesh = meshes.make_mesh(1, 1)
     params = transformer.init(config, mesh, jax.random.key(0), "float32")
@@ -56,18 +68,37 @@ def test_text_and_ids_of_a_prompt_give_the_same_answers(models, capsys, tmp_path
     both = run(capsys, "--model", models / "text", "--prompts", tmp_path / "p.jsonl", *common)
     for one, other in zip(text["completions"], bare["completions"], strict=True):
         assert one["token_ids"] == other["token_ids"] and one["logprobs"] == other["logprobs"]
-        assert other["text"] is None and one["text"] == tokenizer.decode(one["token_ids"], skip_special_tokens=True)
+        assert other["text"] is None and one["text"] == tokenizer.decode(
+            one["token_ids"], skip_special_tokens=True
+        )
         assert len(one["logprobs"]) == len(one["token_ids"]) <= 8 and max(one["logprobs"]) <= 0
         assert one["finish_reason"] in ("stop", "length")
-    assert [(one["prompt_index"], one["sample"]) for one in both["completions"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [one["token_ids"] for one in both["completions"][:2]] == [one["token_ids"] for one in text["completions"]]
-    assert text["tokens_per_second"] > 0 and text["tokens"] == sum(len(one["token_ids"]) for one in text["completions"])
+    assert [(one["prompt_index"], one["sample"]) for one in both["completions"]] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert [one["token_ids"] for one in both["completions"][:2]] == [
+        one["token_ids"] for one in text["completions"]
+    ]
+    assert text["tokens_per_second"] > 0 and text["tokens"] == sum(
+        len(one["token_ids"]) for one in text["completions"]
+    )
 
 
 def test_plain_output_shows_text_ids_logprobs_and_speed(models, capsys):
-    assert generate.main(["--model", str(models / "text"), "--prompt", "1 2", "--max-new-tokens", "4"]) == 0
+    assert (
+        generate.main(["--model", str(models / "text"), "--prompt", "1 2", "--max-new-tokens", "4"])
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "token ids:" in out and "log-probs:" in out and "tokens/s" in out and "prompt 0 sample 0" in out
+    assert (
+        "token ids:" in out
+        and "log-probs:" in out
+        and "tokens/s" in out
+        and "prompt 0 sample 0" in out
+    )
 
 
 @pytest.mark.parametrize("words, message", [
@@ -108,5 +139,7 @@ def test_greedy_equals_transformers(models, capsys):
             "--max-new-tokens", 30,
         )["completions"][0]  # fmt: skip
         inputs = torch.tensor([prompt])
-        theirs = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30)
+        theirs = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30
+        )
         np.testing.assert_array_equal(ours["token_ids"], theirs[0, len(prompt) :])

@@ -11,7 +11,8 @@ import pytest
 from tlt_jax import make_tiny_model
 
 ROWS = [
-    {"question": f"How many are {i} and {i + 1} ducks?", "answer": f"{i} + {i + 1} = {2 * i + 1}"} for i in range(60)
+    {"question": f"How many are {i} and {i + 1} ducks?", "answer": f"{i} + {i + 1} = {2 * i + 1}"}
+    for i in range(60)
 ]
 
 
@@ -38,7 +39,9 @@ def test_the_directory_loads_as_it_was_made(source, tmp_path):
     text = "How many ducks, 123? It's 5-3 über 漢字\n\n  x"
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    trained = make_tiny_model.train_tokenizer(make_tiny_model.read_texts(str(source), ["question", "answer"]), 300)
+    trained = make_tiny_model.train_tokenizer(
+        make_tiny_model.read_texts(str(source), ["question", "answer"]), 300
+    )
     assert trained(text)["input_ids"] == ids
     assert len(tokenizer("123")["input_ids"]) == 3
     chat = tokenizer.apply_chat_template(
@@ -46,9 +49,15 @@ def test_the_directory_loads_as_it_was_made(source, tmp_path):
     )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     config = AutoConfig.from_pretrained(tmp_path / "a")
-    assert (config.model_type, config.vocab_size, config.num_hidden_layers) == ("qwen2", len(tokenizer), 1)
+    assert (config.model_type, config.vocab_size, config.num_hidden_layers) == (
+        "qwen2",
+        len(tokenizer),
+        1,
+    )
     eos = json.loads((tmp_path / "a" / "generation_config.json").read_text())["eos_token_id"]
-    assert set(eos) == set(tokenizer.convert_tokens_to_ids([make_tiny_model.END, make_tiny_model.PAD]))
+    assert set(eos) == set(
+        tokenizer.convert_tokens_to_ids([make_tiny_model.END, make_tiny_model.PAD])
+    )
     weights = load_file(tmp_path / "a" / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (len(tokenizer), 16)
     assert all(np.isfinite(weight).all() for weight in weights.values())
@@ -57,7 +66,10 @@ def test_the_directory_loads_as_it_was_made(source, tmp_path):
 @pytest.mark.parametrize(
     ("more", "part"),
     [
-        (["--columns", "question,text"], "no text in column 'text': choose --columns among 'question', 'answer'"),
+        (
+            ["--columns", "question,text"],
+            "no text in column 'text': choose --columns among 'question', 'answer'",
+        ),
         (["--vocab-size", "200"], "--vocab-size 200 is below 259"),
         (["--data", "gone.jsonl"], "gone.jsonl: no such file or folder: correct --data"),
     ],

@@ -60,7 +60,9 @@ def plan_of(*overrides, captures_states=False):
 
 def budget(settings, recipe, engine) -> dict[str, int]:
     """The bytes of what a run of the engine holds."""
-    return memory.budget(settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter)
+    return memory.budget(
+        settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter
+    )
 
 
 def preflight(settings, recipe, engine) -> None:
@@ -75,7 +77,9 @@ def planned():
 
 def test_bytes_of_one_device_are_those_of_its_shards():
     mesh = make_mesh(2, 4)
-    leaf = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=sharding(mesh, ("embed", "mlp"), "train"))
+    leaf = jax.ShapeDtypeStruct(
+        (8, 16), jnp.bfloat16, sharding=sharding(mesh, ("embed", "mlp"), "train")
+    )
     assert memory.device_bytes({"a": leaf, "b": leaf}) == 2 * (8 // 2) * (16 // 4) * 2
 
 
@@ -93,16 +97,27 @@ def test_a_drafter_has_its_own_lines_worked_by_hand():
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
     kinds, plain = budget(settings, recipe, engine), budget(*plan_of())
     slots, batch, bytes_each = memory.cache_slots(settings) + 8, engine.capacity, 4
-    assert kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2  # two layers, both read; halved over `model`
+    assert (
+        kinds["features"] == batch * slots * 2 * 32 * bytes_each // 2
+    )  # two layers, both read; halved over `model`
     history, built, hidden = batch * slots * 4, batch * 4, batch * 32 * bytes_each
-    assert kinds["drafter cache"] == 2 * 1 * batch * 1 * slots * 8 * bytes_each + history + built + hidden
+    assert (
+        kinds["drafter cache"]
+        == 2 * 1 * batch * 1 * slots * 8 * bytes_each + history + built + hidden
+    )
     # fc, q, k, v, o, gate, up, down and head are halved over `model` where heads, mlp or vocabulary lie on it
     matrices = 32 * 64 + (32 * 64 + 2 * 16 * 64 + 32 * 32 + 3 * 64 * 32 + 64 * 32) // 2
     norms = 2 * 32 + 4 * 32
     assert kinds["drafter copy"] == (matrices + norms + 64) * bytes_each
     assert kinds["drafter optimizer"] == pytest.approx(2 * kinds["drafter"], rel=0.1)
     assert {kind: kinds[kind] for kind in plain} == plain
-    assert set(kinds) - set(plain) == {"features", "drafter", "drafter copy", "drafter cache", "drafter optimizer"}
+    assert set(kinds) - set(plain) == {
+        "features",
+        "drafter",
+        "drafter copy",
+        "drafter cache",
+        "drafter optimizer",
+    }
 
 
 @pytest.mark.parametrize("drafter", [*DRAFTERS, None])
@@ -144,9 +159,16 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
     raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
     assert plan_of(*told, "60")[2].drafter == engine.drafter
-    started = ("--speculation.drafter", "runs/nowhere", "--drafter_training.start", str(tmp_path / "drafter"))
+    started = (
+        "--speculation.drafter",
+        "runs/nowhere",
+        "--drafter_training.start",
+        str(tmp_path / "drafter"),
+    )
     assert plan_of(*started)[2].drafter == engine.drafter
-    with pytest.raises(ConfigError, match="drafter_training.vocab 60: an eagle drafter proposes every token"):
+    with pytest.raises(
+        ConfigError, match="drafter_training.vocab 60: an eagle drafter proposes every token"
+    ):
         plan_of("--speculation.drafter", "runs/nowhere", "--drafter_training.vocab", "60")
 
 
@@ -175,7 +197,9 @@ def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
                 arm, tokens = choice.strategy, 5 * live if choice.strategy == best else live
                 hits = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)))
                 hits[:, 1:2, :1] = tokens / live - 1
-                state = tuner.observe(state, Measurement(0, batch, live, 512, arm, 1, live, tokens, 0.1, hits))
+                state = tuner.observe(
+                    state, Measurement(0, batch, live, 512, arm, 1, live, tokens, 0.1, hits)
+                )
         used.pop(PLAIN, None)
         assert all(batch <= reach.get(arm, 0) for arm, batch in used.items()), name
         assert name == "goodput" or used == reach, name
@@ -201,7 +225,9 @@ def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(
         engine = plan_of(*drafter)[2]
         found.append(collectives(engine.programs.lower(key).compile().as_text(), engine.groups[0]))
         if drafter:
-            drafting = engine.programs.lower(replace(key, strategy=strategies.parse("2_2_4"))).compile()
+            drafting = engine.programs.lower(
+                replace(key, strategy=strategies.parse("2_2_4"))
+            ).compile()
             crossed = collectives(drafting.as_text(), engine.groups[0])
             assert {name.split(" over ")[0] for name in crossed} == {"all-reduce", "all-gather"}
     assert {name.split(" over ")[0] for name in found[0]} == {"all-reduce"}
@@ -211,17 +237,35 @@ def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
     """What a chunk needs besides the caches is attention to many slots, twice."""
-    long = ("--model.init.num_hidden_layers", "4", "--model.init.head_dim", "32", "--rollout.cache_buckets", "[4096]")
-    settings, recipe, engine = plan_of(*long, *DRAFTERS[drafter], "--speculation.strategies", "['3_2_6']")
+    long = (
+        "--model.init.num_hidden_layers",
+        "4",
+        "--model.init.head_dim",
+        "32",
+        "--rollout.cache_buckets",
+        "[4096]",
+    )
+    settings, recipe, engine = plan_of(
+        *long, *DRAFTERS[drafter], "--speculation.strategies", "['3_2_6']"
+    )
     kinds = budget(settings, recipe, engine)
     prefill, admission, _, *behind, chunk = plan.lower_rollout(settings, recipe, engine, kinds)
-    assert (prefill.name, admission.name, chunk.name) == ("prefill", "admission", "rollout chunk 3_2_6 of 4")
+    assert (prefill.name, admission.name, chunk.name) == (
+        "prefill",
+        "admission",
+        "rollout chunk 3_2_6 of 4",
+    )
     assert [one.name for one in behind] == ["catching up of 4"] * (drafter != "ngram")
     for program in (prefill, admission, *behind, chunk):
         compiled = program.lowered.compile()
-        crossed = {name.split(" over ")[1] for name in collectives(compiled.as_text(), program.mesh)}
+        crossed = {
+            name.split(" over ")[1] for name in collectives(compiled.as_text(), program.mesh)
+        }
         assert crossed <= {"model"}, program.name
-        devices = [one.device_set for one in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))]
+        devices = [
+            one.device_set
+            for one in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        ]
         assert set().union(*devices) == set(engine.groups[0].devices.flat), program.name
     heads, nodes, batch, slots = 2, 6, 4, 4096 + 8
     attention, leaf = 2 * batch * heads * nodes * slots * 4, kinds["cache"] / 8
@@ -232,7 +276,9 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
     """Its temporaries do not grow with the sequences beyond that, nor does it copy their caches."""
     sizes = {}
     for slots in (16, 64):
-        settings, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", str(slots))
+        settings, _, engine = plan_of(
+            *DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", str(slots)
+        )
         key = CatchUp(StateShape(0, slots, 1024))
         sizes[slots] = engine.programs.lower(key).compile().memory_analysis().temp_size_in_bytes
     assert sizes[64] < 1.5 * sizes[16]
@@ -240,9 +286,15 @@ def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
 
 def test_an_admission_holds_the_prompts_that_join_and_no_cache():
     _, _, engine = plan_of(*DRAFTERS["eagle"], "--rollout.prompts", "64", "--rollout.slots", "64")
-    memory = engine.programs.lower(Admit(StateShape(0, 64, 1024), Prefill(0, 1, 128))).compile().memory_analysis()
+    memory = (
+        engine.programs.lower(Admit(StateShape(0, 64, 1024), Prefill(0, 1, 128)))
+        .compile()
+        .memory_analysis()
+    )
     joining = memory.argument_size_in_bytes * admission_size(64) / 64 * 128 / 1024
-    assert joining < memory.argument_size_in_bytes / 30 and memory.temp_size_in_bytes < 1.5 * joining
+    assert (
+        joining < memory.argument_size_in_bytes / 30 and memory.temp_size_in_bytes < 1.5 * joining
+    )
 
 
 def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_first():
@@ -256,7 +308,9 @@ def test_the_best_of_a_sharded_axis_are_those_of_the_whole_and_ties_go_to_the_fi
 
 
 def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"])
+    monkeypatch.setattr(
+        sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"]
+    )
     assert plan.main() == 0
     printed = capsys.readouterr().out
     told = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
@@ -265,7 +319,9 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
         assert f"{name}: compiled in" in printed
     assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed
     assert "all-gather over data" in printed and "drafter optimizer" in printed
-    assert printed.startswith("runs/nowhere is not there: planning for the eagle3 drafter of `drafter_training`")
+    assert printed.startswith(
+        "runs/nowhere is not there: planning for the eagle3 drafter of `drafter_training`"
+    )
 
 
 def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
@@ -280,23 +336,48 @@ def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
 @pytest.mark.parametrize(
     ("name", "overrides", "topology", "drafting"),
     [
-        ("gsm8k_qwen2.5_0.5b", ("--mesh.data", "8", "--train.rows", "8"), "v5e:2x4", DRAFTERS["ngram"]),
+        (
+            "gsm8k_qwen2.5_0.5b",
+            ("--mesh.data", "8", "--train.rows", "8"),
+            "v5e:2x4",
+            DRAFTERS["ngram"],
+        ),
         ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", ("--speculation.drafter", "runs/nowhere")),
     ],
 )
 def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology, drafting):
-    command = [sys.executable, "-m", "tlt_jax.plan", "--config", f"configs/{name}.yaml", "--topology", topology]
+    command = [
+        sys.executable,
+        "-m",
+        "tlt_jax.plan",
+        "--config",
+        f"configs/{name}.yaml",
+        "--topology",
+        topology,
+    ]
     inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    done = subprocess.run([*command, *overrides, *drafting], env=inherited, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *overrides, *drafting], env=inherited, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "compilation cache" not in done.stderr  # JAX warns of every program that it cannot read back
+    assert (
+        "compilation cache" not in done.stderr
+    )  # JAX warns of every program that it cannot read back
     programs = re.findall(r"^(\S.*): compiled in", done.stdout, re.M)
     assert done.stdout.count("\n  fits") == len(programs)
-    chunks = [program for program in programs if program.startswith(("admission", "rollout chunk", "catching up"))]
-    assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks) == (name == "math_qwen2.5_7b_pod")
+    chunks = [
+        program
+        for program in programs
+        if program.startswith(("admission", "rollout chunk", "catching up"))
+    ]
+    assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks) == (
+        name == "math_qwen2.5_7b_pod"
+    )
     for chunk in chunks:
         told = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
         assert "over data" not in told, told
     for name in ("admission", "rollout chunk"):
-        cache, temporaries = re.search(rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S).groups()
+        cache, temporaries = re.search(
+            rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S
+        ).groups()
         assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied

@@ -61,16 +61,22 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
     def forward(params, tokens, positions, ancestors, cache, lengths):
         slots = jnp.arange(cache.tokens.shape[1])
         ages = positions[:, :, None] - slots
-        old = jnp.where(slots < lengths[:, None, None], jnp.power(DECAY, ages.astype(params.dtype)), 0)
+        old = jnp.where(
+            slots < lengths[:, None, None], jnp.power(DECAY, ages.astype(params.dtype)), 0
+        )
         ages = positions[:, :, None] - positions[:, None, :]
         new = jnp.where(ancestors, jnp.power(DECAY, ages.astype(params.dtype)), 0)
-        logits = jnp.einsum("bns,bsv->bnv", old, params[cache.tokens]) + jnp.einsum("bnm,bmv->bnv", new, params[tokens])
+        logits = jnp.einsum("bns,bsv->bnv", old, params[cache.tokens]) + jnp.einsum(
+            "bnm,bmv->bnv", new, params[tokens]
+        )
         return logits, TokenCache(tokens, logits)
 
     def keep(cache, scratch, path, lengths):
         rows = jnp.arange(path.shape[0])[:, None]
         slots = lengths[:, None] + jnp.arange(path.shape[1])
-        return jax.tree.map(lambda old, new: old.at[rows, slots].set(new[rows, path]), cache, scratch)
+        return jax.tree.map(
+            lambda old, new: old.at[rows, slots].set(new[rows, path]), cache, scratch
+        )
 
     def prefill(params, tokens, lengths):
         ages = jnp.arange(tokens.shape[1])[:, None] - jnp.arange(tokens.shape[1])
@@ -79,7 +85,9 @@ def table_target(group: Mesh, vocab: int, dtype=jnp.float64) -> Target:
 
     def insert(cache, prefilled, rows, source):
         return jax.tree.map(
-            lambda old, new: old.at[rows, : new.shape[1]].set(new[source], mode="drop"), cache, prefilled
+            lambda old, new: old.at[rows, : new.shape[1]].set(new[source], mode="drop"),
+            cache,
+            prefilled,
         )
 
     whole = NamedSharding(group, PartitionSpec())
@@ -117,7 +125,9 @@ class Branch:
     positions: jax.Array
 
 
-def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=jnp.float64) -> Network:
+def table_network(
+    group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=jnp.float64
+) -> Network:
     """The table as a drafter's network; its hidden state are the logits, from the target's for the token before.
 
     With the target's own table it knows exactly what the target will say, if features, slots, parents and ancestors are
@@ -138,15 +148,21 @@ def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=
     def step(weights, cache, scratch, tokens, hidden, positions, starts, ancestors, level):
         k, table = tokens.shape[1], weights.drafter
         here = slice(level * k, (level + 1) * k)
-        scratch = Branch(scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions))
+        scratch = Branch(
+            scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions)
+        )
         count = ancestors.shape[2]
         ages = positions[:, :, None] - scratch.positions[:, None, :count]
         decay = jnp.where(ancestors, jnp.power(DECAY, ages.astype(table.dtype)), 0)
         base = jnp.take_along_axis(cache, (starts - 1)[:, None, None], axis=1)
         age = (positions - starts[:, None] + 1)[:, :, None].astype(table.dtype)
-        whole = jnp.power(DECAY, age) * base + jnp.einsum("bkr,brv->bkv", decay, table[scratch.tokens[:, :count]])
+        whole = jnp.power(DECAY, age) * base + jnp.einsum(
+            "bkr,brv->bkv", decay, table[scratch.tokens[:, :count]]
+        )
         one = DECAY * hidden + table[tokens]
-        return scratch, jnp.where(jnp.abs(whole - one).max(axis=-1, keepdims=True) < 1e-9, one, jnp.nan)
+        return scratch, jnp.where(
+            jnp.abs(whole - one).max(axis=-1, keepdims=True) < 1e-9, one, jnp.nan
+        )
 
     return Network(
         extend=extend,
@@ -155,7 +171,9 @@ def table_network(group: Mesh, vocab: int, ids: np.ndarray | None = None, dtype=
         logits=lambda weights, hidden: hidden if ids is None else hidden[..., ids],
         ids=lambda weights: None if ids is None else jnp.asarray(ids, jnp.int32),
         resize=lambda cache, rows, slots: fit(rows, slots, cache),
-        empty=lambda batch, slots: jax.ShapeDtypeStruct((batch, slots + TAIL, vocab), dtype, sharding=whole),
+        empty=lambda batch, slots: jax.ShapeDtypeStruct(
+            (batch, slots + TAIL, vocab), dtype, sharding=whole
+        ),
         scratch=lambda batch, rows: Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2),
         params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
         hidden=jax.ShapeDtypeStruct((1, vocab), dtype, sharding=whole),
@@ -198,12 +216,19 @@ class Decided:
         pass
 
 
-def placed(programs: Executables, group: int, weights: np.ndarray, guess: np.ndarray | None) -> Weights:
+def placed(
+    programs: Executables, group: int, weights: np.ndarray, guess: np.ndarray | None
+) -> Weights:
     """The tables on a data group."""
     shapes = programs.shapes[group]
     if not shapes.drafter.remembers:
         return Weights(jax.device_put(weights, shapes.replicated), ())
-    return Weights(*(jax.device_put(one, shapes.replicated) for one in (weights, weights if guess is None else guess)))
+    return Weights(
+        *(
+            jax.device_put(one, shapes.replicated)
+            for one in (weights, weights if guess is None else guess)
+        )
+    )
 
 
 def contexts(

@@ -43,11 +43,15 @@ class Store:
         self.folder = Path(run).absolute() / FOLDER
         self.best_metric = best_metric
         if not create and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} does not exist: give the folder of a run that has saved")
+            raise CheckpointError(
+                f"{self.folder} does not exist: give the folder of a run that has saved"
+            )
 
         policies = [LatestN(n=keep)]
         if best_metric:
-            policies.append(BestN(get_metric_fn=self._metric, n=1, keep_checkpoints_without_metrics=False))
+            policies.append(
+                BestN(get_metric_fn=self._metric, n=1, keep_checkpoints_without_metrics=False)
+            )
 
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(policies),
@@ -90,21 +94,31 @@ class Store:
         }
 
         arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        ranked = {self.best_metric: described["metrics"][self.best_metric]} if self._is_ranked(metrics) else None
+        ranked = (
+            {self.best_metric: described["metrics"][self.best_metric]}
+            if self._is_ranked(metrics)
+            else None
+        )
 
         try:
             self._manager.save(
-                step, metrics=ranked, args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)})
+                step,
+                metrics=ranked,
+                args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)}),
             )
         except OSError as error:
-            raise CheckpointError(f"cannot save {self.folder / str(step)}: {one_line(error)}: free the disk") from error
+            raise CheckpointError(
+                f"cannot save {self.folder / str(step)}: {one_line(error)}: free the disk"
+            ) from error
 
     def wait(self) -> None:
         """Waits until every save is on disk. Raises CheckpointError when writing fails."""
         try:
             self._manager.wait_until_finished()
         except OSError as error:
-            raise CheckpointError(f"cannot save below {self.folder}: {one_line(error)}: free the disk") from error
+            raise CheckpointError(
+                f"cannot save below {self.folder}: {one_line(error)}: free the disk"
+            ) from error
 
     def close(self) -> None:
         """Waits for the saves and stops the threads."""
@@ -125,8 +139,12 @@ class Store:
         Waits for the saves.
         """
         self.wait()
-        ranked = [(self.index(step)["metrics"].get(self.best_metric), step) for step in self.steps()]
-        return max(((value, step) for value, step in ranked if value is not None), default=(None, None))[1]
+        ranked = [
+            (self.index(step)["metrics"].get(self.best_metric), step) for step in self.steps()
+        ]
+        return max(
+            ((value, step) for value, step in ranked if value is not None), default=(None, None)
+        )[1]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """True when `metrics` has a higher best_metric than every saved step.
@@ -136,7 +154,10 @@ class Store:
         if not self._is_ranked(metrics):
             return False
         best = self.best()
-        return best is None or metrics[self.best_metric] > self.index(best)["metrics"][self.best_metric]
+        return (
+            best is None
+            or metrics[self.best_metric] > self.index(best)["metrics"][self.best_metric]
+        )
 
     def index(self, step: int) -> dict[str, Any]:
         """The index of a checkpoint: format, step, items, metrics, meta.
@@ -152,10 +173,14 @@ class Store:
             reason = f"was not written by tlt_jax ({META} is missing)"
             raise CheckpointError(f"{folder} {reason}: {self._remedy(step)}") from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}") from error
+            raise CheckpointError(
+                f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}"
+            ) from error
 
         if not isinstance(described, dict) or "format" not in described or "items" not in described:
-            raise CheckpointError(f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}")
+            raise CheckpointError(
+                f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}"
+            )
         if described["format"] > FORMAT:
             raise CheckpointError(
                 f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
@@ -182,13 +207,17 @@ class Store:
             arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
         except BROKEN as error:
-            raise CheckpointError(f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}") from error
+            raise CheckpointError(
+                f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}"
+            ) from error
 
         items = {name: restored[name] for name in targets}
         for name, tree in items.items():
             for leaf, entry in leaf_index(tree).items():
                 if entry["checksum"] != described["items"][name][leaf]["checksum"]:
-                    raise CheckpointError(f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}")
+                    raise CheckpointError(
+                        f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}"
+                    )
 
         return Restored(step, items, described["meta"])
 
@@ -215,7 +244,10 @@ def leaf_index(tree) -> dict[str, dict[str, Any]]:
     sums = {name: int(one) for place in sums for name, one in place.items()}
 
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return {name: {**signature(leaf), "checksum": sums[name]} for name, (_, leaf) in zip(names, leaves, strict=True)}
+    return {
+        name: {**signature(leaf), "checksum": sums[name]}
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
 
 
 def signature(leaf) -> dict[str, Any]:
@@ -239,12 +271,16 @@ def checksum(array: jax.Array) -> jax.Array:
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    words = jax.lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32))
+    words = jax.lax.bitcast_convert_type(
+        array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    )
 
     weight = jnp.ones((), jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
-        weight = weight + 2 * np.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        weight = weight + 2 * np.uint32(stride % 2**32) * jax.lax.broadcasted_iota(
+            jnp.uint32, words.shape, axis
+        )
         stride *= words.shape[axis]
 
     return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)

@@ -63,8 +63,12 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
         if chosen is None:
-            raise ConfigError(f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}")
-        state = store.restore(chosen, {"policy": policy_update.abstract_state(recipe)}).items["policy"]
+            raise ConfigError(
+                f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}"
+            )
+        state = store.restore(chosen, {"policy": policy_update.abstract_state(recipe)}).items[
+            "policy"
+        ]
 
     hf.save(state.params, model, out, mesh, tokenizer, dtype or config.model.param_dtype)
     return chosen

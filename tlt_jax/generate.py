@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if arguments.drafter != "none":
         share = output["speculated_tokens"] / output["tokens"]
-        print(f"accept length {output['accept_length']:.2f}, in rounds that made {share:.0%} of the tokens")
+        print(
+            f"accept length {output['accept_length']:.2f}, in rounds that made {share:.0%} of the tokens"
+        )
     return 0
 
 
@@ -87,13 +89,17 @@ def parser() -> Parser:
     prompt = out.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of the prompt, tokenized as it is")
     prompt.add_argument("--prompt-ids", help='token ids of the prompt, "1,2,3": needs no tokenizer')
-    prompt.add_argument("--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}')
+    prompt.add_argument(
+        "--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}'
+    )
 
     knobs = parsing.knobs(Config)
     for option, name in KNOBS.items():
         default = 1 if name == "rollout.samples" else knobs[name].default
         meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"
-        out.add_argument(f"--{option}", default=str(default), metavar=option[0].upper(), help=meaning)
+        out.add_argument(
+            f"--{option}", default=str(default), metavar=option[0].upper(), help=meaning
+        )
 
     out.add_argument("--json", action="store_true", help="print one JSON object")
     return out
@@ -137,7 +143,9 @@ def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
         step=0,
     )
 
-    weights = engine.publish(hf.load(directory, model, mesh, config.model.param_dtype), drafter_params)
+    weights = engine.publish(
+        hf.load(directory, model, mesh, config.model.param_dtype), drafter_params
+    )
     result, _ = engine.run(request, weights)
 
     seconds = result.stats["seconds"] - result.stats["compile_seconds"]
@@ -178,7 +186,9 @@ def find_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise DataError(f"the tokenizer of {directory} does not load: {str(error).strip().splitlines()[0]}") from error
+        raise DataError(
+            f"the tokenizer of {directory} does not load: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question]:
@@ -202,7 +212,9 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Any) -> list[Question
         elif isinstance(row.get("prompt_ids"), list):
             questions.append(Question(read_ids(row["prompt_ids"], place), None))
         else:
-            raise DataError(f'{place}: no prompt: write {{"prompt": "text"}} or {{"prompt_ids": [1, 2, 3]}}')
+            raise DataError(
+                f'{place}: no prompt: write {{"prompt": "text"}} or {{"prompt_ids": [1, 2, 3]}}'
+            )
     return questions
 
 

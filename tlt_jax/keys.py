@@ -17,7 +17,9 @@ def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.nda
     """Keys uint32[B, 2] of the sequences with uids [B], on the host."""
     root_key = jax.random.key(seed, impl="threefry2x32")
     step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
-    keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(np.asarray(uids, np.uint32))
+    keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(
+        np.asarray(uids, np.uint32)
+    )
     return np.asarray(keys)
 
 

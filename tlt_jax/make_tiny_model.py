@@ -54,7 +54,12 @@ def read_texts(source: str, columns: list[str]) -> list[str]:
                     texts.append(row[column])
                 else:
                     known = ", ".join(map(repr, row))
-                    problems.add(str(path), line, f"no text in column {column!r}", f"choose --columns among {known}")
+                    problems.add(
+                        str(path),
+                        line,
+                        f"no text in column {column!r}",
+                        f"choose --columns among {known}",
+                    )
     problems.stop_if_any()
     return texts
 
@@ -68,7 +73,9 @@ def train_tokenizer(texts: list[str] | Iterator[str], vocab_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < SMALLEST_VOCAB:
-        raise DataError(f"--vocab-size {vocab_size} is below {SMALLEST_VOCAB}: 256 bytes and 3 special tokens")
+        raise DataError(
+            f"--vocab-size {vocab_size} is below {SMALLEST_VOCAB}: 256 bytes and 3 special tokens"
+        )
 
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
@@ -121,22 +128,38 @@ def save_model(tokenizer: Any, args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tlt_jax.make_tiny_model", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tlt_jax.make_tiny_model", description=__doc__.splitlines()[0]
+    )
     add = parser.add_argument
     add(
         "--data",
         required=True,
         help="JSONL or Parquet file, folder, glob or hub data set that the tokenizer learns from",
     )
-    add("--columns", default="question,answer", help="its text columns, with commas between (default: %(default)s)")
-    add("--vocab-size", type=int, default=2048, help="most tokens of the tokenizer (default: %(default)s)")
+    add(
+        "--columns",
+        default="question,answer",
+        help="its text columns, with commas between (default: %(default)s)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        help="most tokens of the tokenizer (default: %(default)s)",
+    )
     add("--out", required=True, help="directory to write")
     add("--hidden-size", type=int, default=64, help="model width (default: %(default)s)")
     add("--layers", type=int, default=2, help="layers (default: %(default)s)")
     add("--heads", type=int, default=4, help="query heads (default: %(default)s)")
     add("--kv-heads", type=int, default=2, help="key and value heads (default: %(default)s)")
     add("--mlp-size", type=int, default=176, help="mlp width (default: %(default)s)")
-    add("--max-positions", type=int, default=2048, help="longest prompt and answer (default: %(default)s)")
+    add(
+        "--max-positions",
+        type=int,
+        default=2048,
+        help="longest prompt and answer (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     return parser
 

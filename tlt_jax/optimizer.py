@@ -57,7 +57,15 @@ class Adam:
         """The optimizer of supervised training: linear warm-up, then cosine decay to FLOOR."""
         optim, warmup = config.optim, max(1, round(WARMUP * steps))
         return cls(
-            learning_rate, steps, "cosine", warmup, FLOOR, optim.beta1, optim.beta2, weight_decay, optim.grad_clip
+            learning_rate,
+            steps,
+            "cosine",
+            warmup,
+            FLOOR,
+            optim.beta1,
+            optim.beta2,
+            weight_decay,
+            optim.grad_clip,
         )
 
     def rate(self) -> optax.Schedule:
@@ -82,7 +90,9 @@ class Adam:
     def transformation(self) -> optax.GradientTransformation:
         """Clipping by global norm, then AdamW with weight decay of matrices only."""
         clip = optax.clip_by_global_norm(self.grad_clip) if self.grad_clip else optax.identity()
-        adamw = optax.adamw(self.rate(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices)
+        adamw = optax.adamw(
+            self.rate(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
+        )
         return optax.chain(clip, adamw)
 
 
@@ -101,7 +111,9 @@ class TrainState:
     skipped: Int32[Array, ""]
 
 
-def advance(learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam) -> tuple[TrainState, ArrayLike]:
+def advance(
+    learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam
+) -> tuple[TrainState, ArrayLike]:
     """The state after one AdamW step, and its learning rate.
 
     When `is_finite` is False weights and moments are unchanged, and the update counts as skipped;
@@ -137,7 +149,9 @@ def matrices(params: PyTree) -> PyTree:
 
 def widen(params: PyTree) -> PyTree:
     """The leaves in at least float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), params)
+    return jax.tree.map(
+        lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), params
+    )
 
 
 def init(adam: Adam, params: PyTree) -> optax.OptState:
@@ -171,7 +185,9 @@ def abstract(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
     )
 
     opt_state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
     )
 
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)

@@ -29,7 +29,18 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.train import policy_update
-from tlt_jax.train.memory import GIB, RESIDENT, ROLLOUT, advice, budget, cache_slots, caches, device_memory, pick, spell
+from tlt_jax.train.memory import (
+    GIB,
+    RESIDENT,
+    ROLLOUT,
+    advice,
+    budget,
+    cache_slots,
+    caches,
+    device_memory,
+    pick,
+    spell,
+)
 from tlt_jax.train.policy_update import Recipe
 
 
@@ -43,7 +54,9 @@ class PlannedProgram:
     holds: dict[str, int]
 
 
-def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]) -> Iterator[PlannedProgram]:
+def lower(
+    config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]
+) -> Iterator[PlannedProgram]:
     """The largest programs of a step: prefill, rollout chunks, reshards, updates."""
     resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
     yield from lower_rollout(config, recipe, engine, rollout)
@@ -56,23 +69,37 @@ def lower(config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int])
         given += ("reference",)
     if config.algorithm.minibatches > 1:
         given += ("old",)
-    batch = policy_update.abstract_batch(recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given)
-    update = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch)
+    batch = policy_update.abstract_batch(
+        recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given
+    )
+    update = policy_update.programs(recipe).update.lower(
+        policy_update.abstract_state(recipe), batch
+    )
     yield PlannedProgram("policy update", update, recipe.mesh, resident)
 
     if engine.drafter:
         recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_update.abstract_state(recipe)
         reshard = engine.reshard_drafter.lower(state.params)
-        yield PlannedProgram("drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy"))
-        batch = drafter_update.abstract_batch(recipe, packing.rows(config), packing.row_tokens(config))
+        yield PlannedProgram(
+            "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
+        )
+        batch = drafter_update.abstract_batch(
+            recipe, packing.rows(config), packing.row_tokens(config)
+        )
         update = drafter_update.program(recipe).lower(state, params, batch)
-        yield PlannedProgram("drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer"))
+        yield PlannedProgram(
+            "drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer")
+        )
 
 
-def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]) -> Iterator[PlannedProgram]:
+def lower_rollout(
+    config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
+) -> Iterator[PlannedProgram]:
     """The largest program of each kind in a rollout; drafting chunks for each strategy."""
-    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids)
+    params = DecodingParams(
+        Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids
+    )
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     for name, program in engine.largest_programs(params, *sizes).items():
         now = holds
@@ -84,7 +111,9 @@ def lower_rollout(config: Config, recipe: Recipe, engine: Engine, holds: dict[st
 def accumulation(config: Config) -> int:
     """Accumulation steps of an update when all answers have the maximum length."""
     sequences = config.rollout.prompts * config.rollout.samples // config.algorithm.minibatches
-    per_row = packing.row_tokens(config) // (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    per_row = packing.row_tokens(config) // (
+        config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    )
     needed = -(-sequences // (per_row * packing.rows(config)))
     return 1 << (needed - 1).bit_length()
 
@@ -121,7 +150,9 @@ def topology_devices(name: str) -> Sequence[Any]:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--topology {name}: {reason}: name one such as v5p:2x2x2, and install tlt_jax[tpu]") from error
+        raise ConfigError(
+            f"--topology {name}: {reason}: name one such as v5p:2x2x2, and install tlt_jax[tpu]"
+        ) from error
 
 
 def sizes(config: Config) -> ModelConfig:
@@ -157,15 +188,27 @@ def main() -> int:
             wanted = f"the {drafter.kind} drafter of `drafter_training`"
             print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 
-        recipe, engine = Recipe.of(config, model, mesh, 1), Engine(config, model, mesh, drafter=drafter)
-        limit, kinds = device_memory(mesh), budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
+        recipe, engine = (
+            Recipe.of(config, model, mesh, 1),
+            Engine(config, model, mesh, drafter=drafter),
+        )
+        limit, kinds = (
+            device_memory(mesh),
+            budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter),
+        )
 
         shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
         print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each")
         for kind, size in kinds.items():
             print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
 
-        return 0 if all([print_report(program, limit) for program in lower(config, recipe, engine, kinds)]) else 1
+        return (
+            0
+            if all(
+                [print_report(program, limit) for program in lower(config, recipe, engine, kinds)]
+            )
+            else 1
+        )
 
 
 if __name__ == "__main__":

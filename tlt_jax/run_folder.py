@@ -29,7 +29,9 @@ def enter(config: Config) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, configuration.to_yaml(config))
     except OSError as error:
-        raise ConfigError(f"run {config.run!r} cannot be written ({error.strerror}): set another run folder") from error
+        raise ConfigError(
+            f"run {config.run!r} cannot be written ({error.strerror}): set another run folder"
+        ) from error
 
 
 def read(run: str | Path, arguments: Sequence[str] = ()) -> Config:

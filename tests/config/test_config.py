@@ -33,16 +33,44 @@ def write(tmp_path):
 
 
 def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):
-    got = parse([*write("rollout: {temperature: 0.5, samples: 4}"), "--rollout.samples", "2", "--log.progress=false"])
-    assert (got.rollout.temperature, got.rollout.samples, got.rollout.prompts, got.log.progress) == (0.5, 2, 8, False)
+    got = parse(
+        [
+            *write("rollout: {temperature: 0.5, samples: 4}"),
+            "--rollout.samples",
+            "2",
+            "--log.progress=false",
+        ]
+    )
+    assert (
+        got.rollout.temperature,
+        got.rollout.samples,
+        got.rollout.prompts,
+        got.log.progress,
+    ) == (0.5, 2, 8, False)
 
 
 def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
-    arguments = ["--rollout.batch_buckets", "[1, 64]", "--run", "0012", "--rollout.stop=['\\n\\n', 'yes']"]
-    arguments += ["--model.init.rope_scaling.factor", "2.0", "--reward.terms.my.module:score", "1e-1", "--run=on"]
+    arguments = [
+        "--rollout.batch_buckets",
+        "[1, 64]",
+        "--run",
+        "0012",
+        "--rollout.stop=['\\n\\n', 'yes']",
+    ]
+    arguments += [
+        "--model.init.rope_scaling.factor",
+        "2.0",
+        "--reward.terms.my.module:score",
+        "1e-1",
+        "--run=on",
+    ]
     got = parse([*write(), *arguments])
     assert got.rollout.batch_buckets == [1, 64] and got.run == "on"
-    assert got.model.init == {"model_type": "qwen2", "hidden_size": 32, "rope_scaling": {"factor": 2.0}}
+    assert got.model.init == {
+        "model_type": "qwen2",
+        "hidden_size": 32,
+        "rope_scaling": {"factor": 2.0},
+    }
     assert got.reward.terms == {"task": 1.0, "my.module:score": 0.1}
     assert parse([*write(), "--reward.terms", "{format: 1}"]).reward.terms == {"format": 1.0}
     assert parse([*write(), "--run", "0012"]).run == "0012"
@@ -65,22 +93,40 @@ def test_strategies_need_no_quotes_and_numbers_with_underscores_stay_numbers(wri
     text = "speculation: {strategies: [2_2_4, 6_4_16, 0_8_1], memory: 1_000}\noptim: {beta1: 0}"
     for value in ("[2_2_4, '6_4_16', 0_8_1]", "[2_2_4,6_4_16,0_8_1]", ""):
         words = [f"--speculation.strategies={value}"] if value else []
-        got = parse([*write(text), *words, "--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"])
+        got = parse(
+            [*write(text), *words, "--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"]
+        )
         assert got.speculation.strategies == wanted
-        assert (got.speculation.memory, got.rollout.samples, got.model.init["hidden_size"]) == (1000, 10, 32)
+        assert (got.speculation.memory, got.rollout.samples, got.model.init["hidden_size"]) == (
+            1000,
+            10,
+            32,
+        )
         (tmp_path / "resolved.yaml").write_text(to_yaml(got))
         assert read(tmp_path / "resolved.yaml") == got
 
 
 def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
-    got = parse([*write(), "--rollout.stop", "['a: b', '#']", "--mesh.xla_flags", "--a=1 --b=2", "--run", "1e3"])
+    got = parse(
+        [
+            *write(),
+            "--rollout.stop",
+            "['a: b', '#']",
+            "--mesh.xla_flags",
+            "--a=1 --b=2",
+            "--run",
+            "1e3",
+        ]
+    )
     (tmp_path / "resolved.yaml").write_text(to_yaml(got))
     assert read(tmp_path / "resolved.yaml") == got
 
 
 def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, tmp_path):
     got, path = parse([*write(), "--drafter_training.steps", "7"]), tmp_path / "resolved.yaml"
-    path.write_text(to_yaml(got).replace("\ndrafter_training:\n", "\nwarmup:\n"))  # as up to 9d11fee
+    path.write_text(
+        to_yaml(got).replace("\ndrafter_training:\n", "\nwarmup:\n")
+    )  # as up to 9d11fee
     assert "\nwarmup:\n" in path.read_text() and read_resolved(path) == got
     changed = read_resolved(path, ["--drafter_training.steps", "8"])
     assert differences(got, changed) == ["drafter_training.steps"]
@@ -94,7 +140,10 @@ def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, 
 
 
 WRONG = [
-    ("--rollout.temprature 1", "unknown knob rollout.temprature: did you mean rollout.temperature?"),
+    (
+        "--rollout.temprature 1",
+        "unknown knob rollout.temprature: did you mean rollout.temperature?",
+    ),
     ("--temperature 1", "unknown knob temperature: did you mean rollout.temperature?"),
     ("--rollout 1", "rollout is a section"),
     ("--rollout.samples", "--rollout.samples has no value"),
@@ -102,21 +151,33 @@ WRONG = [
     ("rollout.samples 4", "unexpected argument 'rollout.samples'"),
     ("--rollout.samples 2.5", "rollout.samples 2.5 has the wrong type: write a whole number"),
     ("--rollout.samples many", "rollout.samples 'many' has the wrong type"),
-    ("--rollout.temperature warm", "rollout.temperature 'warm' has the wrong type: write a finite number"),
+    (
+        "--rollout.temperature warm",
+        "rollout.temperature 'warm' has the wrong type: write a finite number",
+    ),
     ("--rollout.temperature .nan", "a finite number"),
     ("--log.progress 1", "log.progress 1 has the wrong type: write true or false"),
     ("--rollout.batch_buckets 4", "rollout.batch_buckets 4 has the wrong type: write a list"),
     ("--reward.terms [task]", "reward.terms ['task'] has the wrong type: write a mapping"),
     ("--rollout.stop [1", "is not valid YAML"),
-    ("--speculation.strategies 6_4_16", "strategies 6_4_16 has the wrong type: write a list such as [a, b]"),
-    ("--speculation.strategies [6.4]", "speculation.strategies[0] 6.4 has the wrong type: write text (quote it)"),
+    (
+        "--speculation.strategies 6_4_16",
+        "strategies 6_4_16 has the wrong type: write a list such as [a, b]",
+    ),
+    (
+        "--speculation.strategies [6.4]",
+        "speculation.strategies[0] 6.4 has the wrong type: write text (quote it)",
+    ),
     ("--rollout.samples [6_4_16]", "rollout.samples [6416] has the wrong type"),
     ("--rollout.top_p 0", "rollout.top_p 0.0 is too small: use more than 0"),
     ("--rollout.top_p 1.5", "rollout.top_p 1.5 is too large: use at most 1"),
     ("--rollout.prompts 0", "rollout.prompts 0 is too small: use at least 1"),
-    ("--algorithm.advantage gae", "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo"),
+    (
+        "--algorithm.advantage gae",
+        "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo",
+    ),
     ("--model.init {}", "model.path and model.init are both empty"),
-    ("--data.train x.jsonl --reward.terms {\"gsm8k\":1}", "data.train 'x.jsonl' needs a tokenizer"),
+    ('--data.train x.jsonl --reward.terms {"gsm8k":1}', "data.train 'x.jsonl' needs a tokenizer"),
     ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
     ("--data.eval x.jsonl", "data.eval 'x.jsonl' without data.train"),
     ("--reward.terms {}", "reward.terms is empty"),
@@ -125,9 +186,18 @@ WRONG = [
     ("--train.epochs 2", "train.steps 100 and train.epochs 2 are both set"),
     ("--train.steps 0", "train.steps 0 and train.epochs 0 are both 0"),
     ("--rollout.samples 1", "rollout.samples 1: grpo advantages compare"),
-    ("--algorithm.minibatches 3", "does not divide into algorithm.minibatches 3: use one of [1, 2, 4, 8]"),
-    ("--checkpoint.best_metric eval/pass@4", "is not measured: use one of eval/mean@1, eval/pass@1"),
-    ("--checkpoint.best_metric eval/mean@1 --eval.every 0", "needs evaluations, and eval.every is 0"),
+    (
+        "--algorithm.minibatches 3",
+        "does not divide into algorithm.minibatches 3: use one of [1, 2, 4, 8]",
+    ),
+    (
+        "--checkpoint.best_metric eval/pass@4",
+        "is not measured: use one of eval/mean@1, eval/pass@1",
+    ),
+    (
+        "--checkpoint.best_metric eval/mean@1 --eval.every 0",
+        "needs evaluations, and eval.every is 0",
+    ),
     ("--mesh.data 2 --mesh.model 2 --mesh.fake_devices 2", "set mesh.fake_devices 4"),
     ("--mesh.data 2 --train.rows 3", "train.rows 3 does not divide by mesh.data 2"),
     ("--train.row_tokens 128", "use at least 768, or 0"),
@@ -145,7 +215,12 @@ def test_a_mistake_is_one_line_that_names_the_value_and_the_change(words, messag
     with pytest.raises(SystemExit) as stop:
         load([*write(), *words.split(" ")])
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert (
+        stop.value.code == 2
+        and message in error
+        and error.startswith("error: ")
+        and error.count("\n") == 1
+    )
 
 
 FILES = [
@@ -154,9 +229,15 @@ FILES = [
     ("rollout: 3", "rollout is a section, not 3"),
     ("rollout:\n  samples: 2\n  samples: 4", "line 4: rollout.samples is given twice"),
     ("rollout: [", "not valid YAML: line 2"),
-    ("rollout: {compile_cache: off}", "rollout.compile_cache False has the wrong type: write text (quote it)"),
+    (
+        "rollout: {compile_cache: off}",
+        "rollout.compile_cache False has the wrong type: write text (quote it)",
+    ),
     ("rollout: {samples: }", "rollout.samples None has the wrong type"),
-    ("run: !!python/name:os.getcwd", "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'"),
+    (
+        "run: !!python/name:os.getcwd",
+        "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'",
+    ),
     ("warmup: {steps: 3}", "warmup has a new name: write drafter_training"),
 ]
 
@@ -171,7 +252,11 @@ def test_a_mistake_in_the_file_is_one_line(text, message, write):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1")
     (tmp_path / "latin.yaml").write_bytes(b"run: \xe9")
-    for name, message in [("none.yaml", "no such file"), ("list.yaml", "holds a list"), ("latin.yaml", "not UTF-8")]:
+    for name, message in [
+        ("none.yaml", "no such file"),
+        ("list.yaml", "holds a list"),
+        ("latin.yaml", "not UTF-8"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             parse(["--config", str(tmp_path / name)])
     with pytest.raises(ConfigError, match="--config is missing"):
@@ -195,16 +280,32 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
         assert f"--{name} " in text and item.help.split()[0] in text
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_every_configuration_that_comes_with_the_package_is_valid(path):
     assert read(path).run.startswith("runs/")
 
 
 def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write):
     ours = parse(write())
-    theirs = parse([*write(), "--rollout.samples", "4", "--mesh.data", "2", "--log.every", "7", "--train.seed", "1"])
+    theirs = parse(
+        [
+            *write(),
+            "--rollout.samples",
+            "4",
+            "--mesh.data",
+            "2",
+            "--log.every",
+            "7",
+            "--train.seed",
+            "1",
+        ]
+    )
     assert differences(ours, theirs) == ["rollout.samples", "train.seed"]
-    assert all(any(name.startswith(free) for name in parsing.knobs(Config)) for free in configuration.FREE)
+    assert all(
+        any(name.startswith(free) for name in parsing.knobs(Config)) for free in configuration.FREE
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,12 +314,20 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
         ("--rollout.max_new_tokens 2000", "= 2512, and the model has 2048 positions"),
         ("--eval.max_new_tokens 1600", "= 2112, and the model has 2048 positions"),
         ("--mesh.model 3", "mesh.model 3 does not divide the model .*use one of \\[1, 2, 4\\]"),
-        ("--mesh.data 3 --mesh.model 3", "mesh 3 x 3 needs 9 devices, 8 are there: .* mesh.fake_devices 9"),
-        ("--mesh.data 5", "mesh.data 5 does not divide the model's width 32: use one of \\[1, 2, 4, 8\\]"),
+        (
+            "--mesh.data 3 --mesh.model 3",
+            "mesh 3 x 3 needs 9 devices, 8 are there: .* mesh.fake_devices 9",
+        ),
+        (
+            "--mesh.data 5",
+            "mesh.data 5 does not divide the model's width 32: use one of \\[1, 2, 4, 8\\]",
+        ),
     ],
 )
 def test_sizes_of_the_model_that_do_not_fit_are_refused_with_those_that_do(words, message, write):
-    sizes = SimpleNamespace(hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048)
+    sizes = SimpleNamespace(
+        hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048
+    )
     validate.validate_model(parse(write()), sizes, 8)
     with pytest.raises(ConfigError, match=message):
         validate.validate_model(parse([*write(), *words.split()]), sizes, 8)

@@ -19,7 +19,9 @@ TEMPLATE = (
 )
 
 
-def make_config(train: Path | str = "", prompts: int = 4, sft_steps: int = 0, seed: int = 0, **knobs) -> Config:
+def make_config(
+    train: Path | str = "", prompts: int = 4, sft_steps: int = 0, seed: int = 0, **knobs
+) -> Config:
     config = Config()
     return replace(
         config,
@@ -97,13 +99,17 @@ def test_each_epoch_has_every_row_once_in_a_new_order_across_step_borders(tmp_pa
 
 def test_rows_keep_their_order_without_shuffling(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(5))
-    dataset = datasets.load(make_config(source, prompts=3, eval=str(source), shuffle=False), make_tokenizer())
+    dataset = datasets.load(
+        make_config(source, prompts=3, eval=str(source), shuffle=False), make_tokenizer()
+    )
     assert ids(dataset.prompts(1)) == ["a.jsonl:4", "a.jsonl:5", "a.jsonl:1"]
 
 
 def test_the_split_is_a_function_of_the_seed_and_the_parts_are_disjoint(tmp_path):
     source = write(tmp_path / "a.jsonl", number_rows(40))
-    first, second, other = (datasets.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1))
+    first, second, other = (
+        datasets.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1)
+    )
     assert ids(first.eval_prompts()) == ids(second.eval_prompts()) != ids(other.eval_prompts())
     assert len(first.eval_prompts()) == 3
     assert not set(ids(first.eval_prompts())) & set(ids(first.train))
@@ -113,32 +119,66 @@ def test_the_split_is_a_function_of_the_seed_and_the_parts_are_disjoint(tmp_path
 def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
     rows = [{"q": f"p{i}", "a": 0.5 + i, "key": i, "level": "hard"} for i in range(9)]
     source = write(tmp_path / "a.jsonl", rows)
-    knobs = {"prompt_column": "q", "answer_column": "a", "id_column": "key", "shuffle": False, "eval": str(source)}
+    knobs = {
+        "prompt_column": "q",
+        "answer_column": "a",
+        "id_column": "key",
+        "shuffle": False,
+        "eval": str(source),
+    }
     row = datasets.load(make_config(source, **knobs), make_tokenizer()).prompts(0)[2].row
-    assert row == {"q": "p2", "a": 2.5, "key": 2, "level": "hard", "id": "2", "prompt": "p2", "answer": "2.5"}
+    assert row == {
+        "q": "p2",
+        "a": 2.5,
+        "key": 2,
+        "level": "hard",
+        "id": "2",
+        "prompt": "p2",
+        "answer": "2.5",
+    }
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
     source = write(tmp_path / "a.jsonl", rows)
-    dataset = datasets.load(make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer())
-    assert dataset.counts == {"train_rows": 7, "train_too_long": 3, "eval_rows": 7, "eval_too_long": 3}
+    dataset = datasets.load(
+        make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer()
+    )
+    assert dataset.counts == {
+        "train_rows": 7,
+        "train_too_long": 3,
+        "eval_rows": 7,
+        "eval_too_long": 3,
+    }
     assert all(len(p.tokens) <= 7 for p in dataset.train)
-    assert "longer than data.max_prompt_tokens 0" in failure(make_config(source, max_prompt_tokens=0))
+    assert "longer than data.max_prompt_tokens 0" in failure(
+        make_config(source, max_prompt_tokens=0)
+    )
 
 
 def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
-    chat = [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}, {"role": "user", "content": "c"}]
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "x", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     rows = [{"prompt": "hi", "answer": "1"}, {"prompt": chat, "answer": "1"}]
     source = write(tmp_path / "a.jsonl", rows)
-    knobs = {"chat_template": True, "chat_template_kwargs": {"mark": "!"}, "system": "sys", "prompt_suffix": "?"}
+    knobs = {
+        "chat_template": True,
+        "chat_template_kwargs": {"mark": "!"},
+        "system": "sys",
+        "prompt_suffix": "?",
+    }
     tokenizer = make_tokenizer(TEMPLATE)
     config = make_config(source, prompts=2, shuffle=False, eval=str(source), **knobs)
     texts = [p.text for p in datasets.load(config, tokenizer).prompts(0)]
     assert texts == ["[system]sys[user]hi?[a]!", "[system]sys[user]a[x]b[user]c?[a]!"]
     assert "no chat template" in failure(config)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    assert "the chat template refuses row a.jsonl:1: roles must alternate" in failure(config, strict)
+    assert "the chat template refuses row a.jsonl:1: roles must alternate" in failure(
+        config, strict
+    )
     assert "set data.chat_template true" in failure(make_config(source), tokenizer)
 
 
@@ -150,7 +190,9 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
     rows, asked = number_rows(6), []
     folder = tmp_path / "set"
     (folder / "main").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:4]), folder / "main" / "train-0.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows[:4]), folder / "main" / "train-0.parquet"
+    )
     write(folder / "main" / "train-1.jsonl", rows[4:])
     (folder / "README.md").write_text("not data")
 
@@ -161,9 +203,18 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_snapshot)
     monkeypatch.setenv("MY_SET", str(folder))
     hub = "hf://datasets/someone/set/main/train-*"
-    for source in (folder, "$MY_SET", "${MY_SET}/main/*", f"{folder}/main/train-*", "someone/set", hub):
+    for source in (
+        folder,
+        "$MY_SET",
+        "${MY_SET}/main/*",
+        f"{folder}/main/train-*",
+        "someone/set",
+        hub,
+    ):
         config = make_config(source, prompts=6, shuffle=False, eval=str(folder))
-        assert [p.text for p in datasets.load(config, make_tokenizer()).prompts(0)] == [row["prompt"] for row in rows]
+        assert [p.text for p in datasets.load(config, make_tokenizer()).prompts(0)] == [
+            row["prompt"] for row in rows
+        ]
     assert asked == [
         ("someone/set", "dataset", ["*.jsonl", "*.parquet"]),
         ("someone/set", "dataset", ["main/train-*"]),
@@ -264,7 +315,9 @@ def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):
 
 
 def test_a_task_that_does_not_fit_names_both_numbers():
-    assert "prompt has 13 tokens and data.max_prompt_tokens is 12" in failure(make_config(max_prompt_tokens=12))
+    assert "prompt has 13 tokens and data.max_prompt_tokens is 12" in failure(
+        make_config(max_prompt_tokens=12)
+    )
     short = replace(make_config(sft_steps=1), rollout=replace(Config().rollout, max_new_tokens=50))
     assert "solution (with EOS) has 77 tokens and rollout.max_new_tokens is 50" in failure(short)
 
@@ -279,7 +332,9 @@ def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
         datasets.tokenizer(make_config("a.jsonl"))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="model.tokenizer .* has no tokenizer that loads"):
-        datasets.tokenizer(replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none"))))
+        datasets.tokenizer(
+            replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none")))
+        )
     for missing in (str(tmp_path / "missing"), "./missing", "missing"):
         with pytest.raises(DataError, match="model.path .* is neither a directory nor a hub id"):
             datasets.tokenizer(replace(config, model=replace(config.model, path=missing)))

@@ -26,7 +26,9 @@ ROW = 48
 
 
 @pytest.mark.parametrize(("seed", "count", "rows", "groups"), CASES)
-def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segment(seed, count, rows, groups):
+def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segment(
+    seed, count, rows, groups
+):
     examples = random_examples(seed, count, ROW)
     packed = packing.pack(examples, ROW, rows, groups)
     assert packed.tokens.shape[1:] == (rows, ROW)
@@ -41,7 +43,9 @@ def test_every_example_stands_whole_in_one_row_with_its_own_positions_and_segmen
     assert (packed.segments > 0).sum() == sum(example.length for example in examples)
     assert packed.spread(np.ones(count)).sum() == sum(len(example.answer) for example in examples)
     starts = np.diff(packed.segments, axis=-1)
-    assert set(np.unique(starts[starts > 0])) <= {1}  # segments of a row are numbered from 1 without gaps
+    assert set(np.unique(starts[starts > 0])) <= {
+        1
+    }  # segments of a row are numbered from 1 without gaps
 
 
 @pytest.mark.parametrize(("seed", "count", "rows", "groups"), CASES)
@@ -75,7 +79,14 @@ def test_first_fit_decreasing_is_that_worked_by_hand():
     def example(uid: int, length: int) -> Example:
         return Example(uid, np.array([uid]), np.full(length - 1, uid))
 
-    examples = [example(1, 3), example(2, 6), example(3, 4), example(4, 6), example(5, 4), example(6, 2)]
+    examples = [
+        example(1, 3),
+        example(2, 6),
+        example(3, 4),
+        example(4, 6),
+        example(5, 4),
+        example(6, 2),
+    ]
     packed = packing.pack(examples, row_tokens=10, rows=2, groups=2)
     # lengths 6 (uid 2), 6 (4), 4 (3), 4 (5), 3 (1), 2 (6): rows [2, 3], [4, 5], [1, 6]
     assert packed.count == 2
@@ -91,7 +102,9 @@ def test_values_of_answer_tokens_stand_where_the_token_is_predicted():
     packed = packing.pack(examples, row_tokens=6, rows=1)
     np.testing.assert_array_equal(packed.targets[0, 0], [0, 9, 10, 11, 0, 0])
     np.testing.assert_array_equal(packed.spread([0.5])[0, 0], [0, 0.5, 0.5, 0.5, 0, 0])
-    np.testing.assert_array_equal(packed.place([np.array([-1.0, -2.0, -3.0])])[0, 0], [0, -1, -2, -3, 0, 0])
+    np.testing.assert_array_equal(
+        packed.place([np.array([-1.0, -2.0, -3.0])])[0, 0], [0, -1, -2, -3, 0, 0]
+    )
 
 
 def test_what_cannot_be_packed_is_refused():

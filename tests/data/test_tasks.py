@@ -19,8 +19,16 @@ def worked(name: str, digits: list[int], modulus: int) -> str:
         lines.append(write(rest))
         sums.append(rest[0])
     if name == "ledger":
-        return "".join(chr(ord("A") + i) + write([total]) for i, total in enumerate(sums)) + "=" + write(sums[-1:])
-    return " ".join(lines[:-1]) + "=" + lines[-1] if name == "fold" else write(sums[1:-1]) + "=" + write(sums[-1:])
+        return (
+            "".join(chr(ord("A") + i) + write([total]) for i, total in enumerate(sums))
+            + "="
+            + write(sums[-1:])
+        )
+    return (
+        " ".join(lines[:-1]) + "=" + lines[-1]
+        if name == "fold"
+        else write(sums[1:-1]) + "=" + write(sums[-1:])
+    )
 
 
 def test_a_list_is_folded_scanned_and_kept_as_by_hand():
@@ -60,7 +68,12 @@ def test_a_row_is_a_function_of_seed_index_and_split():
 
 def test_training_and_evaluation_share_no_list_for_any_seed():
     task = tasks.Fold(min_length=2)
-    trained = {r.prompt for seed in (0, 1) for split in ("train", "sft") for r in task.rows(seed, range(5000), split)}
+    trained = {
+        r.prompt
+        for seed in (0, 1)
+        for split in ("train", "sft")
+        for r in task.rows(seed, range(5000), split)
+    }
     held_out = {r.prompt for seed in (0, 1) for r in task.rows(seed, range(2000), "eval")}
     assert len(held_out) > 500
     assert not trained & held_out

@@ -8,14 +8,29 @@ from tlt_jax.distributed.mesh import make_mesh
 
 
 def test_groups_in_every_spelling():
-    assert device_groups("x = all-reduce(y), replica_groups={{0,1},{2,3}}, to_apply=add", 4) == [[0, 1], [2, 3]]
+    assert device_groups("x = all-reduce(y), replica_groups={{0,1},{2,3}}, to_apply=add", 4) == [
+        [0, 1],
+        [2, 3],
+    ]
     assert device_groups("x = all-gather(y), replica_groups=[2,2]<=[4]", 4) == [[0, 1], [2, 3]]
-    assert device_groups("x = all-gather(y), replica_groups=[2,2]<=[2,2]T(1,0)", 4) == [[0, 2], [1, 3]]
-    assert device_groups("x = collective-permute(y), source_target_pairs={{0,2},{2,0}}", 4) == [[0, 2], [2, 0]]
-    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=1,'b'=2,'c'=2] {'c'}", 4) == [[0, 1], [2, 3]]
+    assert device_groups("x = all-gather(y), replica_groups=[2,2]<=[2,2]T(1,0)", 4) == [
+        [0, 2],
+        [1, 3],
+    ]
+    assert device_groups("x = collective-permute(y), source_target_pairs={{0,2},{2,0}}", 4) == [
+        [0, 2],
+        [2, 0],
+    ]
+    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=1,'b'=2,'c'=2] {'c'}", 4) == [
+        [0, 1],
+        [2, 3],
+    ]
     named = "x = all-reduce(y), replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}"
     assert device_groups(named, 4) == [[0, 2], [1, 3]]
-    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=4] {'a':(1)2}", 4) == [[0, 2], [1, 3]]
+    assert device_groups("x = all-reduce(y), replica_groups=mesh['a'=4] {'a':(1)2}", 4) == [
+        [0, 2],
+        [1, 3],
+    ]
     assert device_groups("x = all-reduce(y), replica_groups={}", 4) == [[0, 1, 2, 3]]
 
 

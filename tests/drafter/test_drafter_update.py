@@ -34,14 +34,21 @@ def recipe_of(kind=EAGLE, objective=None, data=1, model=1, **changes) -> Recipe:
     size = {"draft_vocab_size": len(IDS)} if kind == REDUCED else {}
     drafter = eagle.for_policy(MODEL, kind.split()[0], **size)
     objective = objective or Objective(unroll=UNROLL, decay=0.5)
-    fixed = {"param_dtype": "float64", "compute_dtype": "float64", "logits_chunk": 16, "attention_block": 16}
+    fixed = {
+        "param_dtype": "float64",
+        "compute_dtype": "float64",
+        "logits_chunk": 16,
+        "attention_block": 16,
+    }
     return Recipe(MODEL, drafter, make_mesh(data, model), ADAM, objective, **(fixed | changes))
 
 
 def drawn(target, seed: int):
     """Random numbers for every float of abstract params, the same on every mesh."""
     random = np.random.default_rng(seed)
-    numbers = jax.tree.map(lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), target)
+    numbers = jax.tree.map(
+        lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), target
+    )
     return jax.device_put(numbers, jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
@@ -63,17 +70,23 @@ def batch_of(recipe: Recipe) -> Batch:
     """Four packed rows with prompts of every length from 1 on."""
     random = np.random.default_rng(0)
     examples = [
-        Example(uid, random.integers(0, 11, 1 + uid % 4), random.integers(0, 11, random.integers(1, 9)))
+        Example(
+            uid, random.integers(0, 11, 1 + uid % 4), random.integers(0, 11, random.integers(1, 9))
+        )
         for uid in range(7)
     ]
     packed = packing.pack(examples, 16, 4)
     assert packed.count == 1
     rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
-    return drafter_update.make_batch(rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh)
+    return drafter_update.make_batch(
+        rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh
+    )
 
 
 def observed(recipe: Recipe, policy: transformer.Params, batch: Batch) -> Batch:
-    return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(policy, batch)
+    return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(
+        policy, batch
+    )
 
 
 def loss_of(recipe: Recipe):
@@ -106,9 +119,18 @@ def test_scores_worked_by_hand(x64):
 
     # Tokens 1 and 4 of five stand in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
     ids, q = jnp.array([1, 4], jnp.int32), np.array([0.9, 0.1])
-    for top, agrees, learns in ((1, True, True), (4, False, True), (3, False, False), (0, False, False)):
-        part = drafter_update.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, "cross_entropy")
-        entropy = -(0.6 * np.log(0.9) + 0.4 * np.log(0.1))  # to the policy renormalized over the two
+    for top, agrees, learns in (
+        (1, True, True),
+        (4, False, True),
+        (3, False, False),
+        (0, False, False),
+    ):
+        part = drafter_update.score(
+            jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, "cross_entropy"
+        )
+        entropy = -(
+            0.6 * np.log(0.9) + 0.4 * np.log(0.1)
+        )  # to the policy renormalized over the two
         assert_same((part.token_loss, part.acceptance), (entropy, 0.3 + 0.1), rtol=1e-12)
         assert (bool(part.agrees), bool(part.learns)) == (agrees, learns)
 
@@ -117,14 +139,19 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
     p = np.array([0.5, 0.3, 0.2])
 
     def loss(logits, kind):
-        return drafter_update.score(jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, kind).token_loss
+        return drafter_update.score(
+            jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, kind
+        ).token_loss
 
     near = np.log(p) + np.array([0.01, 0.0, 0.0])
     kept = np.minimum(p, softmax(near)).sum()
     share = np.exp(-3 * kept)
     expected = share * loss(near, "cross_entropy") + (1 - share) * (1 - kept)
     assert float(loss(near, "acceptance")) == pytest.approx(float(expected), rel=1e-12)
-    slopes = [jax.grad(loss)(jnp.array([0.3, -0.2, 0.1]), kind) for kind in ("acceptance", "cross_entropy")]
+    slopes = [
+        jax.grad(loss)(jnp.array([0.3, -0.2, 0.1]), kind)
+        for kind in ("acceptance", "cross_entropy")
+    ]
     numeric = [loss(jnp.array([0.3 + s, -0.2, 0.1]), "cross_entropy") for s in (1e-6, -1e-6)]
     assert float(slopes[1][0]) == pytest.approx(float(numeric[0] - numeric[1]) / 2e-6, rel=1e-6)
     q = softmax(np.array([0.3, -0.2, 0.1]))
@@ -137,12 +164,22 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
 # The whole loss, against a plain loop over slots
 
 
-def plain_loss(recipe: Recipe, policy: transformer.Params, batch: Batch, hidden, logits) -> dict[str, float]:
+def plain_loss(
+    recipe: Recipe, policy: transformer.Params, batch: Batch, hidden, logits
+) -> dict[str, float]:
     """Loss and metrics from the drafter's hidden states [J, R, T, Z] and logits [J, R, T, U], slot by slot."""
-    eagle1, kept = recipe.drafter.kind == "eagle", IDS if recipe.drafter.draft_vocab_size < 11 else np.arange(11)
+    eagle1, kept = (
+        recipe.drafter.kind == "eagle",
+        IDS if recipe.drafter.draft_vocab_size < 11 else np.arange(11),
+    )
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
     answers, segments = np.asarray(batch.loss_mask), np.asarray(batch.segments)
-    q, hidden, metrics, total = softmax(np.asarray(logits)[..., : len(kept)]), np.asarray(hidden), {}, 0.0
+    q, hidden, metrics, total = (
+        softmax(np.asarray(logits)[..., : len(kept)]),
+        np.asarray(hidden),
+        {},
+        0.0,
+    )
     for j in range(recipe.objective.unroll):
         features, tokens, agrees, acceptance = [], [], [], []
         for row in range(segments.shape[0]):
@@ -159,9 +196,14 @@ def plain_loss(recipe: Recipe, policy: transformer.Params, batch: Batch, hidden,
                     tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
         part = 0.1 * np.mean(tokens) + np.mean(features) if eagle1 else np.mean(tokens)
         total += recipe.objective.decay**j * part
-        metrics |= {f"agreement@{j + 1}": np.mean(agrees), f"acceptance@{j + 1}": np.mean(acceptance)}
+        metrics |= {
+            f"agreement@{j + 1}": np.mean(agrees),
+            f"acceptance@{j + 1}": np.mean(acceptance),
+        }
         if j == 0:
-            metrics |= {"token_loss": np.mean(tokens)} | ({"feature_loss": np.mean(features)} if eagle1 else {})
+            metrics |= {"token_loss": np.mean(tokens)} | (
+                {"feature_loss": np.mean(features)} if eagle1 else {}
+            )
     return metrics | {"loss": total, "tokens": answers.sum()}
 
 
@@ -171,8 +213,12 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
-    hidden = jax.jit(lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, UNROLL))(params)
-    expected = plain_loss(recipe, policy, batch, hidden, eagle.logits(params, recipe.drafter, shared, hidden))
+    hidden = jax.jit(lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, UNROLL))(
+        params
+    )
+    expected = plain_loss(
+        recipe, policy, batch, hidden, eagle.logits(params, recipe.drafter, shared, hidden)
+    )
     trained = params.replace(ids=None)
     slope = jax.jit(jax.value_and_grad(
         lambda trained: drafter_update.loss(trained.replace(ids=params.ids), shared, batch, recipe), has_aux=True
@@ -180,8 +226,14 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     (total, metrics), gradient = slope(trained)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
     direction = params_of(recipe, seed=5).replace(ids=None)
-    shifted = [slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction))[0][0] for s in (1, -1)]
-    products = [np.sum(np.multiply(*pair)) for pair in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)]
+    shifted = [
+        slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction))[0][0]
+        for s in (1, -1)
+    ]
+    products = [
+        np.sum(np.multiply(*pair))
+        for pair in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+    ]
     assert sum(products) == pytest.approx(float(shifted[0] - shifted[1]) / 2e-6, rel=1e-5)
 
 
@@ -191,11 +243,19 @@ def test_losses_are_those_of_torch(x64):
     random = np.random.default_rng(0)
     p, q = random.normal(size=(2, 5, 11))
     target = jax.nn.log_softmax(jnp.asarray(p))
-    ours = drafter_update.score(target, jnp.asarray(q), jnp.argmax(target, -1), None, "cross_entropy").token_loss
-    theirs = torch.nn.functional.cross_entropy(torch.tensor(q), torch.tensor(p).softmax(-1), reduction="none")
+    ours = drafter_update.score(
+        target, jnp.asarray(q), jnp.argmax(target, -1), None, "cross_entropy"
+    ).token_loss
+    theirs = torch.nn.functional.cross_entropy(
+        torch.tensor(q), torch.tensor(p).softmax(-1), reduction="none"
+    )
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
-    theirs = torch.nn.functional.smooth_l1_loss(torch.tensor(q), torch.tensor(p), reduction="none").mean(-1)
-    np.testing.assert_allclose(drafter_update.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12)
+    theirs = torch.nn.functional.smooth_l1_loss(
+        torch.tensor(q), torch.tensor(p), reduction="none"
+    ).mean(-1)
+    np.testing.assert_allclose(
+        drafter_update.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12
+    )
 
 
 # Sharding and chunks
@@ -220,19 +280,33 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
     state, expected = state_of(recipe), drafter_update.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (announced.shape, announced.dtype, announced.sharding)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {jnp.dtype("float32")}
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+            announced.shape,
+            announced.dtype,
+            announced.sharding,
+        )
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {
+        jnp.dtype("float32")
+    }
 
 
 def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
     drafter = eagle.for_policy(model, "eagle3")
     recipe = Recipe(
-        model, drafter, make_mesh(2, 1), ADAM, Objective(unroll=UNROLL), logits_chunk=64, attention_block=64
+        model,
+        drafter,
+        make_mesh(2, 1),
+        ADAM,
+        Objective(unroll=UNROLL),
+        logits_chunk=64,
+        attention_block=64,
     )
 
     def rows(dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((4, 2048), dtype, sharding=drafter_update.batch_sharding(recipe.mesh))
+        return jax.ShapeDtypeStruct(
+            (4, 2048), dtype, sharding=drafter_update.batch_sharding(recipe.mesh)
+        )
 
     batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
     policy = transformer.abstract(model, recipe.mesh, "train", "float32")
@@ -252,7 +326,9 @@ def test_stored_features_teach_what_the_policy_itself_does(x64):
     policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_update.program(recipe)
     expected = update(state_of(recipe), policy, batch)
     stored = observed(recipe, policy, batch)
-    rollout = jax.jit(lambda policy: transformer.to_rollout(policy, MODEL, recipe.mesh, "float64"))(policy)
+    rollout = jax.jit(lambda policy: transformer.to_rollout(policy, MODEL, recipe.mesh, "float64"))(
+        policy
+    )
     assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -266,18 +342,32 @@ def test_only_trained_leaves_move_and_losses_fall(x64):
     assert losses == sorted(losses, reverse=True)
     assert_same(policy, kept)
     np.testing.assert_array_equal(state.params.ids, IDS)
-    for leaf, old in zip(*(jax.tree.leaves(one.replace(ids=None)) for one in (state.params, before)), strict=True):
+    for leaf, old in zip(
+        *(jax.tree.leaves(one.replace(ids=None)) for one in (state.params, before)), strict=True
+    ):
         assert (np.asarray(leaf) != np.asarray(old)).any()
-    assert len(jax.tree.leaves(state.opt_state)) == 2 * len(jax.tree.leaves(before.replace(ids=None))) + 2
+    assert (
+        len(jax.tree.leaves(state.opt_state))
+        == 2 * len(jax.tree.leaves(before.replace(ids=None))) + 2
+    )
 
 
 def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     recipe = recipe_of(REDUCED)
-    update, policy, batch, before = drafter_update.program(recipe), policy_of(recipe), batch_of(recipe), state_of(recipe)
+    update, policy, batch, before = (
+        drafter_update.program(recipe),
+        policy_of(recipe),
+        batch_of(recipe),
+        state_of(recipe),
+    )
     broken, state = policy.replace(head=policy.head.at[0, 0].set(jnp.nan)), state_of(recipe)
     for skips in (1, 2):
         state, metrics = update(state, broken, batch)
-        assert (int(state.step), int(state.skips), int(metrics["nonfinite"])) == (skips, skips, skips)
+        assert (int(state.step), int(state.skips), int(metrics["nonfinite"])) == (
+            skips,
+            skips,
+            skips,
+        )
         assert_same((state.params, state.opt_state), (before.params, before.opt_state))
     state, _ = update(state, policy, batch)
     expected, _ = update(state_of(recipe), policy, batch)
@@ -290,18 +380,27 @@ def test_rows_without_answers_teach_nothing(x64):
     batch = batch_of(recipe)
     batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
     _, metrics = drafter_update.program(recipe)(state_of(recipe), policy_of(recipe), batch)
-    assert (float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])) == (0, 0, 0)
+    assert (float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_noise_is_new_in_every_step_and_the_same_after_a_resume(x64):
     recipe = recipe_of(EAGLE, Objective(UNROLL, 0.5, noise=0.1), seed=3)
     features = jnp.zeros((4, 16, 16))
-    first, again, second = (drafter_update.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1))
+    first, again, second = (
+        drafter_update.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1)
+    )
     np.testing.assert_array_equal(first, again)
     assert (np.asarray(first) != np.asarray(second)).all()
     assert 0.09 < float(jnp.abs(first).max()) < 0.1 and abs(float(first.mean())) < 0.01
     batch, policy = batch_of(recipe), policy_of(recipe)
-    losses = [drafter_update.program(one)(state_of(one), policy, batch)[1]["loss"] for one in (recipe, recipe_of(EAGLE))]
+    losses = [
+        drafter_update.program(one)(state_of(one), policy, batch)[1]["loss"]
+        for one in (recipe, recipe_of(EAGLE))
+    ]
     assert losses[0] != losses[1]
 
 
@@ -324,5 +423,10 @@ def test_recipe_holds_the_numbers_of_the_configuration():
     recipe = Recipe.of(config, MODEL, eagle.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.3, 0.5)
     assert recipe.objective == Objective(1, 0.7, "acceptance", 0.2)
-    assert Recipe.of(config, MODEL, eagle.for_policy(MODEL, "eagle3"), make_mesh(1, 1)).objective.unroll == 5
+    assert (
+        Recipe.of(
+            config, MODEL, eagle.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
+        ).objective.unroll
+        == 5
+    )
     assert hash(recipe) == hash(replace(recipe))

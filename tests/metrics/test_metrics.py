@@ -18,7 +18,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Log, Mesh
-from tlt_jax.metrics import NAMES, ChunkRecord, MetricError, Record, Writer, console, idle_share, names, timeline
+from tlt_jax.metrics import (
+    NAMES,
+    ChunkRecord,
+    MetricError,
+    Record,
+    Writer,
+    console,
+    idle_share,
+    names,
+    timeline,
+)
 
 SPANS = [
     SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
@@ -30,12 +40,18 @@ SPANS = [
 
 
 def records(step: int, count: int = 3) -> list[Record]:
-    return [Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0}) for uid in range(count)]
+    return [
+        Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0})
+        for uid in range(count)
+    ]
 
 
 def chunks(step: int, count: int = 2) -> list[ChunkRecord]:
     shape = (4, 3.5, 256, "2_2_4", "kept")
-    return [ChunkRecord(0, n, *shape, None if n else 90.0, 100.0, step, 16, 0.5, [4 * n, 2, 1]) for n in range(count)]
+    return [
+        ChunkRecord(0, n, *shape, None if n else 90.0, 100.0, step, 16, 0.5, [4 * n, 2, 1])
+        for n in range(count)
+    ]
 
 
 @pytest.fixture
@@ -46,13 +62,21 @@ def config(tmp_path) -> Config:
 def write(config: Config, steps, resumed_from: int | None = None):
     with Writer(config, 10, resumed_from) as writer:
         for step in steps:
-            writer.step(step, {"reward/mean": step / 10, "actor/lr": 1e-3}, records(step), SPANS, chunks(step))
+            writer.step(
+                step,
+                {"reward/mean": step / 10, "actor/lr": 1e-3},
+                records(step),
+                SPANS,
+                chunks(step),
+            )
             if step % 2 == 0:
                 writer.scalars(step, {"eval/mean@1": step / 10, "eval/pass@16": 0.5})
 
 
 def read(config: Config) -> EventAccumulator:
-    events = EventAccumulator(str(Path(config.run) / "tensorboard"), {"tensors": 0, "images": 0, "histograms": 0})
+    events = EventAccumulator(
+        str(Path(config.run) / "tensorboard"), {"tensors": 0, "images": 0, "histograms": 0}
+    )
     return events.Reload()
 
 
@@ -63,17 +87,25 @@ def steps_of(events) -> list[int]:
 def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     write(config, range(1, 5))
     events = read(config)
-    assert [(e.step, round(10 * e.value)) for e in events.Scalars("reward/mean")] == [(n, n) for n in range(1, 5)]
+    assert [(e.step, round(10 * e.value)) for e in events.Scalars("reward/mean")] == [
+        (n, n) for n in range(1, 5)
+    ]
     assert steps_of(events.Scalars("eval/pass@16")) == [2, 4]
     histogram = events.Histograms("response_length/histogram")[0]
-    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (2, 3, 12)
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (
+        2,
+        3,
+        12,
+    )
     depths = events.Histograms("speculation/accepted/histogram")[0].histogram_value
     assert (depths.num, depths.max, depths.sum) == (10, 2, 8)
     image = events.Images("rollout/timeline")[-1]
     assert (image.step, image.width, image.height) == (4, timeline.WIDTH, 116)
     text = events.Tensors("rollout/samples/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    <b>2" in text and text.count("**reward") == 2
-    assert "prompts: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        "prompts: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
     lines = (Path(config.run) / "completions" / "000003.jsonl").read_text().splitlines()
     assert json.loads(lines[1]) == {
         "step": 3, "uid": 1, "prompt": "2+2=", "completion": "<b>3\n", "reward": 1.0, "length": 11, "finish": "stop",
@@ -105,7 +137,9 @@ def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
     for folder in ("completions", "speculation"):
         files = sorted(path.name for path in (Path(config.run) / folder).iterdir())
         assert files == [f"{step:06d}.jsonl" for step in range(1, 9)]
-        assert {json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()} == {5}
+        assert {
+            json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()
+        } == {5}
 
 
 def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that_it_repeats(config):
@@ -113,7 +147,10 @@ def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that
     with Writer(config, 10, 2) as writer:
         for step in range(3, 6):
             writer.step(step, {}, records(step), SPANS)
-    assert sorted(path.name for path in (Path(config.run) / "speculation").iterdir()) == ["000001.jsonl", "000002.jsonl"]
+    assert sorted(path.name for path in (Path(config.run) / "speculation").iterdir()) == [
+        "000001.jsonl",
+        "000002.jsonl",
+    ]
 
 
 def test_a_new_start_removes_what_an_attempt_without_checkpoint_left(config):
@@ -122,7 +159,9 @@ def test_a_new_start_removes_what_an_attempt_without_checkpoint_left(config):
     write(config, range(1, 4))
     write(config, range(1, 3))
     events = read(config)
-    assert steps_of(events.Scalars("reward/mean")) == [1, 2] and steps_of(events.Scalars("eval/mean@1")) == [2]
+    assert steps_of(events.Scalars("reward/mean")) == [1, 2] and steps_of(
+        events.Scalars("eval/mean@1")
+    ) == [2]
 
 
 def test_what_is_written_survives_a_kill(config, tmp_path):
@@ -145,7 +184,9 @@ def test_scalars_are_written_as_often_as_the_configuration_says(config):
 
 def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
     with Writer(config, 10) as writer:
-        with pytest.raises(MetricError, match="no scalar is called 'reward/meen': did you mean reward/mean?"):
+        with pytest.raises(
+            MetricError, match="no scalar is called 'reward/meen': did you mean reward/mean?"
+        ):
             writer.scalars(1, {"reward/meen": 1.0})
         with pytest.raises(MetricError, match="no histogram is called 'reward/mean'"):
             writer.histogram(1, "reward/mean", [1.0])
@@ -153,7 +194,14 @@ def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
             writer.scalars(1, {"eval/mean@k": 1.0})
         with pytest.raises(MetricError):
             writer.scalars(1, {"speculation/accept_length/eagle2": 1.0})
-        writer.scalars(1, {"reward/terms/my.module:score": 1.0, "eval/mean@8": 1.0, "speculation/accept_length/eagle": 1.0})
+        writer.scalars(
+            1,
+            {
+                "reward/terms/my.module:score": 1.0,
+                "eval/mean@8": 1.0,
+                "speculation/accept_length/eagle": 1.0,
+            },
+        )
 
 
 def test_the_names_are_unique_and_their_page_is_in_step():
@@ -172,9 +220,16 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
         return tuple(pixels[timeline.TOP + timeline.LANE * group + timeline.LANE // 2, column])
 
     assert middle and pixels.dtype == np.uint8
-    assert color(0.1, 0) == timeline.COLORS["prefill"] and color(0.6, 0) == timeline.COLORS["decode"]
-    assert color(0.1, 1) == timeline.COLORS["decode"] and color(0.4, 1) == timeline.COLORS["speculate"]
-    assert len(set(timeline.COLORS.values())) == len(timeline.COLORS) and color(0.8, 1) == timeline.COLORS["wait"]
+    assert (
+        color(0.1, 0) == timeline.COLORS["prefill"] and color(0.6, 0) == timeline.COLORS["decode"]
+    )
+    assert (
+        color(0.1, 1) == timeline.COLORS["decode"] and color(0.4, 1) == timeline.COLORS["speculate"]
+    )
+    assert (
+        len(set(timeline.COLORS.values())) == len(timeline.COLORS)
+        and color(0.8, 1) == timeline.COLORS["wait"]
+    )
     assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
     assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
 
@@ -185,7 +240,12 @@ def test_ticks_are_few_and_inside(seconds):
     assert 2 <= len(ticks) <= 10 and ticks[0] == 0 and ticks[-1] <= seconds
 
 
-VALUES = {"reward/mean": 0.25, "response_length/mean": 31.6, "response_length/max": 90, "perf/tokens_per_second": 1234}
+VALUES = {
+    "reward/mean": 0.25,
+    "response_length/mean": 31.6,
+    "response_length/max": 90,
+    "perf/tokens_per_second": 1234,
+}
 
 
 def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
@@ -206,7 +266,12 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
 def test_progress_of_a_drafter_shows_its_loss_and_agreement():
     out = io.StringIO()
     progress = console.Progress(100, 0, live=False, console=Console(file=out, width=200))
-    values = {"drafter/loss": 1.2345, "drafter/agreement@1": 0.5, "drafter/agreement@2": 0.25, "timing_s/step": 1.0}
+    values = {
+        "drafter/loss": 1.2345,
+        "drafter/agreement@1": 0.5,
+        "drafter/agreement@2": 0.25,
+        "timing_s/step": 1.0,
+    }
     progress.step(25, values)
     progress.close()
     assert out.getvalue() == "step 25/100  loss 1.234  agreement 0.500  1.0 s/step  1:15 to go\n"
@@ -215,11 +280,18 @@ def test_progress_of_a_drafter_shows_its_loss_and_agreement():
 def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
     for live in (True, False):
         out = io.StringIO()
-        progress = console.Progress(10, 0, live, console=Console(file=out, width=160, force_terminal=True))
+        progress = console.Progress(
+            10, 0, live, console=Console(file=out, width=160, force_terminal=True)
+        )
         progress.step(1, VALUES)
         progress.close()
         assert "reward 0.250" in out.getvalue() and ("\x1b[" in out.getvalue()) == live
 
 
 def test_clocks_read_as_people_write_them():
-    assert [console.clock(seconds) for seconds in (0, 59.6, 61, 3723)] == ["0:00", "1:00", "1:01", "1:02:03"]
+    assert [console.clock(seconds) for seconds in (0, 59.6, 61, 3723)] == [
+        "0:00",
+        "1:00",
+        "1:01",
+        "1:02:03",
+    ]

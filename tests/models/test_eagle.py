@@ -28,7 +28,9 @@ def rolled(params, config, mesh):
 
 def junk_cache(config, batch, slots, mesh, dtype="float64"):
     spec = eagle.abstract_cache(config, batch, slots, dtype, mesh)
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec)
+    return jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
+    )
 
 
 def unrolled(case, tokens, features, positions=None, segments=None, steps=STEPS, **options):
@@ -37,7 +39,9 @@ def unrolled(case, tokens, features, positions=None, segments=None, steps=STEPS,
     positions = counted if positions is None else positions
     segments = jnp.ones_like(tokens) if segments is None else segments
     config, dtype = cases.config(case), features.dtype.name
-    run = jax.jit(lambda params, shared, *rows: eagle.unroll(params, config, shared, *rows, steps, **options))
+    run = jax.jit(
+        lambda params, shared, *rows: eagle.unroll(params, config, shared, *rows, steps, **options)
+    )
     params = cases.params(case, dtype, options.get("mesh"))
     return np.asarray(run(params, cases.shared(dtype), tokens, features, positions, segments))
 
@@ -56,21 +60,30 @@ def drafted(case, tokens, features, lengths, mesh):
         for _ in range(2):
             index = starts[:, None] + jnp.arange(4)
             window = jnp.take_along_axis(tokens, index + 1, axis=1), features[rows[:, None], index]
-            cache, hidden = eagle.extend(params, config, shared, cache, *window, starts, jnp.minimum(lengths - 1 - starts, 3))
+            cache, hidden = eagle.extend(
+                params, config, shared, cache, *window, starts, jnp.minimum(lengths - 1 - starts, 3)
+            )
             state = hidden[:, None]
             starts = jnp.minimum(starts + 4, lengths - 1)  # a short row writes its last slot again
-        scratch, states = eagle.scratch(config, B, STEPS - 1, "float64", mesh.shape["model"]), [state]
+        scratch, states = (
+            eagle.scratch(config, B, STEPS - 1, "float64", mesh.shape["model"]),
+            [state],
+        )
         for level in range(STEPS - 1):
             token = tokens[rows, lengths + level + 1][:, None]
             args = (cache, scratch, token, states[-1], (lengths + level)[:, None], lengths)
-            scratch, state = eagle.step(params, config, shared, *args, jnp.ones((B, 1, level + 1), bool), level)
+            scratch, state = eagle.step(
+                params, config, shared, *args, jnp.ones((B, 1, level + 1), bool), level
+            )
             states.append(state)
         return jnp.concatenate(states, axis=1)
 
     return np.asarray(run(params, shared, junk_cache(config, B, 16, group), tokens, features))
 
 
-@pytest.mark.parametrize(("case", "shape"), [*((case, (1, 1)) for case in cases.CASES), ("eagle3_plain", (2, 4))])
+@pytest.mark.parametrize(
+    ("case", "shape"), [*((case, (1, 1)) for case in cases.CASES), ("eagle3_plain", (2, 4))]
+)
 def test_unrolled_steps_are_what_extension_and_drafting_compute(case, shape, x64):
     tokens, features = cases.line(case, 2, 15)
     lengths = jnp.array([3, 7])
@@ -95,16 +108,32 @@ def test_a_node_sees_its_own_branch_only(x64):
     @jax.jit
     def grow(cache):
         zeros, last = jnp.zeros(2, jnp.int32), jnp.asarray(lengths - 1, jnp.int32)
-        cache, hidden = eagle.extend(params, config, shared, cache, tokens[:, 1:9], features[:, :8], zeros, last)
+        cache, hidden = eagle.extend(
+            params, config, shared, cache, tokens[:, 1:9], features[:, :8], zeros, last
+        )
         state = jnp.repeat(hidden[:, None], 3, axis=1)
-        scratch, seen, found = eagle.scratch(config, 2, 9, "float64"), jnp.zeros((2, 3, 0), bool), []
+        scratch, seen, found = (
+            eagle.scratch(config, 2, 9, "float64"),
+            jnp.zeros((2, 3, 0), bool),
+            [],
+        )
         for level in range(3):
             if level:
                 above = jnp.array([row[level - 1] for row in PARENTS])[:, :, None]
                 state, seen = (jnp.take_along_axis(leaf, above, axis=1) for leaf in (state, seen))
-            seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(3, dtype=bool), (2, 3, 3))], axis=2)
+            seen = jnp.concatenate(
+                [seen, jnp.broadcast_to(jnp.eye(3, dtype=bool), (2, 3, 3))], axis=2
+            )
             positions = jnp.broadcast_to(jnp.array(lengths)[:, None] + level, (2, 3))
-            args = (cache, scratch, jnp.asarray(nodes[level], jnp.int32), state, positions, jnp.array(lengths), seen)
+            args = (
+                cache,
+                scratch,
+                jnp.asarray(nodes[level], jnp.int32),
+                state,
+                positions,
+                jnp.array(lengths),
+                seen,
+            )
             scratch, state = eagle.step(params, config, shared, *args, level)
             found.append(state)
         return jnp.stack(found)
@@ -114,7 +143,11 @@ def test_a_node_sees_its_own_branch_only(x64):
     for row, length in enumerate(lengths):
         for leaf in range(3):
             middle = PARENTS[row][1][leaf]
-            path = [nodes[0, row, PARENTS[row][0][middle]], nodes[1, row, middle], nodes[2, row, leaf]]
+            path = [
+                nodes[0, row, PARENTS[row][0][middle]],
+                nodes[1, row, middle],
+                nodes[2, row, leaf],
+            ]
             lines.append(np.asarray(tokens[row]).copy())
             lines[-1][length + 1 : length + 4] = path
             last.append(length - 1)
@@ -133,16 +166,23 @@ def test_packed_segments_blocks_and_meshes_leave_every_sequence_alone(x64):
     packed = jnp.asarray(positions), jnp.asarray(segments)
     whole = unrolled(case, tokens, features, *packed, steps=steps)
     for options in ({"block": 5}, {"mesh": meshes.make_mesh(2, 2)}):
-        np.testing.assert_allclose(unrolled(case, tokens, features, *packed, steps=steps, **options), whole, **EXACT)
+        np.testing.assert_allclose(
+            unrolled(case, tokens, features, *packed, steps=steps, **options), whole, **EXACT
+        )
     alone = [
-        (jnp.pad(tokens[r, a:b], (0, 7 - b + a)), jnp.pad(features[r, a:b], ((0, 7 - b + a), (0, 0))))
+        (
+            jnp.pad(tokens[r, a:b], (0, 7 - b + a)),
+            jnp.pad(features[r, a:b], ((0, 7 - b + a), (0, 0))),
+        )
         for r, a, b in spans
     ]
     expected = unrolled(case, *(jnp.stack(part) for part in zip(*alone, strict=True)), steps=steps)
     for number, (row, start, end) in enumerate(spans):
         for step in range(steps):
             known = end - start - 1 - step
-            np.testing.assert_allclose(whole[step, row, start : start + known], expected[step, number, :known], **EXACT)
+            np.testing.assert_allclose(
+                whole[step, row, start : start + known], expected[step, number, :known], **EXACT
+            )
     assert np.isfinite(whole).all()
 
 
@@ -156,7 +196,9 @@ def test_gradients_reach_every_weight_alike_through_blocks(x64):
         def total(learned):
             whole = learned.replace(ids=params.ids)
             hidden = eagle.unroll(whole, config, shared, *rows, 2, block)
-            return jnp.sum(jax.nn.log_softmax(eagle.logits(whole, config, shared, hidden[1]))[..., 3])
+            return jnp.sum(
+                jax.nn.log_softmax(eagle.logits(whole, config, shared, hidden[1]))[..., 3]
+            )
 
         return jax.jit(jax.grad(total))(params.replace(ids=None))
 
@@ -172,7 +214,9 @@ def test_memory_of_training_grows_linearly_with_the_row():
 
     def temporary(length):
         def total(params, shared, features, tokens):
-            return eagle.unroll(params, config, shared, tokens, features, tokens, tokens, 2, block=128).sum()
+            return eagle.unroll(
+                params, config, shared, tokens, features, tokens, tokens, 2, block=128
+            ).sum()
 
         features = jax.ShapeDtypeStruct((1, length, config.feature_width), jnp.float32)
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -191,13 +235,28 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
     def loop(params, shared, cache, tokens, features, lengths):
         def body(carry):
             turn, cache, tokens, lengths = carry
-            cache, hidden = eagle.extend(params, config, shared, cache, tokens, features, lengths, lengths % width)
+            cache, hidden = eagle.extend(
+                params, config, shared, cache, tokens, features, lengths, lengths % width
+            )
             hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
             best = jnp.argmax(eagle.logits(params, config, shared, hidden), -1)
-            scratch, seen = eagle.scratch(config, batch, width, "float32"), jnp.ones((batch, width, width), bool)
+            scratch, seen = (
+                eagle.scratch(config, batch, width, "float32"),
+                jnp.ones((batch, width, width), bool),
+            )
             positions = lengths[:, None] + jnp.arange(width)
             scratch, hidden = eagle.step(
-                params, config, shared, cache, scratch, best, hidden, positions, lengths + width, seen, 0
+                params,
+                config,
+                shared,
+                cache,
+                scratch,
+                best,
+                hidden,
+                positions,
+                lengths + width,
+                seen,
+                0,
             )
             best = jnp.argmax(eagle.logits(params, config, shared, hidden), -1)
             return turn + 1, cache, best.astype(jnp.int32), lengths + width
@@ -205,7 +264,10 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
         return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
 
     cache = eagle.abstract_cache(config, batch, slots, "float32", mesh)
-    integers = jax.ShapeDtypeStruct((batch, width), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    integers = (
+        jax.ShapeDtypeStruct((batch, width), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
     features = jax.ShapeDtypeStruct((batch, width, config.feature_width), jnp.float32)
     args = (params, shared, cache, integers[0], features, integers[1])
     memory = jax.jit(loop, donate_argnums=2).lower(*args).compile().memory_analysis()
@@ -226,10 +288,17 @@ def test_the_cache_is_resized_as_the_policy_s():
 def test_shift_stays_within_segments():
     segments = jnp.array([[1, 1, 1, 2, 2, 0, 0]])
     values = jnp.arange(7)[None, :, None] * jnp.ones(2)
-    for by, inside in ((1, [1, 1, 0, 1, 0, 0, 0]), (2, [1, 0, 0, 0, 0, 0, 0]), (7, [0] * 7), (9, [0] * 7)):
+    for by, inside in (
+        (1, [1, 1, 0, 1, 0, 0, 0]),
+        (2, [1, 0, 0, 0, 0, 0, 0]),
+        (7, [0] * 7),
+        (9, [0] * 7),
+    ):
         moved, there = eagle.shift(values, segments, by)
         np.testing.assert_array_equal(there[0], np.array(inside, bool))
-        np.testing.assert_array_equal(np.asarray(moved)[there][:, 0], np.arange(7)[np.array(inside, bool)] + by)
+        np.testing.assert_array_equal(
+            np.asarray(moved)[there][:, 0], np.arange(7)[np.array(inside, bool)] + by
+        )
         assert moved.shape == values.shape
 
 
@@ -242,7 +311,9 @@ def test_logits_are_those_of_the_policy_s_head_or_of_the_draft_vocabulary():
     np.testing.assert_allclose(whole, transformer.logits(params, policy, x), rtol=1e-6)
     assert eagle.shared(params).head is params.embed
     own, config = cases.params("eagle3", "float32"), cases.config("eagle3")
-    np.testing.assert_allclose(eagle.logits(own, config, shared, x), x @ own.head.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        eagle.logits(own, config, shared, x), x @ own.head.T, rtol=1e-4, atol=1e-5
+    )
     own, config = cases.params("eagle3_plain", "float32"), cases.config("eagle3_plain")
     normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.rms_eps) * own.final_norm
     found = eagle.logits(own, config, shared, x)
@@ -260,7 +331,10 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
     np.testing.assert_allclose(rough[:, :, :4].astype("float32"), exact[:, :, :4], atol=0.1)
     params, config = cases.params("eagle3", "bfloat16"), cases.config("eagle3")
     assert params.ids.dtype == eagle.cast(params, "float32").ids.dtype == jnp.int32
-    assert eagle.logits(params, config, cases.shared("bfloat16"), jnp.asarray(rough)).dtype == jnp.float32
+    assert (
+        eagle.logits(params, config, cases.shared("bfloat16"), jnp.asarray(rough)).dtype
+        == jnp.float32
+    )
 
 
 def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
@@ -271,7 +345,9 @@ def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
     np.testing.assert_array_equal(one.ids, cases.IDS)
     assert other.layer.gate.sharding.spec == other.head.sharding.spec == jax.P("model", "data")
     assert np.std(one.layer.gate) == pytest.approx(0.02, rel=0.1)
-    whole = eagle.init(cases.config("eagle3_plain"), meshes.make_mesh(1, 1), jax.random.key(3), "float32")
+    whole = eagle.init(
+        cases.config("eagle3_plain"), meshes.make_mesh(1, 1), jax.random.key(3), "float32"
+    )
     assert whole.ids is None
     assert whole.head.shape == (64, 16)
     assert not whole.head[cases.VOCAB :].any()
@@ -295,12 +371,31 @@ def test_draft_vocabularies_that_are_none_are_refused(ids, told):
 def test_defaults_follow_the_policy():
     policy = cases.policy()
     config = eagle.for_policy(policy, "eagle")
-    assert (config.captures, config.qkv_bias, config.fc_norm, config.feature_width) == ((-1,), True, False, 16)
+    assert (config.captures, config.qkv_bias, config.fc_norm, config.feature_width) == (
+        (-1,),
+        True,
+        False,
+        16,
+    )
     assert not eagle.for_policy(dataclasses.replace(policy, family="qwen3"), "eagle").qkv_bias
     config = eagle.for_policy(policy, "eagle3")
-    assert (config.captures, config.fc_norm, config.norm_output, config.feature_width) == ((2, 3, 4), True, True, 48)
+    assert (config.captures, config.fc_norm, config.norm_output, config.feature_width) == (
+        (2, 3, 4),
+        True,
+        True,
+        48,
+    )
     assert (config.max_positions, config.rope, config.whole) == (64, policy.rope, True)
-    depths = {36: (2, 18, 33), 8: (2, 4, 5), 7: (2, 3, 4), 6: (2, 4, 6), 4: (2, 3, 4), 3: (1, 2, 3), 2: (1, 2), 1: (1,)}
+    depths = {
+        36: (2, 18, 33),
+        8: (2, 4, 5),
+        7: (2, 3, 4),
+        6: (2, 4, 6),
+        4: (2, 3, 4),
+        3: (1, 2, 3),
+        2: (1, 2),
+        1: (1,),
+    }
     assert {depth: eagle.default_captures(depth) for depth in depths} == depths
 
 
@@ -319,7 +414,11 @@ def test_defaults_follow_the_policy():
         ("eagle", {"draft_vocab_size": 8}, "eagle proposes all 37 tokens"),
         ("eagle3", {"num_kv_heads": 3}, "3 KV heads"),
         ("eagle3", {"hidden_size": 24}, "hidden_size 24 is not the policy's 16"),
-        ("eagle", {"vocab_size": 36, "draft_vocab_size": 36}, "vocab_size 36 is not the policy's 37"),
+        (
+            "eagle",
+            {"vocab_size": 36, "draft_vocab_size": 36},
+            "vocab_size 36 is not the policy's 37",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(kind, changes, told):

@@ -27,7 +27,9 @@ class Reference:
 
         self.torch, self.raw = torch, json.loads((folder / "config.json").read_text())
         self.files = load_file(folder / "model.safetensors")
-        self.embed, self.head = (torch.tensor(np.asarray(part)) for part in (shared.embed, shared.head))
+        self.embed, self.head = (
+            torch.tensor(np.asarray(part)) for part in (shared.embed, shared.head)
+        )
         self.new = "Eagle3" in self.raw["architectures"][0]
         self.prefix = "midlayer." if self.new else "layers.0."
 
@@ -46,7 +48,9 @@ class Reference:
             x = self.linear("fc", self.torch.cat([e, state]))
             return x, x
         if given and self.raw["fc_norm"]:
-            state = self.torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(state.split(e.shape[0]))])
+            state = self.torch.cat(
+                [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(state.split(e.shape[0]))]
+            )
         x = self.linear("fc", state) if given else state
         norms = self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", x)
         return x, self.torch.cat(norms)
@@ -55,13 +59,19 @@ class Reference:
         """Heads [rows, H, E] as complex numbers, multiplied by exp(i angle)."""
         half = heads.shape[-1] // 2
         rates = self.raw["rope_theta"] ** (-self.torch.arange(half, dtype=heads.dtype) / half)
-        angles = self.torch.tensor(positions)[:, None, None] / self.raw["rope_scaling"]["factor"] * rates
-        turned = self.torch.complex(heads[..., :half], heads[..., half:]) * self.torch.polar(angles * 0 + 1, angles)
+        angles = (
+            self.torch.tensor(positions)[:, None, None] / self.raw["rope_scaling"]["factor"] * rates
+        )
+        turned = self.torch.complex(heads[..., :half], heads[..., half:]) * self.torch.polar(
+            angles * 0 + 1, angles
+        )
         return self.torch.cat([turned.real, turned.imag], -1)
 
     def hidden(self, rows, positions):
         """Hidden states of rows of (token, state, given), each of which sees those before it and itself."""
-        x, inner = (self.torch.stack(part) for part in zip(*(self.enter(*row) for row in rows), strict=True))
+        x, inner = (
+            self.torch.stack(part) for part in zip(*(self.enter(*row) for row in rows), strict=True)
+        )
         at, E = f"{self.prefix}self_attn.", self.raw["head_dim"]
         q, k, v = (self.linear(f"{at}{name}_proj", inner).unflatten(-1, (-1, E)) for name in "qkv")
         q, k = self.turned(q, positions), self.turned(k, positions)
@@ -79,7 +89,9 @@ class Reference:
         """Logits of every token of the policy, -inf where the draft vocabulary lacks it."""
         if not self.new:
             return x @ self.head[: cases.VOCAB].T
-        drafted = (x if self.raw["norm_output"] else self.norm("norm", x)) @ self.files["lm_head.weight"].T
+        drafted = (x if self.raw["norm_output"] else self.norm("norm", x)) @ self.files[
+            "lm_head.weight"
+        ].T
         tokens = self.files["d2t"] + self.torch.arange(drafted.shape[-1])
         scores = self.torch.full((*x.shape[:-1], cases.VOCAB), -math.inf, dtype=x.dtype)
         return scores.index_copy(-1, tokens, drafted)
@@ -105,12 +117,20 @@ def test_hidden_states_and_logits_equal_the_reference(case, dtype, tmp_path, x64
     if params.ids is not None:
         found, logits = logits, np.full((2, 9, cases.VOCAB), -np.inf, dtype)
         logits[..., np.asarray(params.ids)] = found
-    slots = [(int(tokens[0, t + 1]), torch.tensor(np.asarray(features[0, t])), True) for t in range(7)]
+    slots = [
+        (int(tokens[0, t + 1]), torch.tensor(np.asarray(features[0, t])), True) for t in range(7)
+    ]
     line = reference.hidden(slots, list(range(7)))
     for t in range(7):
         node = (int(tokens[0, t + 2]), line[t], False)
         drafted = reference.hidden([*slots[: t + 1], node], list(range(t + 2)))[-1]
         for step, state in enumerate((line[t], drafted)):
-            close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "err_msg": f"step {step} at slot {t}"}
+            close = {
+                "rtol": TOLERANCE[dtype],
+                "atol": TOLERANCE[dtype],
+                "err_msg": f"step {step} at slot {t}",
+            }
             np.testing.assert_allclose(hidden[step, t], state.numpy(), **close)
-            np.testing.assert_allclose(logits[step, t, : cases.VOCAB], reference.logits(state).numpy(), **close)
+            np.testing.assert_allclose(
+                logits[step, t, : cases.VOCAB], reference.logits(state).numpy(), **close
+            )

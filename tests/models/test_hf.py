@@ -30,7 +30,11 @@ def write(folder, tensors, case="qwen3", **changes):
 
 
 def read_all(folder):
-    return {name: array for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
+    return {
+        name: array
+        for path in folder.glob("*.safetensors")
+        for name, array in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3_bias", "llama_bias"])
@@ -55,13 +59,19 @@ def test_bfloat16_and_an_earlier_export_are_handled(mesh, tmp_path):
     params = hf.load(tmp_path / "source", config, mesh, "float32")
     hf.save(params, config, tmp_path / "copy", mesh, None, "float32", 20_000)
     hf.save(params, config, tmp_path / "copy", mesh, None, "bfloat16")
-    assert [path.name for path in tmp_path.joinpath("copy").glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.joinpath("copy").glob("*.safetensors*")] == [
+        "model.safetensors"
+    ]
     assert json.loads((tmp_path / "copy" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     saved = read_all(tmp_path / "copy")
     for name, array in model_cases.arrays("llama").items():
         np.testing.assert_array_equal(saved[name], array.astype(jnp.bfloat16))
     again = hf.load(tmp_path / "copy", config, mesh, "bfloat16")
-    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other.astype(jnp.bfloat16)), again, params)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_array_equal(one, other.astype(jnp.bfloat16)),
+        again,
+        params,
+    )
 
 
 def test_only_the_bytes_of_shards_are_read(mesh, tmp_path, monkeypatch):
@@ -108,7 +118,9 @@ def test_tensors_that_do_not_fit_are_named(mesh, tmp_path):
     tensors = model_cases.arrays("qwen3")
     moved = tensors.pop("model.layers.1.self_attn.q_norm.weight")
     tensors["model.layers.1.self_attn.norm_q.weight"] = moved
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:40].copy()
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][
+        :40
+    ].copy()
     folder = write(tmp_path / "bad", tensors)
     with pytest.raises(ModelError) as error:
         hf.load(folder, hf.read_config(folder), mesh, "float32")
@@ -152,7 +164,9 @@ def test_a_path_is_a_directory_or_a_hub_id(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="neither a directory nor a hub id"):
         hf.resolve(tmp_path / "missing")
     asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path)
+    )
     assert hf.resolve("owner/name-1.5B") == tmp_path
     assert asked == ["owner/name-1.5B"]
 
@@ -169,7 +183,10 @@ def test_both_dialects_say_the_same():
     scaling = {"rope_type": "llama3", **model_cases.LLAMA3}
     old = base | {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     new = base | {"rope_parameters": {"rope_theta": 5e5, **scaling}, "dtype": "bfloat16"}
-    older = base | {"rope_theta": 5e5, "rope_scaling": {**scaling, "type": scaling["rope_type"], "rope_type": None}}
+    older = base | {
+        "rope_theta": 5e5,
+        "rope_scaling": {**scaling, "type": scaling["rope_type"], "rope_type": None},
+    }
     assert hf.from_hf_config(old) == hf.from_hf_config(new) == hf.from_hf_config(older)
     assert hf.from_hf_config(old).rope.kind == "llama3"
 
@@ -184,11 +201,15 @@ def test_yarn_attention_factors():
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
     def factor(**more):
-        return hf.from_hf_config(model_cases.raw_config("llama") | {"rope_scaling": yarn | more}).rope.attention_factor
+        return hf.from_hf_config(
+            model_cases.raw_config("llama") | {"rope_scaling": yarn | more}
+        ).rope.attention_factor
 
     assert factor() == pytest.approx(0.1 * np.log(4) + 1)
     assert factor(attention_factor=0.5) == 0.5
-    assert factor(mscale=1.0, mscale_all_dim=0.5) == pytest.approx((0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    assert factor(mscale=1.0, mscale_all_dim=0.5) == pytest.approx(
+        (0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1)
+    )
     assert factor(factor=1.0) == 1.0
 
 
@@ -201,10 +222,20 @@ def test_eos_is_every_id_that_any_file_names():
 def test_defaults_are_those_of_transformers():
     sizes = {name: model_cases.SIZES[name] for name in hf_config.REQUIRED}
     qwen3 = hf.from_hf_config(sizes | {"model_type": "qwen3"})
-    assert (qwen3.head_dim, qwen3.num_kv_heads, qwen3.rope.theta, qwen3.rms_eps) == (128, 4, 10000.0, 1e-6)
+    assert (qwen3.head_dim, qwen3.num_kv_heads, qwen3.rope.theta, qwen3.rms_eps) == (
+        128,
+        4,
+        10000.0,
+        1e-6,
+    )
     assert not qwen3.tied
     llama = hf.from_hf_config(sizes | {"model_type": "llama"})
-    assert (llama.head_dim, llama.max_positions, llama.qkv_bias, llama.o_bias) == (8, 2048, False, False)
+    assert (llama.head_dim, llama.max_positions, llama.qkv_bias, llama.o_bias) == (
+        8,
+        2048,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +252,10 @@ def test_defaults_are_those_of_transformers():
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 lacks low_freq_factor, high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "llama3 lacks low_freq_factor, high_freq_factor",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"num_key_value_heads": 3}, "4 attention heads.*3 KV heads"),
@@ -234,9 +268,19 @@ def test_what_is_not_supported_is_refused_by_name(change, told):
 
 
 def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     config = hf.new_config(sizes, 20, (1, 0))
-    assert (config.family, config.vocab_size, config.eos_ids, config.tied) == ("qwen2", 20, (0, 1), True)
+    assert (config.family, config.vocab_size, config.eos_ids, config.tied) == (
+        "qwen2",
+        20,
+        (0, 1),
+        True,
+    )
     assert hf.new_config(sizes | {"vocab_size": 64}, 20, ()).vocab_size == 64
     with pytest.raises(ModelError, match="vocab_size 10 is below the tokenizer's 20"):
         hf.new_config(sizes | {"vocab_size": 10}, 20, ())
@@ -250,7 +294,9 @@ def test_tokenizer_files_travel_with_the_weights(mesh, tmp_path):
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     hf.save(params, config, tmp_path / "copied", mesh, tmp_path / "source", "float32")
     assert (tmp_path / "copied" / "tokenizer.json").read_text() == "{}"
-    assert json.loads((tmp_path / "copied" / "generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+    assert json.loads((tmp_path / "copied" / "generation_config.json").read_text()) == {
+        "eos_token_id": [3, 5]
+    }
 
     class Tokenizer:
         def save_pretrained(self, directory):

@@ -29,12 +29,17 @@ def written(mesh, tmp_path):
     """A function that writes a case's directory, with changes of config.json and tensors (None: removed)."""
 
     def write(case="eagle3", tensors=None, **changes):
-        hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32")
+        hf_drafter.save(
+            cases.params(case, "float32", mesh), cases.config(case), tmp_path, "float32"
+        )
         raw = json.loads((tmp_path / "config.json").read_text()) | changes
         raw = {key: value for key, value in raw.items() if value != "absent"}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         stored = load_file(tmp_path / "model.safetensors") | (tensors or {})
-        save_file({key: value for key, value in stored.items() if value is not None}, tmp_path / "model.safetensors")
+        save_file(
+            {key: value for key, value in stored.items() if value is not None},
+            tmp_path / "model.safetensors",
+        )
         return tmp_path
 
     return write
@@ -48,7 +53,9 @@ def load(folder, mesh, dtype="float32", policy=None, **options):
 def test_names_shapes_types_and_keys_are_the_golden_ones(case, mesh, tmp_path):
     hf_drafter.save(cases.params(case, "float32", mesh), cases.config(case), tmp_path, "bfloat16")
     stored = load_file(tmp_path / "model.safetensors")
-    found = {name: f"{array.dtype}{list(array.shape)}".replace(" ", "") for name, array in stored.items()}
+    found = {
+        name: f"{array.dtype}{list(array.shape)}".replace(" ", "") for name, array in stored.items()
+    }
     assert found == GOLDENS[case]["tensors"]
     assert json.loads((tmp_path / "config.json").read_text()) == GOLDENS[case]["config"]
 
@@ -63,11 +70,16 @@ def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, params)
     wanted = eagle.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
-    jax.tree.map(lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted)
+    jax.tree.map(
+        lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted
+    )
     hf_drafter.save(read, again, tmp_path / "two", "float32")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("case", cases.CASES)
@@ -90,7 +102,9 @@ def test_bfloat16_files_and_parameters(mesh, tmp_path):
 
 
 def test_d2t_holds_offsets_and_t2d_marks_the_tokens(mesh, tmp_path):
-    hf_drafter.save(cases.params("eagle3", "float32", mesh), cases.config("eagle3"), tmp_path, "float32")
+    hf_drafter.save(
+        cases.params("eagle3", "float32", mesh), cases.config("eagle3"), tmp_path, "float32"
+    )
     stored = load_file(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(stored["d2t"] + np.arange(8), cases.IDS)
     np.testing.assert_array_equal(np.flatnonzero(stored["t2d"]), cases.IDS)
@@ -109,9 +123,13 @@ def test_what_other_programs_write_is_read(written, mesh):
         eagle_aux_hidden_state_layer_ids=None,
     )
     assert load(folder, mesh)[0] == cases.config("eagle3")
-    folder = written("eagle3_plain", tensors={"t2d": None, "d2t": None}, fc_norm="absent", norm_output="absent")
+    folder = written(
+        "eagle3_plain", tensors={"t2d": None, "d2t": None}, fc_norm="absent", norm_output="absent"
+    )
     assert load(folder, mesh)[1].ids is None
-    folder = written("eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent")
+    folder = written(
+        "eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent"
+    )
     assert load(folder, mesh)[0] == cases.config("eagle")
     assert load(written("eagle_bias", bias="absent"), mesh)[0] == cases.config("eagle_bias")
 
@@ -131,14 +149,21 @@ def test_what_other_programs_write_is_read(written, mesh):
     ],
 )
 def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
-    raw = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs}, "eagle_aux_hidden_state_layer_ids": counts}
+    raw = {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs},
+        "eagle_aux_hidden_state_layer_ids": counts,
+    }
     assert hf_drafter.read_captures(raw, cases.policy()) == captures
 
 
 @pytest.mark.parametrize(
     ("case", "changes", "told"),
     [
-        ("eagle3", {"architectures": ["LlamaForCausalLM"]}, "\\['LlamaForCausalLM'\\] are no drafter.*use Llama"),
+        (
+            "eagle3",
+            {"architectures": ["LlamaForCausalLM"]},
+            "\\['LlamaForCausalLM'\\] are no drafter.*use Llama",
+        ),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
         ("eagle3", {"hidden_size": None}, "config.json lacks hidden_size"),
@@ -146,23 +171,47 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle", {"vocab_size": 40}, "vocab_size 40 is not the policy's 37"),
         ("eagle3", {"draft_vocab_size": 99}, "draft_vocab_size 99 is not within 1..37"),
         ("eagle3", {"draft_vocab_size": None}, "draft_vocab_size is missing"),
-        ("eagle3", {"draft_vocab_size": 9}, "lm_head.weight has shape \\(8, 16\\), config.json says \\(9, 16\\)"),
+        (
+            "eagle3",
+            {"draft_vocab_size": 9},
+            "lm_head.weight has shape \\(8, 16\\), config.json says \\(9, 16\\)",
+        ),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ("eagle3", {"attention_bias": True, "mlp_bias": True}, "attention_bias, mlp_bias true"),
         ("eagle3", {"bias": True}, "bias true"),
-        ("eagle3", {"norm_before_fc": True, "magic": 3}, "names magic, norm_before_fc: unknown here"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config"),
+        (
+            "eagle3",
+            {"norm_before_fc": True, "magic": 3},
+            "names magic, norm_before_fc: unknown here",
+        ),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+            "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config",
+        ),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2"}, "'2' is no list of layer ids"),
         (
             "eagle3",
             {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": None},
             "\\(2, 3, 9\\).*has 7 layers",
         ),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [4, 3, 2], "eagle_config": None}, "rising depth"),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4], "eagle_config": None}, "missing|shape \\(16, 48\\)"),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [4, 3, 2], "eagle_config": None},
+            "rising depth",
+        ),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [2, 4], "eagle_config": None},
+            "missing|shape \\(16, 48\\)",
+        ),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false"),
         ("eagle3", {"eagle_config": {"gamma": 1}}, "eagle_config names gamma"),
-        ("eagle3", {"fc_norm": False}, "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        (
+            "eagle3",
+            {"fc_norm": False},
+            "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",
+        ),
         ("eagle3_plain", {"fc_norm": True}, "missing fc_norm.0.weight"),
         ("eagle", {"norm_output": True}, "norm_output true: not for a drafter of kind eagle"),
         ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
@@ -179,11 +228,27 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
     ("case", "tensors", "told"),
     [
         ("eagle3", {"midlayer.hidden_norm.weight": None}, "missing midlayer.hidden_norm.weight"),
-        ("eagle", {"layers.1.mlp.up_proj.weight": np.zeros((24, 16), np.float32)}, "unknown layers.1.mlp.up_proj"),
-        ("eagle", {"layers.0.input_layernorm.weight": np.ones(16, np.float32)}, "unknown layers.0.input_layernorm"),
-        ("eagle", {"fc.weight": np.zeros((16, 48), np.float32)}, "fc.weight has shape \\(16, 48\\).*\\(16, 32\\)"),
+        (
+            "eagle",
+            {"layers.1.mlp.up_proj.weight": np.zeros((24, 16), np.float32)},
+            "unknown layers.1.mlp.up_proj",
+        ),
+        (
+            "eagle",
+            {"layers.0.input_layernorm.weight": np.ones(16, np.float32)},
+            "unknown layers.0.input_layernorm",
+        ),
+        (
+            "eagle",
+            {"fc.weight": np.zeros((16, 48), np.float32)},
+            "fc.weight has shape \\(16, 48\\).*\\(16, 32\\)",
+        ),
         ("eagle3", {"d2t": None}, "missing d2t"),
-        ("eagle3", {"d2t": cases.IDS}, "d2t: .*do not ascend within 0..36; it holds token id minus index"),
+        (
+            "eagle3",
+            {"d2t": cases.IDS},
+            "d2t: .*do not ascend within 0..36; it holds token id minus index",
+        ),
         ("eagle3", {"d2t": np.zeros(8, np.int64)}, "t2d marks other tokens"),
         ("eagle3_plain", {"d2t": np.arange(37)}, "d2t: "),
     ],

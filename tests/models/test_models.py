@@ -56,7 +56,9 @@ def program(config, dtype, **options):
 
     @jax.jit
     def forward(params, tokens, positions, segments):
-        x, _ = transformer.hidden(params, config, tokens, positions, segments, compute_dtype=dtype, **options)
+        x, _ = transformer.hidden(
+            params, config, tokens, positions, segments, compute_dtype=dtype, **options
+        )
         return transformer.logits(params, config, x)
 
     return forward
@@ -81,7 +83,10 @@ def last(params, config, line):
 def rollout(params, config, mesh, dtype="float64"):
     """The weights of the last data group."""
     shardings = transformer.shardings(config, mesh, "rollout")
-    reshard = jax.jit(partial(transformer.to_rollout, config=config, mesh=mesh, dtype=dtype), out_shardings=shardings)
+    reshard = jax.jit(
+        partial(transformer.to_rollout, config=config, mesh=mesh, dtype=dtype),
+        out_shardings=shardings,
+    )
     group = meshes.data_group(mesh, mesh.shape["data"] - 1)
     return meshes.view(reshard(params), group), group
 
@@ -103,7 +108,9 @@ def test_logits_are_the_same_on_every_mesh(family, shape, dtype, directories, go
     config, params = load(directories(family), mesh, dtype)
     tokens = np.repeat(model_cases.TOKENS, 2, axis=0)
     logits = plain(params, config, tokens, dtype=dtype, mesh=mesh)
-    np.testing.assert_allclose(logits, np.repeat(goldens[family], 2, axis=0), rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(
+        logits, np.repeat(goldens[family], 2, axis=0), rtol=0, atol=TOLERANCE[dtype]
+    )
 
 
 def test_goldens_tell_the_cases_apart(goldens):
@@ -140,14 +147,18 @@ def prefilled(weights, config, group, tokens, lengths, slots, captures=(), captu
 def grow(weights, config, cache, nodes, lengths, depths, seen, *captures):
     positions = np.asarray(lengths)[:, None] + np.asarray(depths)
     forward = jax.jit(
-        lambda weights, cache, *rest: transformer.tree_forward(weights, config, *rest, cache, lengths, *captures)
+        lambda weights, cache, *rest: transformer.tree_forward(
+            weights, config, *rest, cache, lengths, *captures
+        )
     )
     arrays = (jnp.asarray(nodes, jnp.int32), jnp.asarray(positions, jnp.int32), jnp.asarray(seen))
     lengths = jnp.asarray(lengths, jnp.int32)
     return forward(weights, cache, *arrays)
 
 
-@pytest.mark.parametrize(("case", "shape"), [("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4))])
+@pytest.mark.parametrize(
+    ("case", "shape"), [("qwen2", (1, 1)), ("qwen3", (2, 2)), ("llama_bias", (1, 4))]
+)
 def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x64):
     mesh = meshes.make_mesh(*shape)
     config, params = load(directories(case), mesh)
@@ -161,7 +172,9 @@ def test_a_tree_node_gets_the_logits_of_its_own_path(case, shape, directories, x
         for node, path in PATHS.items():
             line = np.concatenate([tokens[row, : lengths[row]], nodes[row, path]])
             expected = last(params, config, line)
-            np.testing.assert_allclose(logits[row, node, : config.vocab_size], expected, rtol=0, atol=1e-9)
+            np.testing.assert_allclose(
+                logits[row, node, : config.vocab_size], expected, rtol=0, atol=1e-9
+            )
     check_commit(weights, config, params, cache, scratch, nodes, lengths)
 
 
@@ -170,9 +183,15 @@ def check_commit(weights, config, params, cache, scratch, nodes, lengths):
     path, kept = jnp.array([[0, 1, 3], [0, 2, 2]], jnp.int32), np.array([3, 2])
     cache = jax.jit(kv_cache.commit)(cache, scratch, path, jnp.asarray(lengths, jnp.int32))
     following = np.array([[11], [12]])
-    logits, _ = grow(weights, config, cache, following, lengths + kept, [0], np.ones((2, 1, 1), bool))
+    logits, _ = grow(
+        weights, config, cache, following, lengths + kept, [0], np.ones((2, 1, 1), bool)
+    )
     for row in range(2):
-        line = [*model_cases.TOKENS[row, : lengths[row]], *nodes[row, path[row, : kept[row]]], following[row, 0]]
+        line = [
+            *model_cases.TOKENS[row, : lengths[row]],
+            *nodes[row, path[row, : kept[row]]],
+            following[row, 0],
+        ]
         expected = last(params, config, line)
         np.testing.assert_allclose(logits[row, 0, : config.vocab_size], expected, rtol=0, atol=1e-9)
 
@@ -182,14 +201,24 @@ def test_features_are_the_captured_hidden_states_in_every_forward(directories, s
     mesh = meshes.make_mesh(*shape)
     config, params = load(directories("qwen2"), mesh)
     weights, group = rollout(params, config, mesh)
-    tokens, lengths, captures = model_cases.TOKENS, [4, 4], (1, config.num_layers, architecture.NORMED)
-    cache = prefilled(weights, config, group, tokens[:, :4], lengths, 8, captures, captures_states=True)
+    tokens, lengths, captures = (
+        model_cases.TOKENS,
+        [4, 4],
+        (1, config.num_layers, architecture.NORMED),
+    )
+    cache = prefilled(
+        weights, config, group, tokens[:, :4], lengths, 8, captures, captures_states=True
+    )
     chain = np.broadcast_to(np.tril(np.ones((2, 2), bool)), (2, 2, 2))
-    _, scratch = grow(weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures, True)
+    _, scratch = grow(
+        weights, config, cache, tokens[:, 4:6], lengths, [0, 1], chain, captures, True
+    )
     cache = kv_cache.commit(cache, scratch, jnp.array([[0, 1], [0, 1]]), jnp.asarray(lengths))
     ones, positions = jnp.ones((2, 6), jnp.int32), jnp.broadcast_to(jnp.arange(6), (2, 6))
     arrays = (jnp.asarray(tokens[:, :6], jnp.int32), positions, ones)
-    hidden, features = transformer.hidden(params, config, *arrays, compute_dtype="float64", captures=captures)
+    hidden, features = transformer.hidden(
+        params, config, *arrays, compute_dtype="float64", captures=captures
+    )
     np.testing.assert_allclose(cache.features[:, :6], features, rtol=0, atol=1e-9)
     np.testing.assert_allclose(cache.states[:, :6], hidden, rtol=0, atol=1e-9)
     assert kv_cache.resize(cache, jnp.array([1]), 10).states.shape == (1, 10, config.hidden_size)
@@ -198,8 +227,12 @@ def test_features_are_the_captured_hidden_states_in_every_forward(directories, s
     x = params.embed[arrays[0]]
     layer = jax.tree.map(lambda leaf: leaf[0], params.layers)
     angles = transformer.packed_angles(config, positions, "float64")
-    np.testing.assert_allclose(first, transformer.packed_layer(layer, config, x, angles, ones, 512)[0], atol=1e-12)
-    np.testing.assert_allclose(ops.rms_norm(last, params.final_norm, config.rms_eps), normed, atol=1e-12)
+    np.testing.assert_allclose(
+        first, transformer.packed_layer(layer, config, x, angles, ones, 512)[0], atol=1e-12
+    )
+    np.testing.assert_allclose(
+        ops.rms_norm(last, params.final_norm, config.rms_eps), normed, atol=1e-12
+    )
 
 
 def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directories, x64):
@@ -210,8 +243,12 @@ def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directo
     segments = np.array([[1] * 7 + [0] + [2] * 4 + [0] * 3])
     for block in (4, 512):
         packed = plain(params, config, row, positions, segments, block=block)[0]
-        np.testing.assert_allclose(packed[:7], plain(params, config, first[None])[0], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(packed[8:12], plain(params, config, second[None])[0], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(
+            packed[:7], plain(params, config, first[None])[0], rtol=0, atol=1e-9
+        )
+        np.testing.assert_allclose(
+            packed[8:12], plain(params, config, second[None])[0], rtol=0, atol=1e-9
+        )
         assert np.isfinite(packed).all()
 
 
@@ -227,7 +264,9 @@ def test_remat_and_blocks_leave_gradients_alone(directories, x64):
 
         return jax.jit(jax.grad(total))(params)
 
-    for one, other in zip(*map(jax.tree.leaves, (gradient(), gradient(remat=True, block=4))), strict=True):
+    for one, other in zip(
+        *map(jax.tree.leaves, (gradient(), gradient(remat=True, block=4))), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
@@ -253,12 +292,16 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
     config, params = load(directories("llama"), mesh, "float32")
     weights, group = rollout(params, config, mesh, "bfloat16")
     cache = kv_cache.empty(config, 2, 8, 0, "bfloat16", group)
-    logits, scratch = grow(weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool))
+    logits, scratch = grow(
+        weights, config, cache, [[1], [2]], [0, 0], [0], np.ones((2, 1, 1), bool)
+    )
     assert logits.dtype == jnp.float32
     assert scratch.keys[0].dtype == jnp.bfloat16
     expected = plain(params, config, [[1], [2]], dtype="bfloat16")
     np.testing.assert_allclose(logits[..., :37], expected, atol=0.1)
-    np.testing.assert_allclose(expected, plain(params, config, [[1], [2]], dtype="float32"), atol=0.2)
+    np.testing.assert_allclose(
+        expected, plain(params, config, [[1], [2]], dtype="float32"), atol=0.2
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,7 +309,11 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
     [
         ((1, 3), {}, "4 attention heads.*use one of \\[1, 2, 4\\]"),
         ((1, 8), {}, "use one of \\[1, 2, 4\\]"),
-        ((1, 2), {"num_attention_heads": 3, "num_key_value_heads": 3}, "3 attention heads.*use one of \\[1\\]"),
+        (
+            (1, 2),
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "3 attention heads.*use one of \\[1\\]",
+        ),
         ((3, 1), {}, "hidden_size 32: use one of \\[1, 2, 4\\]"),
     ],
 )

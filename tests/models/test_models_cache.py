@@ -33,7 +33,9 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
         def body(carry):
             step, cache, tokens, lengths = carry
             positions = lengths[:, None] + jnp.arange(nodes)
-            logits, scratch = transformer.tree_forward(weights, config, tokens, positions, seen, cache, lengths)
+            logits, scratch = transformer.tree_forward(
+                weights, config, tokens, positions, seen, cache, lengths
+            )
             path = jnp.zeros((batch, nodes), jnp.int32)
             cache = kv_cache.commit(cache, scratch, path, lengths)
             return step + 1, cache, jnp.argmax(logits, -1).astype(jnp.int32), lengths + 1
@@ -42,8 +44,13 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
 
     cache = kv_cache.abstract(config, batch, slots, 0, "float32", mesh)
     weights = transformer.abstract(config, mesh, "rollout", "float32")
-    integers = jax.ShapeDtypeStruct((batch, nodes), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    memory = jax.jit(loop, donate_argnums=1).lower(weights, cache, *integers).compile().memory_analysis()
+    integers = (
+        jax.ShapeDtypeStruct((batch, nodes), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    memory = (
+        jax.jit(loop, donate_argnums=1).lower(weights, cache, *integers).compile().memory_analysis()
+    )
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) // mesh.shape["model"]
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 4
@@ -63,18 +70,32 @@ def test_values_with_their_slots_last_decode_alike(nodes):
     for slots_last in (False, True):
         cache = kv_cache.empty(config, 3, 11, 0, "float32", mesh)
         if slots_last:
-            cache = cache.replace(values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True)
+            cache = cache.replace(
+                values=tuple(jnp.swapaxes(v, 2, 3) for v in cache.values), slots_last=True
+            )
         lengths = jnp.array([4, 3, 4])
         cache = kv_cache.insert(cache, prefilled, jnp.arange(3), jnp.array([0, 1, 0]))
         cache = kv_cache.resize(cache, jnp.array([0, 1, 2]), 14)
         for _ in range(3):
             positions = lengths[:, None] + jnp.arange(nodes)
-            logits, scratch = transformer.tree_forward(params, config, tokens, positions, seen, cache, lengths)
+            logits, scratch = transformer.tree_forward(
+                params, config, tokens, positions, seen, cache, lengths
+            )
             cache, lengths = kv_cache.commit(cache, scratch, path, lengths), lengths + 1
         found.append(logits)
     np.testing.assert_allclose(*found, atol=1e-5)
-    assert not jnp.allclose(found[0], transformer.tree_forward(
-        params, config, tokens, positions, seen, jax.tree.map(jnp.zeros_like, cache), lengths - 1)[0])  # it reads the cache
+    assert not jnp.allclose(
+        found[0],
+        transformer.tree_forward(
+            params,
+            config,
+            tokens,
+            positions,
+            seen,
+            jax.tree.map(jnp.zeros_like, cache),
+            lengths - 1,
+        )[0],
+    )  # it reads the cache
 
 
 def test_insert_fans_rows_out_and_resize_gathers_them():
@@ -101,7 +122,9 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
         kept = min(slots, 6)
         assert fitted.keys[0].shape == (2, 2, 8, slots)
         assert fitted.values[0].shape == (2, 2, slots, 8)
-        np.testing.assert_array_equal(fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept])
+        np.testing.assert_array_equal(
+            fitted.keys[1][0, :, :, :kept], filled.keys[1][2, :, :, :kept]
+        )
         np.testing.assert_array_equal(fitted.values[1][0, :, :kept], filled.values[1][2, :, :kept])
         np.testing.assert_array_equal(fitted.features[0, :kept], filled.features[2, :kept])
 
@@ -109,6 +132,8 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
 def test_prefill_beyond_the_cache_is_refused_by_its_shape():
     config = hf.new_config(SMALL, 37, ())
     cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
-    prefill = Scratch((jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0)))
+    prefill = Scratch(
+        (jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0))
+    )
     with pytest.raises(ValueError, match="4 slots.*2"):
         kv_cache.insert(cache, prefill, jnp.array([0]), jnp.array([0]))

@@ -27,7 +27,8 @@ DRAFTER = (
 def expected(params, order, key, std, vocab, padded, ids=None):
     """What must be drawn for arrays of these shapes: part i of the key for the i-th array of `order` that is there."""
     found = {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     names = [name for name in order if name in found]
     assert set(names) == set(found)
@@ -39,7 +40,9 @@ def expected(params, order, key, std, vocab, padded, ids=None):
         if "norm" in name or "bias" in name:
             return jnp.full(shape, 1 if "norm" in name else 0, dtype)
         drawn = std * jax.random.normal(key, shape, dtype)
-        return jnp.where(jnp.arange(shape[0])[:, None] < vocab, drawn, 0) if name in padded else drawn
+        return (
+            jnp.where(jnp.arange(shape[0])[:, None] < vocab, drawn, 0) if name in padded else drawn
+        )
 
     def start_all(key):
         parts = jax.random.split(key, len(names))

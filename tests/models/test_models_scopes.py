@@ -21,7 +21,9 @@ def paths(function, *args):
     """The scopes that operations of the lowered program lie in, transformations left out."""
     text = jax.jit(function).lower(*args).as_text(debug_info=True)
     names = re.findall(r'loc\("([^"]*)"', text)
-    return {re.sub(r"jit\(.*?\)/|while/|body/|closed_call/|checkpoint/", "", name) for name in names}
+    return {
+        re.sub(r"jit\(.*?\)/|while/|body/|closed_call/|checkpoint/", "", name) for name in names
+    }
 
 
 def assert_named(found, *wanted):
@@ -60,7 +62,9 @@ def test_the_drafter_names_its_parts():
     cache = eagle.abstract_cache(config, 2, 8, "float32", mesh)
 
     def draft(params, shared, cache, tokens, features, lengths):
-        cache, hidden = eagle.extend(params, config, shared, cache, tokens, features, lengths, lengths)
+        cache, hidden = eagle.extend(
+            params, config, shared, cache, tokens, features, lengths, lengths
+        )
         node = jnp.argmax(eagle.logits(params, config, shared, hidden), -1)[:, None]
         scratch, seen = eagle.scratch(config, 2, 1, "float32"), jnp.ones((2, 1, 1), bool)
         nodes = (node, hidden[:, None], lengths[:, None], lengths, seen)
@@ -68,5 +72,7 @@ def test_the_drafter_names_its_parts():
 
     features = array(2, 4, config.feature_width, dtype="float32")
     found = paths(draft, params, shared, cache, array(2, 4), features, array(2))
-    inner = [f"drafter/{part}/{scope}" for part in ("extend", "step") for scope in ("attention", "mlp")]
+    inner = [
+        f"drafter/{part}/{scope}" for part in ("extend", "step") for scope in ("attention", "mlp")
+    ]
     assert_named(found, "drafter/head", *inner)

@@ -48,9 +48,16 @@ def probe(prompt, completion, row):
 """
 
 
-def make_config(rewards: dict[str, float], timeout_s: float = 5.0, workers: int = 1, failure_score: float = -1.0):
+def make_config(
+    rewards: dict[str, float], timeout_s: float = 5.0, workers: int = 1, failure_score: float = -1.0
+):
     config = Config()
-    knobs = {"terms": rewards, "timeout_s": timeout_s, "workers": workers, "failure_score": failure_score}
+    knobs = {
+        "terms": rewards,
+        "timeout_s": timeout_s,
+        "workers": workers,
+        "failure_score": failure_score,
+    }
     return replace(config, reward=replace(config.reward, **knobs))
 
 
@@ -129,7 +136,10 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(user_module):
 
 def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
     completion = f"child {tmp_path / 'pid'}"
-    assert score_all(make_config({user_module: 1.0}, timeout_s=0.5), [completion])[completion].failure == "timeout"
+    assert (
+        score_all(make_config({user_module: 1.0}, timeout_s=0.5), [completion])[completion].failure
+        == "timeout"
+    )
     pid = int((tmp_path / "pid").read_text())
     until = time.monotonic() + 5.0
     while time.monotonic() < until and is_running(pid):
@@ -185,9 +195,13 @@ def test_a_script_that_imports_jax_without_a_main_guard_can_score(tmp_path):
             print(scorer.collect()[0].value)
         """)
     )
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert (done.stdout, done.returncode) == ("1.0\n", 0), done.stderr
 
 
@@ -221,7 +235,11 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
     folder = os.environ.get("GSM8K_DIR")
     if not folder:
         pytest.skip("GSM8K_DIR is not set")
-    lines = [line for name in ("train", "test") for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")]
+    lines = [
+        line
+        for name in ("train", "test")
+        for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")
+    ]
     assert len(lines) == 8792
     for i, line in enumerate(lines):
         row = json.loads(line)
@@ -229,7 +247,11 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
         value = int(gold.replace(",", ""))
         wrong = (value + 1, value - 1, value * 10 + 3, value + 100)[i % 4]
         for given, score in ((value, 1.0), (wrong, 0.0)):
-            for form in (f"{solution}#### {given:,}", f"The answer is {given:,}.00 dollars.", f"\\boxed{{{given}}}"):
+            for form in (
+                f"{solution}#### {given:,}",
+                f"The answer is {given:,}.00 dollars.",
+                f"\\boxed{{{given}}}",
+            ):
                 assert terms.gsm8k("", form, row) == score, (form, row)
         assert terms.gsm8k("", row["answer"], row) == 1.0
 
@@ -276,9 +298,20 @@ def test_no_model_text_is_compiled(monkeypatch):
     monkeypatch.setattr(parser, "eval_expr", refuse)
     compiled = []
     is_watching = True
-    sys.addaudithook(lambda event, args: compiled.append(str(args[0])) if is_watching and event == "compile" else None)
+    sys.addaudithook(
+        lambda event, args: (
+            compiled.append(str(args[0])) if is_watching and event == "compile" else None
+        )
+    )
     attack = "__import__('os').system('marker')"
-    texts = [attack, f"\\boxed{{{attack}}}", f"${attack}$", f"#### {attack}", f"the answer is {attack}", "1/2*(marker)"]
+    texts = [
+        attack,
+        f"\\boxed{{{attack}}}",
+        f"${attack}$",
+        f"#### {attack}",
+        f"the answer is {attack}",
+        "1/2*(marker)",
+    ]
     for name in ("math", "gsm8k", "exact", "format", "task"):
         reward = terms.resolve(name, Config())
         for text in texts:

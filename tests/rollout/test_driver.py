@@ -41,7 +41,9 @@ class Patient:
         self.sleeps += 1
 
 
-def begun(groups: int = 1, *listeners, prompts=PROMPTS, clock=driver.WALL, **rest) -> driver.Rollout:
+def begun(
+    groups: int = 1, *listeners, prompts=PROMPTS, clock=driver.WALL, **rest
+) -> driver.Rollout:
     """A rollout of which nothing is dispatched."""
     contexts = toys.contexts(executables(groups), TABLE, prompts, 3, PARAMS, **SHAPE | rest)
     return driver.start(contexts, listeners, clock=clock)

@@ -96,16 +96,25 @@ def test_tokens_depend_on_weights_prompt_and_seed_alone(
     ("setting", "shape"),
     [
         (PLAIN, {"slots": 0, "batch_buckets": [12], "chunk": 16}),
-        (NUCLEUS, {"data": 2, "slots": 5, "batch_buckets": [], "cache_buckets": [20, 25, 32], "chunk": 3}),
+        (
+            NUCLEUS,
+            {"data": 2, "slots": 5, "batch_buckets": [], "cache_buckets": [20, 25, 32], "chunk": 3},
+        ),
     ],
 )
-def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_there(x64, setting, shape):
+def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_there(
+    x64, setting, shape
+):
     limits = [3, LIMIT, 1, 7]
-    whole = [(uid, tokens, finish, limits[uid // SAMPLES]) for uid, tokens, finish in reference(setting)[0]]
+    whole = [
+        (uid, tokens, finish, limits[uid // SAMPLES])
+        for uid, tokens, finish in reference(setting)[0]
+    ]
     assert {len(tokens) > limit for _, tokens, _, limit in whole} == {True, False}
     result = play(engine_of(**shape), setting, limits=limits)
     assert answers(result) == [
-        (uid, tokens[:limit], finish if len(tokens) <= limit else "length") for uid, tokens, finish, limit in whole
+        (uid, tokens[:limit], finish if len(tokens) <= limit else "length")
+        for uid, tokens, finish, limit in whole
     ]
     for one, logp in zip(result.completions, reference(setting)[1], strict=True):
         np.testing.assert_allclose(one.logprobs, logp[: len(one.tokens)], atol=1e-9)
@@ -113,7 +122,15 @@ def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_ther
 
 SHAPES = [  # they differ in all that may not matter; the first refills rows and moves a nearly full cache to a longer one
     {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3, "in_flight": 1},
-    {"data": 2, "model": 2, "slots": 64, "batch_buckets": [64], "cache_buckets": [220], "chunk": 16, "in_flight": 2},
+    {
+        "data": 2,
+        "model": 2,
+        "slots": 64,
+        "batch_buckets": [64],
+        "cache_buckets": [220],
+        "chunk": 16,
+        "in_flight": 2,
+    },
 ]
 
 
@@ -124,13 +141,18 @@ def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
         more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
         return jax.device_put(np.pad(leaf, more), target.sharding)
 
-    return jax.tree.map(place, params, transformer.abstract(engine.model_config, engine.mesh, "train", "float32"))
+    return jax.tree.map(
+        place, params, transformer.abstract(engine.model_config, engine.mesh, "train", "float32")
+    )
 
 
 @pytest.fixture(scope="module")
 def long_rollouts():
     """setting -> the law of many long answers in float32, and their rollouts by engines of different shapes."""
-    engines = [engine_of(dtype="float32", policy=LONG, max_new_tokens=LONG_LIMIT, **shape) for shape in SHAPES]
+    engines = [
+        engine_of(dtype="float32", policy=LONG, max_new_tokens=LONG_LIMIT, **shape)
+        for shape in SHAPES
+    ]
     params = params_of(engines[0])
     weights = [engine.publish(placed(params, engine)) for engine in engines]
     score = identity.policy(params, LONG)
@@ -138,7 +160,13 @@ def long_rollouts():
 
     def rollouts(setting: Sampling):
         law = identity.Law(
-            score, LONG_PROMPTS, [LONG_LIMIT] * len(LONG_PROMPTS), keys, setting, LONG.eos_ids, LONG_STOPS
+            score,
+            LONG_PROMPTS,
+            [LONG_LIMIT] * len(LONG_PROMPTS),
+            keys,
+            setting,
+            LONG.eos_ids,
+            LONG_STOPS,
         )
         return law, [
             roll_out(
@@ -170,14 +198,23 @@ def test_float32_logprobs_equal_a_fresh_forward():
     engine = engine_of(dtype="float32")
     params = params_of(engine)
     result = roll_out(
-        engine, engine.publish(params), PROMPTS, SAMPLES, Sampling(0.8, 9, 0.9), LIMIT, stream=TRAIN_STREAM, step=1
+        engine,
+        engine.publish(params),
+        PROMPTS,
+        SAMPLES,
+        Sampling(0.8, 9, 0.9),
+        LIMIT,
+        stream=TRAIN_STREAM,
+        step=1,
     )
     rows, segments = np.zeros((2, len(result.completions), 32), np.int32)
     for row, segment, one in zip(rows, segments, result.completions, strict=True):
         whole = np.concatenate([np.asarray(PROMPTS[one.prompt]), one.tokens])
         row[: len(whole)], segment[: len(whole)] = whole, 1
     positions = np.broadcast_to(np.arange(32), rows.shape)
-    x, _ = transformer.hidden(params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32")
+    x, _ = transformer.hidden(
+        params, MODEL, *map(jnp.asarray, (rows, positions, segments)), compute_dtype="float32"
+    )
     logp = np.asarray(jax.nn.log_softmax(transformer.logits(params, MODEL, x) / 0.8))
     for row, one in zip(logp, result.completions, strict=True):
         at = len(PROMPTS[one.prompt]) - 1 + np.arange(len(one.tokens))
@@ -191,7 +228,9 @@ def test_rows_that_are_not_live_change_nothing(x64):
     shape = StateShape(0, 12, 32, stop_window=1)
     chunk = Decode(shape, 4, params=DecodingParams(PLAIN, MODEL.eos_ids, STOPS))
     program, like = engine.programs.get(chunk), engine.programs.shapes[0].state(shape)
-    assert full.stats["programs"] == len(engine.programs.executables), "the chunk that the rollout used"
+    assert full.stats["programs"] == len(engine.programs.executables), (
+        "the chunk that the rollout used"
+    )
     rng = np.random.default_rng(0)
 
     def junk(leaf):
@@ -200,7 +239,9 @@ def test_rows_that_are_not_live_change_nothing(x64):
         return jnp.asarray(rng.integers(1, 20, size=leaf.shape).astype(leaf.dtype))
 
     def run(live, rows):
-        state = jax.tree.map(junk, like).replace(live=jnp.arange(12) == live, limits=jnp.full(12, 30, jnp.int32))
+        state = jax.tree.map(junk, like).replace(
+            live=jnp.arange(12) == live, limits=jnp.full(12, 30, jnp.int32)
+        )
         if rows is not None:  # the live row is the same, all others are new junk
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
         before = jax.tree.map(jnp.copy, state)
@@ -226,23 +267,36 @@ def test_rows_that_are_not_live_change_nothing(x64):
 
 def test_the_cache_is_updated_in_place():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
-    engine = Engine(Config(rollout=Rollout(compile_cache=CACHE.name)), model, meshes.make_mesh(1, 1))
+    engine = Engine(
+        Config(rollout=Rollout(compile_cache=CACHE.name)), model, meshes.make_mesh(1, 1)
+    )
     chunk = Decode(StateShape(0, 16, 512), 16, params=DecodingParams(PLAIN, (0,)))
     engine.programs.get(chunk)
     compiled = engine.programs.compiles[-1]
-    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(engine.programs.shapes[0].state(chunk.state).cache))
+    cache = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(engine.programs.shapes[0].state(chunk.state).cache)
+    )
     assert compiled.aliased >= cache
-    assert compiled.temporary < cache / 4, f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
+    assert compiled.temporary < cache / 4, (
+        f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
+    )
 
 
 def test_the_drafting_that_is_timed_copies_no_features():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
-    config = Config(rollout=Rollout(compile_cache=CACHE.name), speculation=Speculation("a drafter given here"))
-    engine = Engine(config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3"))
+    config = Config(
+        rollout=Rollout(compile_cache=CACHE.name), speculation=Speculation("a drafter given here")
+    )
+    engine = Engine(
+        config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3")
+    )
     draft = DraftOnly(StateShape(0, 16, 512), 8, Strategy(3, 1, 4), 1.0)
     engine.programs.get(draft)
     compiled, known = engine.programs.compiles[-1], engine.programs.shapes[0].known(draft.state)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter)))
+    size = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter))
+    )
     assert compiled.aliased >= size
 
 
@@ -250,7 +304,11 @@ def test_steps_compile_once_and_streams_differ():
     engine = engine_of(data=2, dtype="float32", batch_buckets=[6])
     first = play(engine, PLAIN)
     assert first.stats["compiles"] == len(engine.programs.compiles) > 0
-    others = [play(engine, PLAIN, seed=1, step=1), play(engine, PLAIN, stream=EVAL_STREAM), play(engine, PLAIN)]
+    others = [
+        play(engine, PLAIN, seed=1, step=1),
+        play(engine, PLAIN, stream=EVAL_STREAM),
+        play(engine, PLAIN),
+    ]
     assert {result.stats["compiles"] for result in others} == {0}
     assert len({str(answers(result)) for result in (first, *others)}) == 3
     assert answers(others[-1]) == answers(first)
@@ -272,10 +330,14 @@ def drafting(**speculation) -> Engine:
 
 def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monkeypatch, x64):
     gather, gathered = NGramMemory.siblings, []
-    monkeypatch.setattr(NGramMemory, "siblings", lambda texts, rows: gathered.append(rows) or gather(texts, rows))
+    monkeypatch.setattr(
+        NGramMemory, "siblings", lambda texts, rows: gathered.append(rows) or gather(texts, rows)
+    )
     plain, drafted = (drafting(tuner="fixed", strategies=[text]) for text in ("off", "2_2_4"))
     expected = answers(play(plain, PLAIN))
-    assert not gathered and plain.ngram_memory.size > 0, "what was decoded plainly is remembered too"
+    assert not gathered and plain.ngram_memory.size > 0, (
+        "what was decoded plainly is remembered too"
+    )
     assert answers(play(drafted, PLAIN)) == expected
     assert gathered and drafted.ngram_memory.size == plain.ngram_memory.size
 
@@ -284,7 +346,10 @@ def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monk
     ("change", "reason"),
     [
         ({"strategies": ["2_2_4", "1_1_2"]}, "of another speculation.strategies"),
-        ({"tuner": "beg_mab", "coupling": 0.5}, "of another speculation.tuner, speculation.coupling"),
+        (
+            {"tuner": "beg_mab", "coupling": 0.5},
+            "of another speculation.tuner, speculation.coupling",
+        ),
         ("devices", "of another devices"),
         ("version", "of another version"),
         ("absence", "not in the checkpoint"),
@@ -312,18 +377,26 @@ def test_published_weights_are_views():
     weights = engine.reshard(params_of(engine))
     parts = [meshes.view(weights, group) for group in engine.groups]
     whole = {
-        shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(weights)
+        for shard in leaf.addressable_shards
     }
     for part in parts:
         shards = [shard for leaf in jax.tree.leaves(part) for shard in leaf.addressable_shards]
         assert {shard.data.unsafe_buffer_pointer() for shard in shards} <= whole
-        assert {shard.device for shard in shards} in [set(group.devices.flat) for group in engine.groups]
+        assert {shard.device for shard in shards} in [
+            set(group.devices.flat) for group in engine.groups
+        ]
 
 
 def test_answers_are_reported_as_they_finish_and_a_rollout_can_be_interrupted():
     engine, seen = engine_of(dtype="float32", chunk=1, slots=2, batch_buckets=[2]), []
     result = play(engine, PLAIN, on_finish=seen.append)
-    assert sorted(one.uid for one in seen) == [one.uid for one in result.completions] == list(range(12))
+    assert (
+        sorted(one.uid for one in seen)
+        == [one.uid for one in result.completions]
+        == list(range(12))
+    )
     assert [one.prompt * SAMPLES + one.sample for one in seen] == [one.uid for one in seen]
     some = []
     with pytest.raises(Interrupted):
@@ -343,13 +416,24 @@ def test_prompts_that_do_not_fit_are_refused():
         ([[1] * 60, [1]], [5, 62], "prompt of 60 tokens and an answer of 5 exceed the model's 64 .* at most 4 new"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
-            engine.request([np.asarray(prompt, np.int32) for prompt in prompts], 1, PLAIN, limits, stream=0, step=0)
+            engine.request(
+                [np.asarray(prompt, np.int32) for prompt in prompts],
+                1,
+                PLAIN,
+                limits,
+                stream=0,
+                step=0,
+            )
     with pytest.raises(ValueError, match="add 12"):
         engine_of(batch_buckets=[2, 4])
 
 
 def test_buckets_are_few():
-    assert batch_buckets(128) == [1, 8, 32, 128] and batch_buckets(6) == [1, 6] and batch_buckets(1) == [1]
+    assert (
+        batch_buckets(128) == [1, 8, 32, 128]
+        and batch_buckets(6) == [1, 6]
+        and batch_buckets(1) == [1]
+    )
     assert doubling(256, 192) == [192] and doubling(256, 1100) == [256, 512, 1024, 1100]
     engine = engine_of(dtype="float32")
     assert engine.cache_buckets([np.zeros(40)], 200) == [220, 240]

@@ -32,7 +32,11 @@ class Slow:
     """Executables as on an accelerator, whose background compilations end once `allowed` is set."""
 
     def __init__(self, monkeypatch):
-        self.executables, self.allowed, self.asked = toys.executables(1, V, toys.table_drafter()), threading.Event(), []
+        self.executables, self.allowed, self.asked = (
+            toys.executables(1, V, toys.table_drafter()),
+            threading.Event(),
+            [],
+        )
         self.executables.waits, compile_now = False, executables.compile_now
 
         def gated(program: Program, lowered, begin):
@@ -61,7 +65,9 @@ def answers(result):
 
 
 def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(monkeypatch):
-    expected = answers(toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+    expected = answers(
+        toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+    )
     slow, choices = Slow(monkeypatch), []
 
     def after():
@@ -74,7 +80,9 @@ def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(mo
     result = play(slow.executables, PLAIN, after)
     assert answers(result) == expected
     used = [decision.strategy for decision in result.decisions]
-    assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {WANTED}  # after the chunk it is the catching up that is missing
+    assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {
+        WANTED
+    }  # after the chunk it is the catching up that is missing
     assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
     assert [program.strategy for program in slow.asked] == [WANTED]  # asked for once, compiled once
     assert len({one.program for one in slow.executables.compiles}) == len(slow.executables.compiles)
@@ -83,7 +91,16 @@ def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(mo
 def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(monkeypatch):
     slow = Slow(monkeypatch)
     result = play(slow.executables, PLAIN, batches=(2, 6), max_new_tokens=40)
-    expected = toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,), max_new_tokens=40)
+    expected = toys.play(
+        toys.executables(1, V),
+        TABLE,
+        PROMPTS,
+        3,
+        RULES,
+        capacity=6,
+        batches=(6,),
+        max_new_tokens=40,
+    )
     assert answers(result) == answers(expected)
     assert {(decision.batch, decision.strategy) for decision in result.decisions} == {(6, PLAIN)}
     slow.allowed.set()
@@ -107,8 +124,12 @@ def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
         programs.get(start)
 
 
-def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(monkeypatch):
-    expected = answers(toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,)))
+def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(
+    monkeypatch,
+):
+    expected = answers(
+        toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+    )
     monkeypatch.setattr(executables, "MAX_PROGRAMS", 2)
     programs = toys.executables(1, V, toys.table_drafter())
     for first in (PLAIN, Strategy(1, 2, 3)):

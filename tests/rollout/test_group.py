@@ -32,30 +32,55 @@ from tlt_jax.tuner import interface
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [11, 10]]
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9],
+    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
+    [11, 10],
+]
 SAMPLES = 3
 RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
 LIMIT = 24
 BIN = np.ones(BINS)
 CHUNK = Decision(0, 0, 4, 64, PLAIN)
-STATS = Stats(row_rounds=np.int32(1), declined=np.int32(1), hits=np.ones((1, 2, 1)), nodes=BIN, promised=BIN, accepted=BIN)
+STATS = Stats(
+    row_rounds=np.int32(1),
+    declined=np.int32(1),
+    hits=np.ones((1, 2, 1)),
+    nodes=BIN,
+    promised=BIN,
+    accepted=BIN,
+)
 pytestmark = pytest.mark.usefixtures("x64")
 
 
 @cache
 def programs(groups: int = 1, drafter: str = "none"):
     """Executables that the tests share; shapes that one test compiled serve the next."""
-    drafters = {"none": toys.no_drafter, "some ids": toys.table_drafter(ids=np.array([0, 2, 3, 5, 7, 9]))}
+    drafters = {
+        "none": toys.no_drafter,
+        "some ids": toys.table_drafter(ids=np.array([0, 2, 3, 5, 7, 9])),
+    }
     return toys.executables(groups, V, drafters.get(drafter, toys.table_drafter()))
 
 
-GUESSES = {"exact": TABLE, "wrong": -TABLE, "noisy": toys.table(V, seed=9, scale=0.5) + TABLE, "broken": TABLE * np.nan}
+GUESSES = {
+    "exact": TABLE,
+    "wrong": -TABLE,
+    "noisy": toys.table(V, seed=9, scale=0.5) + TABLE,
+    "broken": TABLE * np.nan,
+}
 
 
 def drafted(drafter: str, *args, groups: int = 1, **rest):
     """A rollout with a drafter: what it believes the table to be, or the tokens it knows of."""
     guess = GUESSES.get(drafter, TABLE)
-    return toys.play(programs(groups, "some ids" if drafter == "some ids" else "table"), *args, guess=guess, **rest)
+    return toys.play(
+        programs(groups, "some ids" if drafter == "some ids" else "table"),
+        *args,
+        guess=guess,
+        **rest,
+    )
 
 
 def answers(result) -> list[tuple[int, list[int], str]]:
@@ -69,7 +94,9 @@ def reference(
     """The same rollout by plain decoding of one sequence after the other."""
     keys = jnp.asarray(sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     longest = max(map(len, PROMPTS)) + max_new_tokens
-    ahead = noise.gumbel(keys, jnp.tile(jnp.arange(longest, dtype=jnp.int32), (len(keys), 1)), V, jnp.float64)
+    ahead = noise.gumbel(
+        keys, jnp.tile(jnp.arange(longest, dtype=jnp.int32), (len(keys), 1)), V, jnp.float64
+    )
     logits_of = partial(toys.table_logits, TABLE)
     found, logprobs = [], []
     for uid, noise_of in enumerate(np.asarray(ahead)):
@@ -98,7 +125,9 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     for one, logp in zip(result.completions, logprobs, strict=True):
         np.testing.assert_allclose(one.logprobs, logp, atol=1e-9)
     row_rounds = sum(measured.row_rounds for measured in result.measurements)
-    alone = 0 if drafter == "none" else SAMPLES  # the first round of a prompt of one token has nothing to draft from
+    alone = (
+        0 if drafter == "none" else SAMPLES
+    )  # the first round of a prompt of one token has nothing to draft from
     assert result.stats["declined"] == (row_rounds if drafter == "broken" else alone)
     assert accepted(result) == result.stats["tokens"] - row_rounds
     assert ("speculate" in {span.kind for span in result.spans}) == (drafter != "none")
@@ -121,23 +150,34 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     assert answers(result) == expected
     rounds = 0
     for uid, tokens, _ in expected:
-        alone = len(PROMPTS[uid // SAMPLES]) == 1  # the first round of such a prompt has nothing to draft from
+        alone = (
+            len(PROMPTS[uid // SAMPLES]) == 1
+        )  # the first round of such a prompt has nothing to draft from
         rounds += alone + -(-(len(tokens) - alone) // strategy.path)
     assert sum(measured.row_rounds for measured in result.measurements) == rounds
     assert max(len(tokens) for _, tokens, _ in expected) == LIMIT
     joined = sum(bool(decision.joining) for decision in result.decisions)
     assert sum(span.kind == "catch_up" for span in result.spans) == joined < len(result.decisions)
     nodes, promised, held = result.reliability
-    assert held.sum() == result.stats["tokens"] - rounds  # every round emits what was accepted and one token more
+    assert (
+        held.sum() == result.stats["tokens"] - rounds
+    )  # every round emits what was accepted and one token more
     tenths = np.arange(10) / 10
-    assert (nodes * tenths - 1e-3 <= promised).all() and (promised <= nodes * (tenths + 0.1) + 1e-3).all()
+    assert (nodes * tenths - 1e-3 <= promised).all() and (
+        promised <= nodes * (tenths + 0.1) + 1e-3
+    ).all()
     assert (held <= nodes).all() and promised.sum() > 0.8 * held.sum()
 
 
 def test_the_reference_ends_in_every_way():
     ends = {(finish, tokens[-1] == 0) for _, tokens, finish in reference(RULES)[0]}
-    assert ends == {("stop", True), ("stop", False), ("length", False)}, "EOS, a stop sequence, the limit"
-    assert max(len(PROMPTS[uid // SAMPLES]) + len(tokens) for uid, tokens, _ in reference(RULES)[0]) > 40
+    assert ends == {("stop", True), ("stop", False), ("length", False)}, (
+        "EOS, a stop sequence, the limit"
+    )
+    assert (
+        max(len(PROMPTS[uid // SAMPLES]) + len(tokens) for uid, tokens, _ in reference(RULES)[0])
+        > 40
+    )
 
 
 # groups, capacity, batch buckets, cache buckets, rounds of a chunk, in flight: pairwise
@@ -149,8 +189,16 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("groups, capacity, batches, slots, rounds, in_flight", SHAPES)
-def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slots, rounds, in_flight):
-    shape = {"capacity": capacity, "batches": batches, "slots": slots, "rounds": rounds, "in_flight": in_flight}
+def test_no_shape_of_the_rollout_changes_a_token(
+    groups, capacity, batches, slots, rounds, in_flight
+):
+    shape = {
+        "capacity": capacity,
+        "batches": batches,
+        "slots": slots,
+        "rounds": rounds,
+        "in_flight": in_flight,
+    }
     result = toys.play(programs(groups), TABLE, PROMPTS, SAMPLES, RULES, **shape)
     assert answers(result) == reference(RULES)[0]
     joined = [uid for decision in result.decisions for uid in decision.joining]
@@ -158,25 +206,34 @@ def test_no_shape_of_the_rollout_changes_a_token(groups, capacity, batches, slot
     spans = [(span.group, span.start, span.end) for span in result.spans]
     for group in range(groups):
         own = sorted(span[1:] for span in spans if span[0] == group)
-        assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), "spans do not overlap"
+        assert all(before[1] <= after[0] for before, after in zip(own, own[1:], strict=False)), (
+            "spans do not overlap"
+        )
     assert all(measured.seconds > 0 for measured in result.measurements)
 
 
 def test_more_sequences_join_than_one_admission_takes():
     assert admission_size(40) == 16
     few, many = (
-        toys.play(programs(), TABLE, PROMPTS, 10, RULES, capacity=capacity, batches=(capacity,)) for capacity in (8, 40)
+        toys.play(programs(), TABLE, PROMPTS, 10, RULES, capacity=capacity, batches=(capacity,))
+        for capacity in (8, 40)
     )
     assert len(many.decisions[0].joining) == 40 and answers(few) == answers(many)
 
 
-@pytest.mark.parametrize("second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)])
+@pytest.mark.parametrize(
+    "second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)]
+)
 def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(second, share):
     rounds, strategy, batch = second
     other = replace(CHUNK, strategy=strategy)
     ledger = recorded(
         (0.0, [Dispatched(0, "prefill", 1, 64)], 1.0),
-        (1.0, [Dispatched(1, "decode", 4, 64, CHUNK), Dispatched(2, "decode", batch, 64, other)], 2.0),
+        (
+            1.0,
+            [Dispatched(1, "decode", 4, 64, CHUNK), Dispatched(2, "decode", batch, 64, other)],
+            2.0,
+        ),
         (5.0, [Retired(0, "prefill"), Dispatched(3, "decode", 4, 64, CHUNK)], 5.0),
         (7.0, [Retired(1, "decode", 16, 64, STATS), Retired(2, "decode", rounds, 32, STATS)], 7.0),
         (8.0, [Retired(3, "decode", 16, 64, STATS)], 8.0),
@@ -210,11 +267,17 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
         (13.0, [Retired(3, "decode", 16, 64, STATS)], 13.0),
     )
     assert [measured.is_timed for measured in ledger.measurements] == [True, False, False, True]
-    assert [measured.doubt for measured in ledger.measurements] == pytest.approx([0.2, 6.1, 6.1, 0.2])
-    assert [measured.seconds for measured in ledger.measurements] == pytest.approx([2.0, 6.1, 1.9, 2.0])
+    assert [measured.doubt for measured in ledger.measurements] == pytest.approx(
+        [0.2, 6.1, 6.1, 0.2]
+    )
+    assert [measured.seconds for measured in ledger.measurements] == pytest.approx(
+        [2.0, 6.1, 1.9, 2.0]
+    )
 
 
-@pytest.mark.parametrize("before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)])
+@pytest.mark.parametrize(
+    "before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)]
+)
 def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(before, looked, seconds):
     """It takes two seconds, and is read at the next look, or when the host has compiled from 2.1 to 9.0; then a chunk."""
     (chunk,) = recorded(
@@ -226,7 +289,9 @@ def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(before
     assert chunk.catch_up == pytest.approx(seconds)
 
 
-def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_when_something_happened(monkeypatch):
+def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_when_something_happened(
+    monkeypatch,
+):
     clock, waits = [0.0], []
     due = iter([0.001, 0.05, 0.8])  # seconds until the next event
 
@@ -251,12 +316,19 @@ def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_whe
     *waits, last = waits
     assert last == []
     for parts, wait, most in zip(waits, (0.001, 0.05, 0.8), (6, 92, 320), strict=True):
-        assert wait <= sum(parts) < 1.03 * wait + 2e-4 and len(parts) <= most and parts[0] == 2e-4 and max(parts) <= 5e-3
+        assert (
+            wait <= sum(parts) < 1.03 * wait + 2e-4
+            and len(parts) <= most
+            and parts[0] == 2e-4
+            and max(parts) <= 5e-3
+        )
 
 
 def test_the_first_round_that_a_program_runs_is_not_timed():
     registry, seen = toys.executables(1, V, toys.no_drafter), set()
-    for measured in toys.play(registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5)).measurements:
+    for measured in toys.play(
+        registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5)
+    ).measurements:
         shape = measured.batch, measured.slots, measured.strategy
         assert math.isinf(measured.doubt) == (shape not in seen)
         seen.add(shape)
@@ -274,34 +346,71 @@ def recorded(*looks):
 
 @pytest.mark.parametrize("drafter, groups", [("exact", 1), ("noisy", 2), ("some ids", 1)])
 def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
-    monkeypatch.setattr(interface, "BUSY", math.inf)  # the drafter's catching up counts however busy this machine is
+    monkeypatch.setattr(
+        interface, "BUSY", math.inf
+    )  # the drafter's catching up counts however busy this machine is
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def restless(view):
         decision, number = plain(view), next(turn)
-        strategy = (PLAIN, toys.TREE, Strategy(2, 3, 8), toys.TREE, PLAIN, Strategy(2, 3, 8))[number % 6]
-        return replace(decision, strategy=strategy, rounds=1 + number % 3, predicted=float(number), reason=str(number))
+        strategy = (PLAIN, toys.TREE, Strategy(2, 3, 8), toys.TREE, PLAIN, Strategy(2, 3, 8))[
+            number % 6
+        ]
+        return replace(
+            decision,
+            strategy=strategy,
+            rounds=1 + number % 3,
+            predicted=float(number),
+            reason=str(number),
+        )
 
-    result = drafted(drafter, TABLE, PROMPTS, SAMPLES, RULES, capacity=6, rounds=2, decide=restless, groups=groups)
+    result = drafted(
+        drafter,
+        TABLE,
+        PROMPTS,
+        SAMPLES,
+        RULES,
+        capacity=6,
+        rounds=2,
+        decide=restless,
+        groups=groups,
+    )
     assert answers(result) == reference(RULES)[0]
-    assert {decision.strategy for decision in result.decisions} == {PLAIN, toys.TREE, Strategy(2, 3, 8)}
+    assert {decision.strategy for decision in result.decisions} == {
+        PLAIN,
+        toys.TREE,
+        Strategy(2, 3, 8),
+    }
     taken = {decision.reason: decision for decision in result.decisions}
     for measured in result.measurements:  # a choice is found again beside what it was worth
         decision = taken.pop(measured.reason)
-        assert all(getattr(measured, name) == getattr(decision, name) for name in ("group", "strategy", "predicted"))
+        assert all(
+            getattr(measured, name) == getattr(decision, name)
+            for name in ("group", "strategy", "predicted")
+        )
         assert measured.rounds <= decision.rounds
-    for group in range(groups):  # drafters learn of prompts, plain rounds, and more than the first round does, nothing else
+    for group in range(
+        groups
+    ):  # drafters learn of prompts, plain rounds, and more than the first round does, nothing else
         mine = [decision for decision in result.decisions if decision.group == group]
         before = [PLAIN, *(decision.strategy for decision in mine)]
-        pairs = [(old, one) for old, one in zip(before, mine, strict=False) if one.strategy != PLAIN]
-        due = [bool(one.joining) or old == PLAIN or old.path > one.strategy.path for old, one in pairs]
+        pairs = [
+            (old, one) for old, one in zip(before, mine, strict=False) if one.strategy != PLAIN
+        ]
+        due = [
+            bool(one.joining) or old == PLAIN or old.path > one.strategy.path for old, one in pairs
+        ]
         caught = sum(span.kind == "catch_up" and span.group == group for span in result.spans)
         assert 0 < caught <= sum(due)
     assert sum(measured.catch_up for measured in result.measurements) > 0
     speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
-    if drafter == "exact":  # whatever was missed while decoding plainly was made up for, with true features
+    if (
+        drafter == "exact"
+    ):  # whatever was missed while decoding plainly was made up for, with true features
         ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)
-        tokens, rounds = (sum(getattr(one, name) for one in speculated) for name in ("tokens", "row_rounds"))
+        tokens, rounds = (
+            sum(getattr(one, name) for one in speculated) for name in ("tokens", "row_rounds")
+        )
         assert tokens >= (toys.TREE.path - 1) * rounds - 3 * ends
 
 
@@ -340,8 +449,13 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
 
     toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=12, rounds=3, decide=watch)
     longest = max(map(len, PROMPTS))
-    assert [view.need(PLAIN) for view in views[:2]] == [bucket_width(longest), longest + 6], "decided before any is read"
-    assert views[1].need(toys.TREE) == longest + 3 + 3 * toys.TREE.path and views[1].need(toys.TREE, 1) < longest + 6 + 3
+    assert [view.need(PLAIN) for view in views[:2]] == [bucket_width(longest), longest + 6], (
+        "decided before any is read"
+    )
+    assert (
+        views[1].need(toys.TREE) == longest + 3 + 3 * toys.TREE.path
+        and views[1].need(toys.TREE, 1) < longest + 6 + 3
+    )
     assert views[0].retired == views[1].retired == 0
 
 
@@ -350,7 +464,9 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
     [(PLAIN, {}, 24), (Strategy(3, 1, 4), {}, 40), (Strategy(3, 1, 4), {"limit": 23}, 24), (PLAIN, {"widest": 32}, 40),
      (PLAIN, {"batch": 4, "slots": 40}, 40), (PLAIN, {"batch": 8, "slots": 40}, 24)],
 )  # fmt: skip
-def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep_theirs(strategy, view, slots):
+def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep_theirs(
+    strategy, view, slots
+):
     """Sequences of 20 tokens, chunks of 3 rounds: 23 slots for plain decoding, 32 for rounds of up to 4 tokens."""
     seen = {"tokens": 20, "limit": 100, "widest": 16, "rounds": 3, "batch": 0, "slots": 0} | view
     assert toys.bucketed((4, 8), (24, 40, 64), strategy)(GroupView(0, 0, 4, **seen)).slots == slots
@@ -359,7 +475,9 @@ def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep
 @pytest.mark.parametrize("tokens, limit, slots, rounds", [
     (20, 500, 64, 11), (44, 500, 64, 5), (48, 500, 64, 4), (49, 500, 128, 16), (44, 64, 64, 16), (20, 84, 64, 11),
 ])  # fmt: skip
-def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_needs(tokens, limit, slots, rounds):
+def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_needs(
+    tokens, limit, slots, rounds
+):
     """Chunks of 16 rounds, and at most 4 tokens in each."""
     view = GroupView(0, 0, 4, tokens=tokens, limit=limit, widest=16, rounds=16, batch=0, slots=0)
     decision = toys.bucketed((4,), (64, 128), Strategy(3, 1, 4))(view)
@@ -367,7 +485,9 @@ def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_n
 
 
 def test_recorded_decisions_replay_the_rollout():
-    play = partial(toys.play, programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=3, in_flight=1)
+    play = partial(
+        toys.play, programs(), TABLE, PROMPTS, SAMPLES, RULES, capacity=5, rounds=3, in_flight=1
+    )
     first = play(decide=toys.bucketed((1, 2, 5), (32, 64)))
     recorded = iter(first.decisions)
 
@@ -383,7 +503,9 @@ def test_recorded_decisions_replay_the_rollout():
 
 
 def test_the_seed_changes_the_tokens_and_samples_differ():
-    first, second = (answers(toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES, seed=seed)) for seed in (0, 1))
+    first, second = (
+        answers(toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES, seed=seed)) for seed in (0, 1)
+    )
     assert first != second == reference(RULES, seed=1)[0]
     assert len({tuple(tokens) for _, tokens, _ in first[:SAMPLES]}) > 1
 
@@ -404,9 +526,13 @@ def test_limits_of_one_token_and_prompts_of_one_token():
 def test_the_queue_gives_every_sample_once_and_then_single_ones_of_others():
     board = LocalBoard()
     one, two = (WorkQueue(board, "s", prompts=2, samples=3) for _ in range(2))
-    assert one.take(2) == ([(0, 0), (0, 1)], set(), False), "a whole prompt, of which a sample waits"
+    assert one.take(2) == ([(0, 0), (0, 1)], set(), False), (
+        "a whole prompt, of which a sample waits"
+    )
     assert two.take(3) == ([(1, 0), (1, 1), (1, 2)], {1}, False), "the next one, all of it"
-    assert two.take(2, prefilled=[1]) == ([(0, 2)], {1}, True), "what the other group has not started"
+    assert two.take(2, prefilled=[1]) == ([(0, 2)], {1}, True), (
+        "what the other group has not started"
+    )
     assert one.take(2, prefilled=[0]) == ([], {0}, True)
     one.close()
     assert board.get("s/claimed") == 0
@@ -421,7 +547,16 @@ def test_the_samples_of_prefilled_prompts_go_before_new_prompts():
 
 def test_prefills_come_in_few_shapes():
     assert [bucket_width(tokens) for tokens in (1, 2, 17, 18, 33, 34)] == [16, 16, 16, 32, 32, 64]
-    assert [block_size(count, 32) for count in (1, 2, 3, 4, 8, 9, 16, 40)] == [1, 1, 4, 4, 4, 16, 16, 16]
+    assert [block_size(count, 32) for count in (1, 2, 3, 4, 8, 9, 16, 40)] == [
+        1,
+        1,
+        4,
+        4,
+        4,
+        16,
+        16,
+        16,
+    ]
     assert [block_size(count, 8192) for count in (1, 16)] == [1, 1]
 
 
@@ -430,10 +565,23 @@ def test_prompts_are_prefilled_with_others_of_about_their_length(seed):
     random = np.random.default_rng(seed)
     lengths = random.permutation([20] * 3 + [200] + [7] * 60 + [*random.integers(2, 300, 30)])
     prompts = tuple(np.zeros(length, np.int32) for length in lengths)
-    job = RolloutRequest(prompts, 1, (8,) * len(prompts), np.zeros((len(prompts), 2), np.uint32), RULES, 4, 1, len(prompts))
+    job = RolloutRequest(
+        prompts,
+        1,
+        (8,) * len(prompts),
+        np.zeros((len(prompts), 2), np.uint32),
+        RULES,
+        4,
+        1,
+        len(prompts),
+    )
     sources = prefill_sources(job, GroupState(), [(prompt, 0) for prompt in range(len(prompts))])
-    assert sorted(prompt for source in sources for prompt in source.rows) == list(range(len(prompts)))
-    assert all(len(prompts[prompt]) - 1 <= source.sizes[1] for source in sources for prompt in source.rows)
+    assert sorted(prompt for source in sources for prompt in source.rows) == list(
+        range(len(prompts))
+    )
+    assert all(
+        len(prompts[prompt]) - 1 <= source.sizes[1] for source in sources for prompt in source.rows
+    )
     assert all(len(source.rows) <= source.sizes[0] for source in sources)
     as_dealt, left = 0, lengths.tolist()
     while left:

@@ -36,7 +36,12 @@ IDS = np.array([0, 1, 2, 3, 5, 7, 8, 11, 13, 14, 20, 21, 30, 36])
 KINDS = {
     "eagle": {"kind": "eagle"},
     "eagle3": {"kind": "eagle3"},
-    "some ids": {"kind": "eagle3", "draft_vocab_size": len(IDS), "fc_norm": False, "norm_output": False},
+    "some ids": {
+        "kind": "eagle3",
+        "draft_vocab_size": len(IDS),
+        "fc_norm": False,
+        "norm_output": False,
+    },
     "trained": {"kind": "eagle3"},
     "adversary": {"kind": "eagle3"},
 }
@@ -52,16 +57,28 @@ def trained() -> eagle.DrafterParams:
         logits_chunk=128, attention_block=32,
     )  # fmt: skip
     policy = transformer.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
-    state, random = drafter_update.create(drafter_of("eagle3", mesh), recipe), np.random.default_rng(0)
+    state, random = (
+        drafter_update.create(drafter_of("eagle3", mesh), recipe),
+        np.random.default_rng(0),
+    )
     ones = np.ones((8, 32), np.int32)
     for _ in range(UPDATES):
         texts = random.integers(0, tiny.MODEL.vocab_size, ones.shape, np.int32)
-        rows = {"tokens": texts, "positions": np.arange(32, dtype=np.int32) * ones, "segments": ones, "answers": ones > 0}
-        state, _ = drafter_update.program(recipe)(state, policy, drafter_update.make_batch(rows, mesh))
+        rows = {
+            "tokens": texts,
+            "positions": np.arange(32, dtype=np.int32) * ones,
+            "segments": ones,
+            "answers": ones > 0,
+        }
+        state, _ = drafter_update.program(recipe)(
+            state, policy, drafter_update.make_batch(rows, mesh)
+        )
     return jax.device_get(state.params)
 
 
-def drafter_of(drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny.MODEL, dtype: str = "float64"):
+def drafter_of(
+    drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny.MODEL, dtype: str = "float64"
+):
     """The weights of a drafter: random; trained; or trained, but sure of the tokens that the policy likes least."""
     own = eagle.for_policy(policy, **KINDS[drafter])
     if drafter not in ("trained", "adversary"):
@@ -88,7 +105,10 @@ def speculating(
     config = replace(plain.config, speculation=settings)
     mesh, own, params = plain.mesh, None, None
     if drafter != "ngram":
-        own, params = eagle.for_policy(policy, **KINDS[drafter]), drafter_of(drafter, mesh, policy, dtype)
+        own, params = (
+            eagle.for_policy(policy, **KINDS[drafter]),
+            drafter_of(drafter, mesh, policy, dtype),
+        )
     engine = Engine(config, policy, mesh, tiny.STOPS, own, captures_states)
     engine.tuner = in_turn(strategies)
     return engine, engine.publish(tiny.params_of(engine), params)
@@ -117,15 +137,26 @@ def test_the_cases_cover_every_pair_of_factors():
 
     for a, b in itertools.combinations(range(len(FACTORS)), 2):
         seen = {(key(case[a]), key(case[b])) for case in CASES}
-        wanted = set(itertools.product({key(case[a]) for case in CASES}, {key(case[b]) for case in CASES}))
+        wanted = set(
+            itertools.product({key(case[a]) for case in CASES}, {key(case[b]) for case in CASES})
+        )
         assert seen == wanted, f"{FACTORS[a]}, {FACTORS[b]}: {wanted - seen}"
 
 
 @pytest.mark.parametrize("drafter, strategies, data, model, slots, chunk, setting", CASES)
 def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slots, chunk, setting):
-    buckets = [] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]  # fewer slots: also compacted to one row
+    buckets = (
+        [] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]
+    )  # fewer slots: also compacted to one row
     engine, weights = speculating(
-        drafter, strategies, data, model, slots=slots, chunk=chunk, batch_buckets=buckets, cache_buckets=[32]
+        drafter,
+        strategies,
+        data,
+        model,
+        slots=slots,
+        chunk=chunk,
+        batch_buckets=buckets,
+        cache_buckets=[32],
     )
     found = {drafter: accepted(engine, weights, setting)}
     if drafter == "eagle3":  # the same programs with other weights
@@ -138,7 +169,14 @@ def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slo
 def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
     """Drafted tokens that a row took per speculating round, after a rollout whose tokens are those of plain decoding."""
     result = tiny.roll_out(
-        engine, weights, tiny.PROMPTS, tiny.SAMPLES, setting, tiny.LIMIT, stream=TRAIN_STREAM, step=0
+        engine,
+        weights,
+        tiny.PROMPTS,
+        tiny.SAMPLES,
+        setting,
+        tiny.LIMIT,
+        stream=TRAIN_STREAM,
+        step=0,
     )
     expected, logprobs = tiny.reference(setting)
     assert tiny.answers(result) == expected
@@ -148,8 +186,12 @@ def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
     assert speculated, "the drafter was used"
     for measured in speculated:
         hits = int(measured.hits.sum())
-        assert measured.tokens == hits + measured.row_rounds, "accept length = (accepted + rounds) / rounds"
-    return sum(int(one.hits.sum()) for one in speculated) / sum(one.row_rounds for one in speculated)
+        assert measured.tokens == hits + measured.row_rounds, (
+            "accept length = (accepted + rounds) / rounds"
+        )
+    return sum(int(one.hits.sum()) for one in speculated) / sum(
+        one.row_rounds for one in speculated
+    )
 
 
 def in_turn(strategies: list[str]) -> Tuner:
@@ -157,9 +199,17 @@ def in_turn(strategies: list[str]) -> Tuner:
     arms = (*parse_arms(strategies), *[PLAIN] * (len(strategies) > 1))
 
     def choose(state, live, batch, slots):
-        return {"turn": state["turn"] + 1}, Choice(arms[state["turn"] % len(arms)], math.nan, "in turn")
+        return {"turn": state["turn"] + 1}, Choice(
+            arms[state["turn"] % len(arms)], math.nan, "in turn"
+        )
 
-    return Tuner(lambda: {"turn": 0}, choose, interface.unchanged, interface.unchanged, lambda batch, fewest: arms)
+    return Tuner(
+        lambda: {"turn": 0},
+        choose,
+        interface.unchanged,
+        interface.unchanged,
+        lambda batch, fewest: arms,
+    )
 
 
 def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but_for_rare_near_ties():
@@ -184,7 +234,9 @@ def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but
         used = [decision.strategy for decision in result.decisions]
         assert len(set(used)) == 3 and PLAIN in used and len(used) > 12
         assert sum(int(measured.hits.sum()) for measured in result.measurements) > 200
-    law = identity.Law(identity.policy(params, tiny.LONG), prompts, [limit] * len(prompts), keys, tiny.PLAIN)
+    law = identity.Law(
+        identity.policy(params, tiny.LONG), prompts, [limit] * len(prompts), keys, tiny.PLAIN
+    )
     verdict = identity.compare(law, *(result.completions for result in results))
     assert verdict.is_same, str(verdict)
     assert verdict.tokens == 3 * len(keys) * limit >= 50_000

@@ -23,19 +23,34 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import Sampling
 
-MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5))
+MODEL = ModelConfig(
+    "qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5)
+)
 STOPS = ((7, 7), (11,))
-PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3], [36, 10]]
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9],
+    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
+    [36, 10],
+]
 SAMPLES, LIMIT = 3, 12
 CACHE = tempfile.TemporaryDirectory()  # of executables: many cases share some
 
 
-def engine_of(data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL, **rollout) -> Engine:
+def engine_of(
+    data: int = 1, model: int = 1, dtype: str = "float64", policy: ModelConfig = MODEL, **rollout
+) -> Engine:
     config = Config(
         model=ModelSection(compute_dtype=dtype, param_dtype=dtype),
         data=Data(max_prompt_tokens=20),
         rollout=Rollout(
-            **{"prompts": 4, "samples": SAMPLES, "max_new_tokens": LIMIT, "compile_cache": CACHE.name} | rollout
+            **{
+                "prompts": 4,
+                "samples": SAMPLES,
+                "max_new_tokens": LIMIT,
+                "compile_cache": CACHE.name,
+            }
+            | rollout
         ),
     )
     return Engine(config, policy, meshes.make_mesh(data, model), STOPS)
@@ -51,14 +66,24 @@ def compile_cache():
 
 
 def params_of(engine: Engine, seed: int = 0):
-    return transformer.init(engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype)
+    return transformer.init(
+        engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype
+    )
 
 
 def play(
-    engine: Engine, setting: Sampling, seed: int = 0, step: int = 0, stream: int = TRAIN_STREAM, limits=LIMIT, **rest
+    engine: Engine,
+    setting: Sampling,
+    seed: int = 0,
+    step: int = 0,
+    stream: int = TRAIN_STREAM,
+    limits=LIMIT,
+    **rest,
 ):
     weights = engine.publish(params_of(engine, seed))
-    return roll_out(engine, weights, PROMPTS, SAMPLES, setting, limits, stream=stream, step=step, **rest)
+    return roll_out(
+        engine, weights, PROMPTS, SAMPLES, setting, limits, stream=stream, step=step, **rest
+    )
 
 
 def roll_out(engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, **which):
@@ -87,9 +112,14 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
         return transformer.logits(params, MODEL, x[0, length - 1])[: MODEL.vocab_size]
 
     def logits_of(prefix):
-        return next_logits(jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)), len(prefix))
+        return next_logits(
+            jnp.zeros(size, jnp.int32).at[: len(prefix)].set(np.array(prefix, np.int32)),
+            len(prefix),
+        )
 
-    draw = jax.jit(lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0])
+    draw = jax.jit(
+        lambda key, t: noise.gumbel(key[None], t[None, None], MODEL.vocab_size, jnp.float64)[0, 0]
+    )
     found, logprobs = [], []
     for uid, key in enumerate(keys):
         tokens, logp, finish = references.decode(
@@ -106,7 +136,12 @@ def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list
     return found, logprobs
 
 
-PLAIN, COLD, NUCLEUS, GREEDY = Sampling(1.0), Sampling(0.6, 8, 1.0), Sampling(1.0, 0, 0.8), Sampling(0.0)
+PLAIN, COLD, NUCLEUS, GREEDY = (
+    Sampling(1.0),
+    Sampling(0.6, 8, 1.0),
+    Sampling(1.0, 0, 0.8),
+    Sampling(0.0),
+)
 LONG = replace(MODEL, num_layers=1, max_positions=224, eos_ids=(0,))
 LONG_LIMIT, LONG_STOPS = 200, ((7, 7),)
 LONG_PROMPTS = [np.random.default_rng(i).integers(1, 37, 9 + i % 8).tolist() for i in range(64)]

@@ -18,14 +18,22 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
-PROMPTS, SAMPLES, LIMIT, ROUNDS = [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [9], [36, 10]], 2, 40, 8
+PROMPTS, SAMPLES, LIMIT, ROUNDS = (
+    [[3, 1, 4, 1, 5], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [9], [36, 10]],
+    2,
+    40,
+    8,
+)
 TREE = Strategy(depth=3, topk=3, nodes=9)
 
 
 SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of both
 
 
-@pytest.mark.parametrize("kind, blocks", [("eagle", tree_drafter.BLOCKS), ("eagle3", tree_drafter.BLOCKS), ("eagle3", SMALL)])
+@pytest.mark.parametrize(
+    "kind, blocks",
+    [("eagle", tree_drafter.BLOCKS), ("eagle3", tree_drafter.BLOCKS), ("eagle3", SMALL)],
+)
 def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):
     monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, kind, "float64", DecodingParams(Sampling(1.0)), TREE)
@@ -48,13 +56,22 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         like = drafter.empty(batch, size - target.padded_slots(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         own, shared = eagle.for_policy(MODEL, kind), eagle.shared(weights.target)
-        lines = history[:, 1:], prefilled.features[:, :-1]  # slot t comes from the features of token t, and token t + 1
+        lines = (
+            history[:, 1:],
+            prefilled.features[:, :-1],
+        )  # slot t comes from the features of token t, and token t + 1
         zeros = jnp.zeros(batch, jnp.int32)
-        return prefilled, *eagle.extend(weights.drafter, own, shared, empty, *lines, zeros, built - 1)
+        return prefilled, *eagle.extend(
+            weights.drafter, own, shared, empty, *lines, zeros, built - 1
+        )
 
-    prefilled, drafted, hidden = fresh(weights, jnp.asarray(history), state.lengths, state.drafter.built)
+    prefilled, drafted, hidden = fresh(
+        weights, jnp.asarray(history), state.lengths, state.drafter.built
+    )
     behind = np.asarray(state.lengths - state.drafter.built)
-    assert (behind >= 1).all() and (behind <= TREE.path).all(), "all but what the last round accepted"
+    assert (behind >= 1).all() and (behind <= TREE.path).all(), (
+        "all but what the last round accepted"
+    )
     close = partial(np.testing.assert_allclose, rtol=0, atol=1e-9)
     for uid in range(batch):
         here, known = slice(int(state.lengths[uid])), slice(int(state.drafter.built[uid]))
@@ -69,10 +86,14 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
 
 
 @pytest.mark.parametrize("blocks", [tree_drafter.BLOCKS, SMALL])
-def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(x64, monkeypatch, blocks):
+def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(
+    x64, monkeypatch, blocks
+):
     monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
     decoder, weights = rounds.tiny(MODEL, "eagle", "float64", DecodingParams(Sampling(1.0)), TREE)
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     state, report = rounds.program(decoder, PROMPTS, LIMIT, 1)(weights, keys)
-    assert max(map(len, PROMPTS)) - 1 > 2 * TREE.path, "a round alone does not catch up with a prompt"
+    assert max(map(len, PROMPTS)) - 1 > 2 * TREE.path, (
+        "a round alone does not catch up with a prompt"
+    )
     np.testing.assert_array_equal(state.lengths - state.drafter.built, report.counts)

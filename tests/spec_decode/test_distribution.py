@@ -48,7 +48,9 @@ def power(probs: np.ndarray, n: int, effect: float, draws: int = 400) -> tuple[f
     way /= np.sqrt((way**2 * probs).sum(axis=1, keepdims=True))
     wrong = probs * (1 + effect * way)
     assert wrong.min() > 0
-    found = g_test(np.array([random.multinomial(n, one / one.sum()) for one in wrong]), probs) < ALPHA
+    found = (
+        g_test(np.array([random.multinomial(n, one / one.sum()) for one in wrong]), probs) < ALPHA
+    )
     return float(found.mean()), float(np.abs(wrong - probs).sum(axis=1).mean() / 2)
 
 
@@ -69,19 +71,26 @@ GUESSES = {"noisy": TABLE + toys.table(V, seed=2, scale=0.5), "wrong": -TABLE}
 TREE = Strategy(depth=2, topk=2, nodes=6)
 
 
-def enumerated(sampling: Sampling, answer: tuple[int, ...] = (), prob: float = 1.0) -> dict[tuple[int, ...], float]:
+def enumerated(
+    sampling: Sampling, answer: tuple[int, ...] = (), prob: float = 1.0
+) -> dict[tuple[int, ...], float]:
     """Probability of every answer that begins so: the product of its tokens' probabilities."""
     if len(answer) == LIMIT or EOS in answer:
         return {answer: prob}
     logits = toys.table_logits(TABLE, [*PROMPT, *answer])
-    probs = references.softmax(references.filtered(logits, sampling.temperature, sampling.top_k, sampling.top_p))
+    probs = references.softmax(
+        references.filtered(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    )
     return {
-        whole: p for v in range(V) for whole, p in enumerated(sampling, (*answer, v), prob * float(probs[v])).items()
+        whole: p
+        for v in range(V)
+        for whole, p in enumerated(sampling, (*answer, v), prob * float(probs[v])).items()
     }
 
 
 @pytest.mark.parametrize(
-    "sampling, coupling, effect", [(Sampling(1.0), Coupling(0.75), 0.021), (Sampling(0.7, 3, 0.9), Coupling(0.0), 0.019)]
+    "sampling, coupling, effect",
+    [(Sampling(1.0), Coupling(0.75), 0.021), (Sampling(0.7, 3, 0.9), Coupling(0.0), 0.019)],
 )
 def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupling, effect):
     """n = 131,072 answers, 40 possible ones: w = 0.021, a total variation of 0.8 %. With top-k and top-p w = 0.019."""
@@ -93,7 +102,9 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     target, rules = toys.table_target(group, V), DecodingParams(sampling, (EOS,))
     plain = rounds.program(Decoder(target, NO_DRAFTER, rules, PLAIN), [PROMPT], LIMIT)
-    drafting = rounds.program(Decoder(target, toys.table_drafter(coupling)(group, V), rules, TREE), [PROMPT], LIMIT)
+    drafting = rounds.program(
+        Decoder(target, toys.table_drafter(coupling)(group, V), rules, TREE), [PROMPT], LIMIT
+    )
     expected = rounds.answers(plain(Weights(jnp.asarray(TABLE), ()), keys_of(MANY))[1])
     hits = 0
     for guess in GUESSES.values():
@@ -101,12 +112,18 @@ def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupli
         found = rounds.answers(report)
         assert found == expected, "key by key, the answers of plain decoding"
         hits += np.asarray(report.stats.hits).sum(axis=1)
-    assert (hits.sum(axis=1) > MANY / 10).all() and hits[:, 1].all(), f"every depth, and second children too: {hits}"
+    assert (hits.sum(axis=1) > MANY / 10).all() and hits[:, 1].all(), (
+        f"every depth, and second children too: {hits}"
+    )
     assert g_test(counted(found, list(exact)), probs) > ALPHA
 
 
 POLICY = ModelConfig("qwen2", 8, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)
-BFLOAT_PROMPT, BATCH, BATCHES = [3, 1, 4, 1], 2**13, 8  # so short that no drafter has to catch up, for so many row by row
+BFLOAT_PROMPT, BATCH, BATCHES = (
+    [3, 1, 4, 1],
+    2**13,
+    8,
+)  # so short that no drafter has to catch up, for so many row by row
 
 
 def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
@@ -119,11 +136,16 @@ def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
     params = transformer.init(POLICY, meshes.make_mesh(1, 1), jax.random.key(0), "bfloat16")
     rows = np.array([[*BFLOAT_PROMPT, v] for v in range(8)], np.int32)
     logits = np.asarray(identity.forward(params, rows, POLICY, "bfloat16"), np.float64)
-    first, second = references.softmax(logits[0, -2]), [references.softmax(row) for row in logits[:, -1]]
+    first, second = (
+        references.softmax(logits[0, -2]),
+        [references.softmax(row) for row in logits[:, -1]],
+    )
     probs = (first[:, None] * np.array(second)).ravel()
     seen, distance = power(probs, BATCH * BATCHES, 0.034)
     assert seen >= 0.9 and distance < 0.014, f"{seen} of the errors, {distance} of total variation"
-    decoder, weights = rounds.tiny(POLICY, "eagle", "bfloat16", DecodingParams(Sampling(1.0)), strategy)
+    decoder, weights = rounds.tiny(
+        POLICY, "eagle", "bfloat16", DecodingParams(Sampling(1.0)), strategy
+    )
     run = rounds.program(decoder, [BFLOAT_PROMPT], 2)
     counts, accepted = np.zeros(64, int), 0
     for batch in range(BATCHES):

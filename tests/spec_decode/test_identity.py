@@ -18,12 +18,20 @@ VOCAB, ERROR = 11, 1e-5
 WEIGHTS = toys.table(VOCAB)
 PROMPTS, SAMPLES, LIMITS = [[1, 2], [3], [4, 5, 6]], 4, (24, 12, 16)
 EOS, STOPS = (0,), ((7, 7),)
-SETTINGS = [Sampling(1.0), Sampling(0.6, 4), Sampling(1.2, 0, 0.8), Sampling(0.9, 5, 0.9), Sampling(0.0)]
+SETTINGS = [
+    Sampling(1.0),
+    Sampling(0.6, 4),
+    Sampling(1.2, 0, 0.8),
+    Sampling(0.9, 5, 0.9),
+    Sampling(0.0),
+]
 KEYS = sequence_keys(3, 0, 0, np.arange(len(PROMPTS) * SAMPLES))
 NOISE = np.asarray(identity.draw(KEYS, 32, VOCAB))
 
 
-def law_of(sampling: Sampling, nudge: dict[tuple[int, ...], np.ndarray] | None = None, error: float = ERROR):
+def law_of(
+    sampling: Sampling, nudge: dict[tuple[int, ...], np.ndarray] | None = None, error: float = ERROR
+):
     """The law of the table, with more on the logits after some prefixes, whose float32 forward is off by the error."""
 
     def score(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +46,9 @@ def law_of(sampling: Sampling, nudge: dict[tuple[int, ...], np.ndarray] | None =
     return identity.Law(score, PROMPTS, LIMITS, KEYS, sampling, EOS, STOPS)
 
 
-def logits_of(prefix: list[int], nudge: dict[tuple[int, ...], np.ndarray] | None = None) -> np.ndarray:
+def logits_of(
+    prefix: list[int], nudge: dict[tuple[int, ...], np.ndarray] | None = None
+) -> np.ndarray:
     return toys.table_logits(WEIGHTS, prefix) + (nudge or {}).get(tuple(prefix), 0)
 
 
@@ -52,7 +62,14 @@ def decode(sampling: Sampling, uid: int, nudge=None, forced=(), eos_ids=EOS) -> 
     tokens, logprobs, finish = references.decode(
         pushed, lambda t: NOISE[uid, t], PROMPTS[prompt], sampling, eos_ids, STOPS, LIMITS[prompt]
     )
-    return Completion(uid, prompt, uid % SAMPLES, np.array(tokens, np.int32), np.array(logprobs, np.float32), finish)
+    return Completion(
+        uid,
+        prompt,
+        uid % SAMPLES,
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        finish,
+    )
 
 
 def rollout(sampling: Sampling, **rest) -> list[Completion]:
@@ -63,10 +80,14 @@ def swap(base: list[Completion], one: Completion) -> list[Completion]:
     return [one if one.uid == same.uid else same for same in base]
 
 
-def second(sampling: Sampling, base: list[Completion], uid: int, after: int) -> tuple[tuple[int, ...], int, int, float]:
+def second(
+    sampling: Sampling, base: list[Completion], uid: int, after: int
+) -> tuple[tuple[int, ...], int, int, float]:
     """A prefix of an answer that goes on, the next token, the second best one, and how much worse that is."""
     prefix = [*PROMPTS[uid // SAMPLES], *base[uid].tokens[:after].tolist()]
-    scores = references.filtered(logits_of(prefix), sampling.temperature, sampling.top_k, sampling.top_p)
+    scores = references.filtered(
+        logits_of(prefix), sampling.temperature, sampling.top_k, sampling.top_p
+    )
     scores = scores + (NOISE[uid, len(prefix)] if sampling.temperature else 0)
     order = np.argsort(-scores)
     assert order[0] == base[uid].tokens[after] and np.isfinite(scores[order[1]])
@@ -86,7 +107,12 @@ def test_a_rollout_is_itself_and_a_single_wrong_token_is_found_anywhere(sampling
     uid = long_one(base)
     for after in range(len(base[uid].tokens) - 1):
         scaled = logits_of([*PROMPTS[uid // SAMPLES], *base[uid].tokens[:after].tolist()])
-        if np.isfinite(references.filtered(scaled, sampling.temperature, sampling.top_k, sampling.top_p)).sum() == 1:
+        if (
+            np.isfinite(
+                references.filtered(scaled, sampling.temperature, sampling.top_k, sampling.top_p)
+            ).sum()
+            == 1
+        ):
             continue
         prefix, _, other, gap = second(sampling, base, uid, after)
         assert gap > 1e-3, "another seed of the toy"
@@ -124,7 +150,9 @@ def test_a_near_tie_is_excused_and_counted_but_nothing_after_it(sampling):
     wrong = (int(tail[after + 2]) + 1) % VOCAB
     planted = swap(base, decode(sampling, uid, nudge, {len(prefix): other, at: wrong}))
     verdict = identity.compare(law, base, planted)
-    assert verdict.excused == 1 and verdict.wrong[0].startswith(f"uid {uid}, position {at}: token {wrong} ")
+    assert verdict.excused == 1 and verdict.wrong[0].startswith(
+        f"uid {uid}, position {at}: token {wrong} "
+    )
 
 
 def test_no_measured_error_is_large_enough_to_excuse_a_thousandth():
@@ -138,7 +166,10 @@ def test_no_measured_error_is_large_enough_to_excuse_a_thousandth():
     [
         (lambda tokens, finish: (tokens[:-1], finish), "the rules say more tokens"),
         (lambda tokens, finish: (tokens[:-1], "length"), "the rules say more tokens"),
-        (lambda tokens, finish: (tokens, {"stop": "length", "length": "stop"}[finish]), "the rules say"),
+        (
+            lambda tokens, finish: (tokens, {"stop": "length", "length": "stop"}[finish]),
+            "the rules say",
+        ),
         (lambda tokens, finish: ([*tokens, 1], finish), "the rules say"),
     ],
 )
@@ -157,7 +188,9 @@ def test_answers_that_go_on_past_a_stop_are_found():
     longer = [uid for uid, one in enumerate(base) if len(deaf[uid].tokens) > len(one.tokens)]
     assert longer
     verdict = identity.compare(law_of(SETTINGS[0]), deaf)
-    assert [line.split(":")[0] for line in verdict.wrong] == [f"uid {uid}" for uid in longer], str(verdict)
+    assert [line.split(":")[0] for line in verdict.wrong] == [f"uid {uid}" for uid in longer], str(
+        verdict
+    )
 
 
 def test_rollouts_of_other_uids_are_refused():
@@ -173,7 +206,9 @@ def test_rollouts_of_other_uids_are_refused():
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_without_slack_the_kept_tokens_are_those_of_the_plain_filter(sampling):
     random = np.random.default_rng(0)
-    logits = np.concatenate([3 * random.normal(size=(200, VOCAB)), random.integers(0, 4, (200, VOCAB))])
+    logits = np.concatenate(
+        [3 * random.normal(size=(200, VOCAB)), random.integers(0, 4, (200, VOCAB))]
+    )
     scaled = logits / (sampling.temperature or 1)
     settings = (sampling.temperature, sampling.top_k, sampling.top_p)
     expected = [np.isfinite(references.filtered(row, *settings)) for row in logits]
@@ -197,9 +232,23 @@ NEAR, FAR = 1e-6, 1e-3  # on either side of the margin of 1e-5
         (TOP_2, [3, 2, 2 - NEAR, 0], [0, 0, 0, 0], 2, 0, False),  # just outside, and would lose
         (TOP_2, [3, 2, 2 - NEAR, 0], [0, 5, 0, 0], 0, 1, True),  # the winner may be outside
         (TOP_2, [3, 2, 2 - FAR, 0], [0, 5, 0, 0], 0, 1, False),
-        (TOP_P, np.log([0.5, 0.3 + NEAR, 0.2 - NEAR]), [0, 0, 5], 2, 0, True),  # the mass of two is barely enough
+        (
+            TOP_P,
+            np.log([0.5, 0.3 + NEAR, 0.2 - NEAR]),
+            [0, 0, 5],
+            2,
+            0,
+            True,
+        ),  # the mass of two is barely enough
         (TOP_P, np.log([0.5, 0.3 + FAR, 0.2 - FAR]), [0, 0, 5], 2, 0, False),
-        (TOP_P, np.log([0.5, 0.3 - NEAR, 0.2 + NEAR]), [0, 0, 5], 0, 2, True),  # and barely not enough
+        (
+            TOP_P,
+            np.log([0.5, 0.3 - NEAR, 0.2 + NEAR]),
+            [0, 0, 5],
+            0,
+            2,
+            True,
+        ),  # and barely not enough
         (TOP_P, np.log([0.5, 0.3 - FAR, 0.2 + FAR]), [0, 0, 5], 0, 2, False),
         (Sampling(0.0), [3, 3 - NEAR, 0], [0, 0, 0], 1, 0, True),
         (Sampling(0.0), [3, 3 - FAR, 0], [0, 0, 0], 1, 0, False),

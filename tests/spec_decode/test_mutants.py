@@ -38,7 +38,9 @@ def redrawn_noise(gumbel, harm):
 
     def draw(keys, positions, *rest):
         again = keys ^ (harm * positions[:, :1]).astype(jnp.uint32)
-        return jnp.concatenate([gumbel(keys, positions[:, :1], *rest), gumbel(again, positions[:, 1:], *rest)], axis=1)
+        return jnp.concatenate(
+            [gumbel(keys, positions[:, :1], *rest), gumbel(again, positions[:, 1:], *rest)], axis=1
+        )
 
     return draw
 
@@ -55,7 +57,9 @@ def noise_per_node(along, harm):
         found = along(path, nodes)
         if path.shape[1] != TREE.nodes:
             return found
-        return jax.vmap(lambda row, by: jnp.roll(row, by, axis=-1), (1, 0), 1)(found, harm * jnp.arange(TREE.nodes))
+        return jax.vmap(lambda row, by: jnp.roll(row, by, axis=-1), (1, 0), 1)(
+            found, harm * jnp.arange(TREE.nodes)
+        )
 
     return pick
 
@@ -74,7 +78,9 @@ def unlooked_children(match, harm):
     """The first child of the root is taken, whatever was chosen there."""
 
     def walk(tree, chosen, depth):
-        return match(tree, chosen.at[:, 0].set(jnp.where(harm > 0, tree.tokens[:, 1], chosen[:, 0])), depth)
+        return match(
+            tree, chosen.at[:, 0].set(jnp.where(harm > 0, tree.tokens[:, 1], chosen[:, 0])), depth
+        )
 
     return walk
 
@@ -87,14 +93,21 @@ def seen_siblings(ancestors, harm):
 
 def later_positions(forward, harm):
     """The positions of all nodes below the root are one too large."""
-    return lambda params, tokens, positions, *rest: forward(params, tokens, positions.at[:, 1:].add(harm), *rest)
+    return lambda params, tokens, positions, *rest: forward(
+        params, tokens, positions.at[:, 1:].add(harm), *rest
+    )
 
 
 def first_nodes_kept(keep, harm):
     """The first nodes of the tree are committed, not those of the path."""
 
     def commit(cache, scratch, path, lengths):
-        return keep(cache, scratch, jnp.where(harm > 0, jnp.arange(path.shape[1], dtype=path.dtype), path), lengths)
+        return keep(
+            cache,
+            scratch,
+            jnp.where(harm > 0, jnp.arange(path.shape[1], dtype=path.dtype), path),
+            lengths,
+        )
 
     return commit
 
@@ -169,7 +182,9 @@ def spoiled(monkeypatch, mutants, harm: int) -> Decoder:
 @cache
 def expected() -> list[list[int]]:
     """The answers by plain decoding in NumPy."""
-    ahead = noise.gumbel(keys(), jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (len(keys()), 32)), V, jnp.float64)
+    ahead = noise.gumbel(
+        keys(), jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (len(keys()), 32)), V, jnp.float64
+    )
     return [
         references.decode(
             lambda prefix: toys.table_logits(TABLE, prefix), lambda t, row=row: row[t], PROMPTS[uid // SAMPLES],
@@ -198,7 +213,9 @@ def siblings_differ(decoder: Decoder) -> bool:
     @jax.jit
     def first(weights, keys):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
-        context = chunk.context_of(decoder.target, state, (), chunk.noise_ahead(decoder, state, weights))
+        context = chunk.context_of(
+            decoder.target, state, (), chunk.noise_ahead(decoder, state, weights)
+        )
         known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
         return chunk.draft_tree(decoder, weights, known, context, state.roots)[1]
 

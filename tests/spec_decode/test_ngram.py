@@ -38,11 +38,15 @@ def texts(seed: int, rows: int = 40, vocab: int = 3) -> tuple[np.ndarray, np.nda
     rng = np.random.default_rng(seed)
     history = rng.integers(0, vocab, (rows, S)).astype(np.int32)
     lengths = rng.integers(0, S, rows).astype(np.int32)
-    pool = np.where(rng.random((rows, R)) < 0.2, SEPARATOR, rng.integers(0, vocab, (rows, R))).astype(np.int32)
+    pool = np.where(
+        rng.random((rows, R)) < 0.2, SEPARATOR, rng.integers(0, vocab, (rows, R))
+    ).astype(np.int32)
     return history, lengths, pool
 
 
-def places(sequence: list[int], pool: list[int], depth: int, settings: Settings) -> list[tuple[int, list[int]]]:
+def places(
+    sequence: list[int], pool: list[int], depth: int, settings: Settings
+) -> list[tuple[int, list[int]]]:
     """What `search` finds, best first: tokens that match, and what follows."""
     found = []
     for source, text in enumerate((pool, sequence)):
@@ -63,7 +67,9 @@ def places(sequence: list[int], pool: list[int], depth: int, settings: Settings)
     return [(matched, after) for matched, _, _, after in found[: settings.matches]]
 
 
-def trie(found: list[tuple[int, list[int]]], topk: int, depth: int) -> dict[tuple[int, ...], tuple[float, int]]:
+def trie(
+    found: list[tuple[int, list[int]]], topk: int, depth: int
+) -> dict[tuple[int, ...], tuple[float, int]]:
     """Every node that `grow` makes: path -> (score, rank)."""
     nodes = {(): (0.0, 0)}
     for level in range(depth):
@@ -75,7 +81,9 @@ def trie(found: list[tuple[int, list[int]]], topk: int, depth: int) -> dict[tupl
         for path, weight in weights.items():
             siblings = [other for other in weights if other[:-1] == path[:-1]]
             total = sum(weights[other] for other in siblings)
-            order = sorted(siblings, key=lambda other: (-round(weights[other], 9), list(weights).index(other)))
+            order = sorted(
+                siblings, key=lambda other: (-round(weights[other], 9), list(weights).index(other))
+            )
             if path[:-1] in nodes:
                 score, rank = nodes[path[:-1]]
                 rank = max(rank, order.index(path))
@@ -87,7 +95,9 @@ def trie(found: list[tuple[int, list[int]]], topk: int, depth: int) -> dict[tupl
 
 def paths(tree, row: int) -> dict[tuple[int, ...], tuple[float, int]]:
     """The nodes of a tree that are there: path -> (score, rank)."""
-    tokens, parents, depths = (np.asarray(leaf)[row] for leaf in (tree.tokens, tree.parents, tree.depths))
+    tokens, parents, depths = (
+        np.asarray(leaf)[row] for leaf in (tree.tokens, tree.parents, tree.depths)
+    )
     way, found = {0: ()}, {}
     for node in range(1, len(tokens)):
         if tokens[node] != ABSENT:
@@ -116,19 +126,27 @@ def test_the_search_finds_what_a_scan_of_the_text_finds(settings):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("strategy", [TREE, Strategy(3, 1, 4), Strategy(2, 3, 13), Strategy(1, 2, 3)])
+@pytest.mark.parametrize(
+    "strategy", [TREE, Strategy(3, 1, 4), Strategy(2, 3, 13), Strategy(1, 2, 3)]
+)
 def test_the_tree_is_the_best_part_of_the_trie(strategy):
     history, lengths, pool = texts(1)
     tree = jax.device_get(propose(history, lengths, pool, strategy, SETTINGS))
     assert tree.scores.dtype == np.float64
     for row in range(len(history)):
         sequence = known(history, lengths, row)
-        expected = trie(places(sequence, pool[row].tolist(), strategy.depth, SETTINGS), strategy.topk, strategy.depth)
+        expected = trie(
+            places(sequence, pool[row].tolist(), strategy.depth, SETTINGS),
+            strategy.topk,
+            strategy.depth,
+        )
         found = paths(tree, row)
         for path, (score, rank) in found.items():
             assert (pytest.approx(score), rank) == expected[path]
         best = sorted((score for score, _ in expected.values()), reverse=True)[: strategy.nodes - 1]
-        np.testing.assert_allclose(sorted((score for score, _ in found.values()), reverse=True), best)
+        np.testing.assert_allclose(
+            sorted((score for score, _ in found.values()), reverse=True), best
+        )
         assert tree.tokens[row, 0] == sequence[-1] and tree.scores[row, 0] == 0
 
 
@@ -149,7 +167,9 @@ def test_repeated_text_gives_chains_of_full_depth(period):
     sequence = np.tile(np.arange(period, dtype=np.int32), 20)[:20]
     history = np.broadcast_to(np.pad(sequence, (0, 4)), (10, 24))
     lengths = np.arange(10, 20, dtype=np.int32)  # the root is sequence[length]
-    tree = propose(history, lengths, np.full((10, 3), SEPARATOR, np.int32), Strategy(4, 1, 5), Settings())
+    tree = propose(
+        history, lengths, np.full((10, 3), SEPARATOR, np.int32), Strategy(4, 1, 5), Settings()
+    )
     expected = (lengths[:, None] + np.arange(5)) % period
     np.testing.assert_array_equal(tree.tokens, expected)
     chosen = (tree.tokens + 1) % period
@@ -179,7 +199,9 @@ def test_a_match_must_be_long_enough_and_never_crosses_a_separator():
     history = np.array([[1, 2, 3, 9, 9]], np.int32)
     pool = np.array([[1, 2, SEPARATOR, 3, 6, SEPARATOR, 8, 3, 7]], np.int32)
     both = propose(history, np.array([2], np.int32), pool, Strategy(1, 2, 3), Settings(min_match=1))
-    assert both.tokens[0].tolist() == [3, 7, 6], "one token matches at both; the newer text comes first"
+    assert both.tokens[0].tolist() == [3, 7, 6], (
+        "one token matches at both; the newer text comes first"
+    )
     none = propose(history, np.array([2], np.int32), pool, Strategy(1, 2, 3), Settings(min_match=2))
     assert none.tokens[0].tolist() == [3, ABSENT, ABSENT]
 
@@ -187,7 +209,11 @@ def test_a_match_must_be_long_enough_and_never_crosses_a_separator():
 def test_a_tree_may_have_more_nodes_than_the_text_can_fill():
     history = np.array([[1, 2, 1, 3, 1]], np.int32)
     tree = propose(
-        history, np.array([4], np.int32), np.zeros((1, 0), np.int32), Strategy(2, 6, 40), Settings(matches=1)
+        history,
+        np.array([4], np.int32),
+        np.zeros((1, 0), np.int32),
+        Strategy(2, 6, 40),
+        Settings(matches=1),
     )
     assert set(paths(tree, 0)) == {(3,), (3, 1), (2,), (2, 1)}
 
@@ -204,7 +230,9 @@ def test_texts_beyond_exact_floats_are_refused():
 def test_memory_grows_with_the_text_and_no_faster():
     def temporary(slots: int) -> int:
         wide = jax.ShapeDtypeStruct((4, slots), jnp.int32)
-        lowered = search.lower(wide, jax.ShapeDtypeStruct((4,), jnp.int32), wide, TREE.depth, Settings())
+        lowered = search.lower(
+            wide, jax.ShapeDtypeStruct((4,), jnp.int32), wide, TREE.depth, Settings()
+        )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(8192) < 4.4 * temporary(2048)
@@ -220,11 +248,17 @@ def test_scores_are_the_probabilities_that_proposals_hold():
         errors = rng.random(len(text)) < 0.25
         sibling = np.where(errors, rng.integers(48, 58, len(text)), text).astype(np.int32)
         history = np.broadcast_to(np.pad(text, (0, 64 - len(text))), (64, 64))
-        pool = np.broadcast_to(np.pad(sibling, (64 - len(text), 0), constant_values=SEPARATOR), (64, 64))
-        tree = jax.device_get(propose(history, np.arange(64, dtype=np.int32), pool, strategy, Settings()))
+        pool = np.broadcast_to(
+            np.pad(sibling, (64 - len(text), 0), constant_values=SEPARATOR), (64, 64)
+        )
+        tree = jax.device_get(
+            propose(history, np.arange(64, dtype=np.int32), pool, strategy, Settings())
+        )
         answer = slice(len(row.prompt) - 1, len(text) - strategy.depth - 1)
         after = np.minimum(np.arange(64)[:, None] + 1 + tree.depths, 63)
-        accepted = match(tree, jnp.asarray(np.take_along_axis(history, after, axis=1)), strategy.depth).accepted
+        accepted = match(
+            tree, jnp.asarray(np.take_along_axis(history, after, axis=1)), strategy.depth
+        ).accepted
         got += float(np.asarray(accepted)[answer].sum())
         expected += float(np.exp(tree.scores[answer, 1:]).sum())
     assert 0.75 < expected / got < 1.35, (expected, got)
@@ -254,7 +288,9 @@ def test_answers_of_earlier_rollouts_come_first_and_the_oldest_are_cut():
     texts.begin(prompts, samples=2)
     assert texts.siblings([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15]
     texts.write(0, np.array([9]))
-    assert texts.siblings([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15], "its own of this rollout is left out"
+    assert texts.siblings([0])[0].tolist() == [SEPARATOR, 6, 10, 11, 12, 13, 14, 15], (
+        "its own of this rollout is left out"
+    )
     texts.write(1, np.array([20]))
     assert texts.siblings([0])[0].tolist() == [11, 12, 13, 14, 15, SEPARATOR, 6, 20]
     texts.write(1, np.arange(30, 50))
@@ -273,4 +309,6 @@ def test_the_memory_is_bounded_and_forgets_the_prompts_unused_for_longest():
     assert (texts.siblings([0, 1]) != SEPARATOR).any(axis=1).tolist() == [True, False]
     texts.write(0, np.zeros(100))
     texts.write(0, np.zeros(3))
-    assert (texts.size, (texts.siblings([0]) == SEPARATOR).all()) == (0, True), "dropped while it was written"
+    assert (texts.size, (texts.siblings([0]) == SEPARATOR).all()) == (0, True), (
+        "dropped while it was written"
+    )

@@ -33,14 +33,20 @@ def keys_of(uids: np.ndarray, seed: int = 0, stream: int = 0, step: int = 0) -> 
     ],
 )
 def test_threefry_gives_the_known_answers_of_random123(key, counter, words):
-    found = noise.threefry(tuple(jnp.uint32(word) for word in key), tuple(jnp.uint32(word) for word in counter))
+    found = noise.threefry(
+        tuple(jnp.uint32(word) for word in key), tuple(jnp.uint32(word) for word in counter)
+    )
     assert tuple(int(word) for word in found) == words
 
 
 def test_values_do_not_depend_on_vocabulary_batch_depth_or_sharding():
     # In a process of its own, compiled as for users: conftest's flags round a logarithm by where it stands in its vector.
     here = Path(__file__).parent
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(here.parents[1])}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(here.parents[1]),
+    }
     command = [sys.executable, "-c", "import test_noise; test_noise.compare_shapes()"]
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -53,9 +59,13 @@ def compare_shapes():
     np.testing.assert_array_equal(noise.gumbel(keys, positions, 50), whole[:, :, :50])
     np.testing.assert_array_equal(noise.gumbel(keys[2:3], positions[2:3, 1:], 96), whole[2:3, 1:])
     sharded = NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
-    compiled = jax.jit(lambda: noise.gumbel(keys, positions, 96), out_shardings=sharded).lower().compile()
+    compiled = (
+        jax.jit(lambda: noise.gumbel(keys, positions, 96), out_shardings=sharded).lower().compile()
+    )
     np.testing.assert_array_equal(compiled(), whole)
-    assert "[4,2,96]" not in compiled.as_text(), "the noise is made in the vocabulary shard, never whole"
+    assert "[4,2,96]" not in compiled.as_text(), (
+        "the noise is made in the vocabulary shard, never whole"
+    )
 
 
 def test_every_part_of_the_identity_changes_the_noise():
@@ -64,7 +74,9 @@ def test_every_part_of_the_identity_changes_the_noise():
     words = {tuple(row) for block in keys for row in block.tolist()}
     assert len(words) == 12
     positions = jnp.array([[5, 6]] * 12, jnp.int32)
-    values = np.asarray(noise.gumbel(jnp.concatenate(keys), positions, 500, jnp.float32)).reshape(24, 500)
+    values = np.asarray(noise.gumbel(jnp.concatenate(keys), positions, 500, jnp.float32)).reshape(
+        24, 500
+    )
     correlation = np.corrcoef(values) - np.eye(24)
     assert np.abs(correlation).max() < 5 / np.sqrt(500)
 
@@ -78,9 +90,7 @@ def test_values_of_the_noise_are_pinned():
 def test_the_law_is_gumbel():
     keys = keys_of(np.arange(500))
     values = np.sort(np.asarray(noise.gumbel(keys, jnp.full((500, 1), 3, jnp.int32), 4000)).ravel())
-    n = (
-        values.size
-    )  # Kolmogorov-Smirnov at alpha 1e-4: finds a distribution function that is off by 0.002 (a scale of 1.01)
+    n = values.size  # Kolmogorov-Smirnov at alpha 1e-4: finds a distribution function that is off by 0.002 (a scale of 1.01)
     cdf = np.exp(-np.exp(-values.astype(np.float64)))
     distance = max(np.max(np.arange(1, n + 1) / n - cdf), np.max(cdf - np.arange(n) / n))
     assert distance < 2.23 / np.sqrt(n)
@@ -89,9 +99,13 @@ def test_the_law_is_gumbel():
 def test_the_winner_among_equals_is_uniform():
     keys, bins = keys_of(np.arange(200)), 50
     positions = jnp.broadcast_to(jnp.arange(500, dtype=jnp.int32), (200, 500))
-    counts = np.bincount(np.asarray(noise.gumbel(keys, positions, bins).argmax(-1)).ravel(), minlength=bins)
+    counts = np.bincount(
+        np.asarray(noise.gumbel(keys, positions, bins).argmax(-1)).ravel(), minlength=bins
+    )
     expected = counts.sum() / bins
-    assert ((counts - expected) ** 2 / expected).sum() < 98.7  # chi-square with 49 degrees of freedom, alpha 4e-5
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 98.7  # chi-square with 49 degrees of freedom, alpha 4e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -105,5 +119,7 @@ def test_the_tails_are_finite_and_resolved_to_64_bits(x64, dtype):
 
 def test_both_precisions_give_the_same_noise(x64):
     keys, positions = keys_of(np.arange(3)), jnp.full((3, 1), 17, jnp.int32)
-    single, double = (noise.gumbel(keys, positions, 1000, dtype) for dtype in (jnp.float32, jnp.float64))
+    single, double = (
+        noise.gumbel(keys, positions, 1000, dtype) for dtype in (jnp.float32, jnp.float64)
+    )
     np.testing.assert_allclose(single, double, rtol=1e-5, atol=2e-6)

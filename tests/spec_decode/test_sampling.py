@@ -22,7 +22,9 @@ SETTINGS = [  # pairwise over temperature, top-k, top-p
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_filter_keeps_what_a_sort_keeps(x64, setting):
-    logits = np.round(np.random.default_rng(0).normal(size=(40, 11)), 1)  # rounded, so that there are ties
+    logits = np.round(
+        np.random.default_rng(0).normal(size=(40, 11)), 1
+    )  # rounded, so that there are ties
     logits[0] = [0.0, -0.0, 0.0, -1.0, 2.0, 0.0, -0.0, 1.0, -3.0, 0.5, 0.0]
     found = sampling.filter(sampling.scale(jnp.asarray(logits), setting), setting)
     for row, exact in zip(np.asarray(found), logits, strict=True):
@@ -44,15 +46,22 @@ def test_filter_of_one_precision_keeps_as_many_as_asked():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_follow_the_exact_law(setting):
     n, logits = 200_000, np.random.default_rng(1).normal(size=8).astype(np.float32) * 1.5
-    keys, positions = jnp.asarray(sequence_keys(3, 0, 0, np.arange(n // 100))), jnp.arange(100, dtype=jnp.int32)
+    keys, positions = (
+        jnp.asarray(sequence_keys(3, 0, 0, np.arange(n // 100))),
+        jnp.arange(100, dtype=jnp.int32),
+    )
 
     @jax.jit
     def tokens(keys):
         gumbel = noise.gumbel(keys, jnp.broadcast_to(positions, (len(keys), 100)), 8)
-        return sampling.choose(sampling.filter(sampling.scale(jnp.asarray(logits), setting), setting) + gumbel)
+        return sampling.choose(
+            sampling.filter(sampling.scale(jnp.asarray(logits), setting), setting) + gumbel
+        )
 
     counts = np.bincount(np.asarray(tokens(keys)).ravel(), minlength=8)
-    law = references.softmax(references.filtered(logits, setting.temperature, setting.top_k, setting.top_p))
+    law = references.softmax(
+        references.filtered(logits, setting.temperature, setting.top_k, setting.top_p)
+    )
     assert counts[law == 0].sum() == 0
     expected = n * law[law > 0]
     statistic = ((counts[law > 0] - expected) ** 2 / expected).sum()
@@ -68,7 +77,9 @@ def test_ties_go_to_the_lowest_id_whatever_the_sharding():
     values[0, 0, 9] = 0.0
     exact = values.argmax(-1)
     np.testing.assert_array_equal(sampling.choose(jnp.asarray(values)), exact)
-    placed = jax.device_put(values, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model")))
+    placed = jax.device_put(
+        values, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
+    )
     choose = jax.jit(sampling.choose).lower(placed).compile()
     np.testing.assert_array_equal(choose(placed), exact)
     assert "all-gather" not in choose.as_text(), "only maxima cross the shards"
@@ -82,7 +93,9 @@ def test_sharded_filters_and_logprobs_equal_whole_ones():
         scaled = sampling.scale(logits, setting)
         return jnp.isfinite(sampling.filter(scaled, setting)), sampling.logprob(scaled, tokens)
 
-    placed = jax.device_put(logits, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model")))
+    placed = jax.device_put(
+        logits, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
+    )
     compiled = jax.jit(both).lower(placed).compile()
     kept, logprobs = compiled(placed)
     np.testing.assert_array_equal(kept, both(logits)[0])

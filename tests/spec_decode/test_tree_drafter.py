@@ -36,16 +36,30 @@ def setting(temperature: float) -> Context:
             features[row, t] = toys.table_logits(TABLE, prefix[: t + 1])
     lengths = jnp.array([len(prefix) - 1 for prefix in PREFIXES], jnp.int32)
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PREFIXES))))
-    ahead = noise.gumbel(keys, lengths[:, None] + 1 + jnp.arange(5, dtype=jnp.int32), V, jnp.float64)
-    return Context(jnp.asarray(history), lengths, jnp.asarray(features), (), ahead if temperature else None)
+    ahead = noise.gumbel(
+        keys, lengths[:, None] + 1 + jnp.arange(5, dtype=jnp.int32), V, jnp.float64
+    )
+    return Context(
+        jnp.asarray(history), lengths, jnp.asarray(features), (), ahead if temperature else None
+    )
 
 
-def drawn(coupling: Coupling, strategy: Strategy, temperature: float, ids=None, guess=TABLE, width: int = 3):
+def drawn(
+    coupling: Coupling,
+    strategy: Strategy,
+    temperature: float,
+    ids=None,
+    guess=TABLE,
+    width: int = 3,
+):
     """The trees of the toy network, after catching up by windows of `width`."""
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     drafter = tree_drafter.learned_drafter(toys.table_network(group, V, ids), coupling)
     context, weights = setting(temperature), Weights(jnp.asarray(TABLE), jnp.asarray(guess))
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), drafter.empty(len(PREFIXES), SLOTS - toys.TAIL))
+    state = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        drafter.empty(len(PREFIXES), SLOTS - toys.TAIL),
+    )
     for _ in range(4):
         state = drafter.extend(weights, state, context, width)
     assert state.built.tolist() == context.lengths.tolist()
@@ -81,7 +95,10 @@ def grown(prefix, ahead, coupling, strategy, temperature, ids):
         ]
         found += level_nodes
         beams = sorted(level_nodes, key=lambda node: -node[1])[: strategy.topk]
-    return {path: (score, rank) for path, score, rank in sorted(found, key=lambda node: -node[1])[: strategy.nodes - 1]}
+    return {
+        path: (score, rank)
+        for path, score, rank in sorted(found, key=lambda node: -node[1])[: strategy.nodes - 1]
+    }
 
 
 @pytest.mark.parametrize(("strategy", "coupling", "temperature", "ids"), [
@@ -94,7 +111,9 @@ def test_trees_are_those_of_plain_loops(strategy, coupling, temperature, ids):
     assert not references.orphans(tree).any()
     for row, prefix in enumerate(PREFIXES):
         ahead = None if context.noise is None else np.asarray(context.noise[row])
-        expected = grown(prefix, ahead, coupling, strategy, temperature, np.arange(V) if ids is None else ids)
+        expected = grown(
+            prefix, ahead, coupling, strategy, temperature, np.arange(V) if ids is None else ids
+        )
         paths = {0: ()}
         for node in range(1, strategy.nodes):
             paths[node] = (*paths[int(tree.parents[row, node])], int(tree.tokens[row, node]))
@@ -118,11 +137,18 @@ def test_random_candidates_never_leave_an_orphan():
                 logp = np.minimum(np.round(-rng.exponential(1.0, k), 1), 0)  # rounded: many ties
                 for place in range(k):
                     new.append((len(ids), score + logp[place]))
-                    ids.append(place), ups.append(up), deep.append(level), total.append(score + logp[place])
+                    (
+                        ids.append(place),
+                        ups.append(up),
+                        deep.append(level),
+                        total.append(score + logp[place]),
+                    )
             beams = sorted(new, key=lambda node: -node[1])[:k]
         tokens.append(ids), parents.append(ups), depths.append(deep), scores.append(total)
     arrays = [jnp.asarray(np.array(one), jnp.int32) for one in (tokens, parents, depths)]
-    candidates = Candidates(*arrays, jnp.asarray(np.array(scores)), jnp.zeros((count, len(ids)), jnp.int32))
+    candidates = Candidates(
+        *arrays, jnp.asarray(np.array(scores)), jnp.zeros((count, len(ids)), jnp.int32)
+    )
     for nodes in (2, 8, 16, 31):
         tree = rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
         assert not references.orphans(tree).any()
@@ -132,12 +158,16 @@ def test_random_candidates_never_leave_an_orphan():
 
 def test_what_is_not_finite_becomes_no_node():
     table = TABLE.copy()
-    table[:, 4] = np.nan  # whatever comes after token 4 is known, but what follows any token is not a number
+    table[:, 4] = (
+        np.nan
+    )  # whatever comes after token 4 is known, but what follows any token is not a number
     strategy = Strategy(3, 2, 6)
     tree, _ = drawn(Coupling(), strategy, 1.0, guess=table)
     assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
     logits = jnp.array([[[1.0, jnp.nan, 3.0]], [[0.0, jnp.inf, 1.0]]])
-    tokens, scores = tree_drafter.children(logits, None, None, coupling=Coupling(), temperature=1.0, k=2)
+    tokens, scores = tree_drafter.children(
+        logits, None, None, coupling=Coupling(), temperature=1.0, k=2
+    )
     assert (scores == -jnp.inf).all() and tokens.shape == (2, 1, 2)
 
 

@@ -8,14 +8,24 @@ import pytest
 import references
 
 from tlt_jax.spec_decode import decode as chunk, tree, verify
-from tlt_jax.spec_decode.decode import RUNNING, STOPPED, TRUNCATED, Admission, DecodeState, Emitted, Report
+from tlt_jax.spec_decode.decode import (
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    Admission,
+    DecodeState,
+    Emitted,
+    Report,
+)
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
 from tlt_jax.spec_decode.stats import BINS, Stats
 
 
-def random_trees(count: int, nodes: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_trees(
+    count: int, nodes: int, vocab: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """tokens, parents and depths of trees whose siblings are distinct."""
     rng = np.random.default_rng(seed)
     tokens, parents, depths = (np.zeros((count, nodes), np.int32) for _ in range(3))
@@ -62,16 +72,38 @@ def state_of(lengths, limits, live, tail) -> DecodeState:
     ints = [jnp.asarray(x, jnp.int32) for x in (lengths, lengths, limits)]
     history = jnp.zeros((len(lengths), 12), jnp.int32)
     keys = jnp.zeros((len(lengths), 2), jnp.uint32)
-    return DecodeState(*ints, jnp.asarray(live), keys, jnp.asarray(tail, jnp.int32), history, (), ())
+    return DecodeState(
+        *ints, jnp.asarray(live), keys, jnp.asarray(tail, jnp.int32), history, (), ()
+    )
 
 
 def test_an_answer_ends_inside_an_accepted_run():
     rules = DecodingParams(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
     tokens = jnp.array(
-        [[1, 2, 3], [1, 0, 3], [1, 9, 0], [5, 1, 1], [1, 4, 5], [1, 7, 3], [1, 2, 3], [1, 2, 0], [0, 1, 1]]
+        [
+            [1, 2, 3],
+            [1, 0, 3],
+            [1, 9, 0],
+            [5, 1, 1],
+            [1, 4, 5],
+            [1, 7, 3],
+            [1, 2, 3],
+            [1, 2, 0],
+            [0, 1, 1],
+        ]
     )
     accepted = jnp.array([2, 2, 0, 2, 2, 2, 2, 2, 2], jnp.int32)
-    limits = [99, 99, 99, 99, 99, 99, 12, 13, 99]  # length 9 plus the root: two more tokens fit below 12
+    limits = [
+        99,
+        99,
+        99,
+        99,
+        99,
+        99,
+        12,
+        13,
+        99,
+    ]  # length 9 plus the root: two more tokens fit below 12
     live = [True] * 8 + [False]
     state = state_of([9] * 9, limits, live, [[-1], [-1], [-1], [4], [-1], [-1], [-1], [-1], [-1]])
     counts, finish = chunk.settle(rules, state, tokens.astype(jnp.int32), accepted)
@@ -83,7 +115,11 @@ def test_an_answer_ends_inside_an_accepted_run():
 def test_the_tail_holds_the_last_tokens():
     tail = jnp.array([[-1, 3], [1, 2], [1, 2]], jnp.int32)
     tokens = jnp.array([[5, 6, 7]] * 3, jnp.int32)
-    assert chunk.shift(tail, tokens, jnp.array([0, 1, 3], jnp.int32)).tolist() == [[-1, 3], [2, 5], [6, 7]]
+    assert chunk.shift(tail, tokens, jnp.array([0, 1, 3], jnp.int32)).tolist() == [
+        [-1, 3],
+        [2, 5],
+        [6, 7],
+    ]
 
 
 def test_a_new_sequence_forgets_the_row_it_takes():
@@ -96,8 +132,16 @@ def test_a_new_sequence_forgets_the_row_it_takes():
     )
     state = chunk.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
-    assert state.stop_window.tolist() == [[-1, -1], [6, 7]] and state.live.all() and state.keys.tolist() == [[1, 1], [0, 0]]
-    assert (state.roots.tolist(), state.lengths.tolist(), state.limits.tolist()) == ([1, 6], [2, 6], [9, 99])
+    assert (
+        state.stop_window.tolist() == [[-1, -1], [6, 7]]
+        and state.live.all()
+        and state.keys.tolist() == [[1, 1], [0, 0]]
+    )
+    assert (state.roots.tolist(), state.lengths.tolist(), state.limits.tolist()) == (
+        [1, 6],
+        [2, 6],
+        [9, 99],
+    )
 
 
 def test_reports_grow_from_the_left():
@@ -114,4 +158,8 @@ def test_reports_grow_from_the_left():
     report = chunk.append(report, emitted, stats)
     assert report.stats.row_rounds == 2 and (report.stats.hits == 2).all()
     assert report.tokens.tolist() == [[1, 0, 0, 0, 0, 0], [0, 0, 4, 5, 6, 0]]
-    assert report.counts.tolist() == [1, 5] and report.finish.tolist() == [RUNNING, TRUNCATED] and report.rounds == 2
+    assert (
+        report.counts.tolist() == [1, 5]
+        and report.finish.tolist() == [RUNNING, TRUNCATED]
+        and report.rounds == 2
+    )

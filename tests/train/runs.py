@@ -21,13 +21,20 @@ def saved_steps(config: Config) -> list[int]:
 
 def assert_equal(ours, theirs) -> None:
     """Every leaf is equal, bit by bit."""
-    jax.tree.map(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), ours, theirs)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)),
+        ours,
+        theirs,
+    )
 
 
 def events(config: Config) -> dict[str, list[tuple[int, float]]]:
     """Scalar name -> (step, value) of every event."""
     accumulator = EventAccumulator(str(Path(config.run) / "tensorboard")).Reload()
-    return {name: [(e.step, e.value) for e in accumulator.Scalars(name)] for name in accumulator.Tags()["scalars"]}
+    return {
+        name: [(e.step, e.value) for e in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
 
 
 def raise_at(monkeypatch, target, name: str, number: int, act) -> None:

@@ -51,7 +51,9 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     config = observed.configure(root, STILL)
     tokenizer, mesh = datasets.tokenizer(config), meshes.make_mesh(1, 1)
     model = from_config.model_config(config, tokenizer)
-    hf.save(from_config.load_policy(config, model, mesh), model, root / "hf", mesh, tokenizer, "float32")
+    hf.save(
+        from_config.load_policy(config, model, mesh), model, root / "hf", mesh, tokenizer, "float32"
+    )
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "123:", "answer": "1"}))
     given = {"model.path": str(root / "hf"), "model.init": {}}
     given |= {f"data.{split}": str(root / "rows.jsonl") for split in ("train", "eval")}
@@ -59,7 +61,9 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | cached | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "update_policy", lambda config, recipe, programs, state, *_: (state, {}))
+            patch.setattr(
+                loop, "update_policy", lambda config, recipe, programs, state, *_: (state, {})
+            )
             return observed.watched(observed.configure(folder, knobs))
 
     return run

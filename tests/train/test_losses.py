@@ -16,7 +16,11 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [
-        ("grpo", [0.8660239, -0.8660239, -0.8660239, 0.8660239], [1.4999985, -0.4999995, -0.4999995, -0.4999995]),
+        (
+            "grpo",
+            [0.8660239, -0.8660239, -0.8660239, 0.8660239],
+            [1.4999985, -0.4999995, -0.4999995, -0.4999995],
+        ),
         ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3], [2.0, -2 / 3, -2 / 3, -2 / 3]),
         ("dr_grpo", [0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]),
     ],
@@ -52,7 +56,11 @@ def test_rewards_without_a_group_or_not_finite_are_refused():
 
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    [("token_mean", [1 / 10] * 3), ("sequence_mean", [1 / 6, 1 / 9, 1 / 15]), ("dr_grpo", [1 / 48] * 3)],
+    [
+        ("token_mean", [1 / 10] * 3),
+        ("sequence_mean", [1 / 6, 1 / 9, 1 / 15]),
+        ("dr_grpo", [1 / 48] * 3),
+    ],
 )
 def test_token_weights_are_those_worked_by_hand(kind, weights):
     lengths = np.array([2, 3, 5])
@@ -83,7 +91,10 @@ def test_extreme_ratios_leave_loss_and_gradient_finite():
     old, advantages = jnp.zeros(4), jnp.array([1.0, -1.0, 1.0, -1.0])
     logprobs = jnp.array([500.0, 500.0, -500.0, -500.0])
     total, gradient = jax.value_and_grad(
-        lambda logprobs: jnp.sum(losses.policy_loss(logprobs, old, advantages, 0.2, 0.2).loss + losses.kl_k3(logprobs, old))
+        lambda logprobs: jnp.sum(
+            losses.policy_loss(logprobs, old, advantages, 0.2, 0.2).loss
+            + losses.kl_k3(logprobs, old)
+        )
     )(logprobs)
     assert jnp.isfinite(total) and jnp.isfinite(gradient).all()
 
@@ -93,7 +104,9 @@ def test_k3_is_that_worked_by_hand_and_its_mean_is_the_divergence():
     np.testing.assert_allclose(found, [np.log(2) - 0.5, 0.0], atol=1e-6)
     policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     k3 = losses.kl_k3(jnp.log(jnp.asarray(policy)), jnp.log(jnp.asarray(reference)))
-    np.testing.assert_allclose(np.sum(policy * k3), np.sum(policy * np.log(policy / reference)), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.sum(policy * k3), np.sum(policy * np.log(policy / reference)), rtol=1e-5
+    )
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():

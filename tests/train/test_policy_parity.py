@@ -35,17 +35,23 @@ def torch_loss(model, objective, examples, weights, advantages, given):
     total = torch.zeros((), dtype=torch.float64)
     for i, example in enumerate(examples):
         ids = torch.tensor(np.concatenate([example.prompt, example.answer]), dtype=torch.long)
-        logits = model(ids[None]).logits[0, len(example.prompt) - 1 : -1] / (objective.temperature or 1.0)
+        logits = model(ids[None]).logits[0, len(example.prompt) - 1 : -1] / (
+            objective.temperature or 1.0
+        )
         distribution = torch.distributions.Categorical(logits=logits)
         logp = distribution.log_prob(ids[len(example.prompt) :])
-        old, reference, recorded = (torch.tensor(part[i]) for part in given) if given else (logp.detach(),) * 3
+        old, reference, recorded = (
+            (torch.tensor(part[i]) for part in given) if given else (logp.detach(),) * 3
+        )
         ratio = torch.exp(logp - old)
         surrogate = torch.min(
             ratio * advantages[i],
             torch.clamp(ratio, 1 - objective.clip_low, 1 + objective.clip_high) * advantages[i],
         )
         if objective.importance_cap:
-            surrogate = surrogate * torch.clamp(torch.exp(old - recorded), max=objective.importance_cap)
+            surrogate = surrogate * torch.clamp(
+                torch.exp(old - recorded), max=objective.importance_cap
+            )
         kl = torch.exp(reference - logp) - (reference - logp) - 1
         loss = -surrogate + objective.kl_coef * kl - objective.entropy_coef * distribution.entropy()
         total = total + weights[i] * loss.sum()
@@ -60,14 +66,32 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
 
     objective, aggregation, is_given = CASES[case]
     mesh, random = make_mesh(2, 2), np.random.default_rng(0)
-    recipe = Recipe(MODEL, mesh, Adam(1e-3, 10), objective, "float64", "float64", logits_chunk=8, attention_block=8)
+    recipe = Recipe(
+        MODEL,
+        mesh,
+        Adam(1e-3, 10),
+        objective,
+        "float64",
+        "float64",
+        logits_chunk=8,
+        attention_block=8,
+    )
     examples = [
-        Example(uid, random.integers(0, 37, random.integers(1, 6)), random.integers(0, 37, random.integers(1, 12)))
+        Example(
+            uid,
+            random.integers(0, 37, random.integers(1, 6)),
+            random.integers(0, 37, random.integers(1, 12)),
+        )
         for uid in range(14)
     ]
     lengths = np.array([len(example.answer) for example in examples])
-    weights, advantages = answer_weights(lengths, aggregation, 16), random.normal(size=len(examples))
-    given = [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)] if is_given else None
+    weights, advantages = (
+        answer_weights(lengths, aggregation, 16),
+        random.normal(size=len(examples)),
+    )
+    given = (
+        [[-3.6 + random.normal(0, 0.7, n) for n in lengths] for _ in range(3)] if is_given else None
+    )
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
     batch = policy_update.make_batch(packed, mesh, weights, advantages, given[2] if given else None)
@@ -86,4 +110,6 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     assert float(total) == pytest.approx(expected.item(), rel=1e-10)
     found = load_file(tmp_path / "gradient" / "model.safetensors")
     for name, weight in model.named_parameters():
-        np.testing.assert_allclose(found[name], weight.grad.numpy(), rtol=1e-8, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], weight.grad.numpy(), rtol=1e-8, atol=1e-12, err_msg=name
+        )

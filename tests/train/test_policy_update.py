@@ -27,18 +27,29 @@ MODEL = transformer.ModelConfig(
 ROW = 16
 ADAM = Adam(learning_rate=1e-2, total_steps=10, weight_decay=0.1)
 PLAIN = Objective(entropy_coef=0.01)
-FULL = Objective(clip_low=0.1, clip_high=0.3, kl_coef=0.2, entropy_coef=0.05, importance_cap=1.5, temperature=0.7)
+FULL = Objective(
+    clip_low=0.1, clip_high=0.3, kl_coef=0.2, entropy_coef=0.05, importance_cap=1.5, temperature=0.7
+)
 
 
 def recipe_of(objective=PLAIN, data=1, model=1, **changes) -> Recipe:
-    fixed = {"param_dtype": "float64", "compute_dtype": "float64", "logits_chunk": 8, "attention_block": 8}
+    fixed = {
+        "param_dtype": "float64",
+        "compute_dtype": "float64",
+        "logits_chunk": 8,
+        "attention_block": 8,
+    }
     return Recipe(MODEL, make_mesh(data, model), ADAM, objective, **(fixed | changes))
 
 
 def examples_of(count: int = 18) -> list[Example]:
     random = np.random.default_rng(0)
     return [
-        Example(uid, random.integers(0, 11, random.integers(1, 5)), random.integers(0, 11, random.integers(1, 9)))
+        Example(
+            uid,
+            random.integers(0, 11, random.integers(1, 5)),
+            random.integers(0, 11, random.integers(1, 9)),
+        )
         for uid in range(count)
     ]
 
@@ -51,14 +62,18 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     weights = answer_weights(packed.answer_lengths, "sequence_mean", 8)
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
-    return policy_update.make_batch(packed, recipe.mesh, weights, advantages, sampled if recorded else None)
+    return policy_update.make_batch(
+        packed, recipe.mesh, weights, advantages, sampled if recorded else None
+    )
 
 
 def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
     """Random weights, the same on every mesh; made on the host, where nothing is compiled."""
     random = np.random.default_rng(seed)
     target = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
-    drawn = jax.tree.map(lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), target)
+    drawn = jax.tree.map(
+        lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), target
+    )
     return jax.device_put(drawn, jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
@@ -70,19 +85,27 @@ def full_batch(recipe: Recipe, logprobs: np.ndarray) -> Batch:
     """A batch with old, reference and recorded log-probs near the policy's, so that some tokens clip and some do not."""
     random, batch = np.random.default_rng(0), batch_of(recipe, rows=16)
     names = ("old", "reference", "recorded")
-    return batch.replace(**{name: jnp.asarray(logprobs + random.normal(0, 0.4, logprobs.shape)) for name in names})
+    return batch.replace(
+        **{name: jnp.asarray(logprobs + random.normal(0, 0.4, logprobs.shape)) for name in names}
+    )
 
 
-def whole_scores(recipe: Recipe, batch: Batch, params: transformer.Params) -> tuple[np.ndarray, np.ndarray]:
+def whole_scores(
+    recipe: Recipe, batch: Batch, params: transformer.Params
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and entropies of a batch of one accumulation step, from all its logits at once."""
 
     def forward(params: transformer.Params) -> jax.Array:
         rows = batch.at(jnp.int32(0))
-        x, _ = transformer.hidden(params, MODEL, rows.tokens, rows.positions, rows.segments, compute_dtype="float64")
+        x, _ = transformer.hidden(
+            params, MODEL, rows.tokens, rows.positions, rows.segments, compute_dtype="float64"
+        )
         return transformer.logits(params, MODEL, x)[..., : MODEL.vocab_size]
 
     temperature = recipe.objective.temperature
-    scores = plain_scores(np.asarray(jax.jit(forward)(params)), np.asarray(batch.targets[0]), temperature)
+    scores = plain_scores(
+        np.asarray(jax.jit(forward)(params)), np.asarray(batch.targets[0]), temperature
+    )
     return tuple(part[None] for part in scores)
 
 
@@ -97,10 +120,14 @@ def assert_same(one, other, **tolerance):
 # Log-probs and entropy
 
 
-def plain_scores(logits: np.ndarray, targets: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+def plain_scores(
+    logits: np.ndarray, targets: np.ndarray, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
     scaled = logits / temperature
     logp = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
-    return np.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -(np.exp(logp) * logp).sum(axis=-1)
+    return np.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], -(
+        np.exp(logp) * logp
+    ).sum(axis=-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -124,7 +151,10 @@ def test_chunks_of_any_size_give_the_scores_of_the_whole(chunk, tied, x64):
     model, mesh = replace(MODEL, tied=tied), make_mesh(2, 2)
     params = params_of(replace(recipe_of(data=2, model=2), model=model))
     random = np.random.default_rng(1)
-    x, targets = jnp.asarray(random.normal(size=(4, 13, 16))), jnp.asarray(random.integers(0, 11, (4, 13)))
+    x, targets = (
+        jnp.asarray(random.normal(size=(4, 13, 16))),
+        jnp.asarray(random.integers(0, 11, (4, 13))),
+    )
     found = jax.jit(
         lambda params: scoring.token_scores(
             params, model, mesh, x, targets, temperature=0.8, chunk=chunk, entropy_learns=False
@@ -139,11 +169,18 @@ def test_update_never_holds_the_logits_of_all_tokens():
     recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)
     given = ("old", "reference", "recorded")
     batch = policy_update.abstract_batch(recipe, steps=2, rows=4, row_tokens=2048, given=given)
-    compiled = policy_update.programs(recipe).update.lower(policy_update.abstract_state(recipe), batch).compile()
+    compiled = (
+        policy_update.programs(recipe)
+        .update.lower(policy_update.abstract_state(recipe), batch)
+        .compile()
+    )
     memory = compiled.memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4
-    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(policy_update.abstract_state(recipe)))
+    state_bytes = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(policy_update.abstract_state(recipe))
+    )
     assert memory.alias_size_in_bytes > 0.99 * state_bytes / 2  # the state is donated
 
 
@@ -159,7 +196,9 @@ def plain_loss(objective: Objective, batch, logp, entropy) -> float:
         old, recorded, reference = (rows[name][index] for name in ("old", "recorded", "reference"))
         advantage, ratio = rows["advantages"][index], np.exp(logp[index] - old)
         kept = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high)
-        policy = -min(ratio * advantage, kept * advantage) * min(np.exp(old - recorded), objective.importance_cap)
+        policy = -min(ratio * advantage, kept * advantage) * min(
+            np.exp(old - recorded), objective.importance_cap
+        )
         kl = np.exp(reference - logp[index]) - 1 - (reference - logp[index])
         regular = objective.kl_coef * kl - objective.entropy_coef * entropy[index]
         total += rows["weights"][index] * (policy + regular)
@@ -173,18 +212,31 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     batch = full_batch(recipe, logp)
     expected = plain_loss(FULL, batch, logp, entropy)
 
-    loss = jax.jit(jax.value_and_grad(lambda params: policy_update.loss(params, batch.at(jnp.int32(0)), recipe)[0]))
+    loss = jax.jit(
+        jax.value_and_grad(
+            lambda params: policy_update.loss(params, batch.at(jnp.int32(0)), recipe)[0]
+        )
+    )
     total, gradient = loss(params)
     assert float(total) == pytest.approx(expected, rel=1e-10)
     direction = params_of(recipe, seed=5)
-    shifted = [loss(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, params, direction))[0] for s in (1, -1)]
-    products = [np.sum(np.multiply(*pair)) for pair in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)]
+    shifted = [
+        loss(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, params, direction))[0]
+        for s in (1, -1)
+    ]
+    products = [
+        np.sum(np.multiply(*pair))
+        for pair in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+    ]
     assert sum(products) == pytest.approx(float(shifted[0] - shifted[1]) / 2e-6, rel=1e-6)
 
     before = jax.device_get(params)
     state, metrics = policy_update.programs(recipe).update(state_of(recipe), batch)
     mask = np.asarray(batch.weights) > 0
-    ratio, advantage = np.exp(logp - np.asarray(batch.old))[mask], np.asarray(batch.advantages)[mask]
+    ratio, advantage = (
+        np.exp(logp - np.asarray(batch.old))[mask],
+        np.asarray(batch.advantages)[mask],
+    )
     low, high = (advantage < 0) & (ratio < 0.9), (advantage > 0) & (ratio > 1.3)
     difference = np.abs(logp - np.asarray(batch.recorded))[mask]
     expected = {
@@ -202,7 +254,9 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     # Adam's first step: the clipped gradient over its own size, and the decay of matrices.
     clipped = np.asarray(gradient.embed) / max(1.0, expected["grad_norm"])
     step = clipped / (np.abs(clipped) + 1e-8) + ADAM.weight_decay * before.embed
-    np.testing.assert_allclose(state.params.embed, before.embed - ADAM.learning_rate * step, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        state.params.embed, before.embed - ADAM.learning_rate * step, rtol=1e-9, atol=1e-12
+    )
 
 
 # Sharding, accumulation, packing
@@ -235,14 +289,19 @@ def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
         update, state = policy_update.programs(recipe).update, state_of(recipe)
         for _ in range(2):
             state, metrics = update(state, batch_of(recipe))
-        assert {leaf.dtype for leaf in jax.tree.leaves((state, metrics))} == {jnp.dtype("float32"), jnp.dtype("int32")}
+        assert {leaf.dtype for leaf in jax.tree.leaves((state, metrics))} == {
+            jnp.dtype("float32"),
+            jnp.dtype("int32"),
+        }
         results.append(jax.device_get((state, metrics)))
     (state, metrics), (sharded, others) = results
     assert_same(state.params, sharded.params, rtol=0, atol=3e-4 * ADAM.learning_rate)
     assert_same(metrics, others, rtol=2e-6, atol=2e-6)
     for one, other in zip(*map(jax.tree.leaves, (state.opt_state, sharded.opt_state)), strict=True):
         assert one.any(), "every weight learned"
-        np.testing.assert_allclose(other, one, rtol=0, atol=16 * np.finfo(np.float32).eps * np.abs(one).max())
+        np.testing.assert_allclose(
+            other, one, rtol=0, atol=16 * np.finfo(np.float32).eps * np.abs(one).max()
+        )
 
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
@@ -250,7 +309,11 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
     state, expected = state_of(recipe), policy_update.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (announced.shape, announced.dtype, announced.sharding)
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+            announced.shape,
+            announced.dtype,
+            announced.sharding,
+        )
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
     assert moments == {jnp.dtype("float32")}  # at least float32, whatever the weights are
 
@@ -258,18 +321,27 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
 def test_accumulated_gradients_are_those_of_one_big_batch_whatever_the_packing(x64):
     recipe = recipe_of(PLAIN)
     big, small = batch_of(recipe, rows=16), batch_of(recipe)
-    assert int(big.count) == 1 and 1 < int(small.count) < len(small.tokens)  # the last step is padding
+    assert int(big.count) == 1 and 1 < int(small.count) < len(
+        small.tokens
+    )  # the last step is padding
     update = policy_update.programs(recipe).update
-    assert_same(update(state_of(recipe), big), update(state_of(recipe), small), rtol=1e-9, atol=1e-12)
+    assert_same(
+        update(state_of(recipe), big), update(state_of(recipe), small), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_logprobs_of_a_packed_example_are_those_of_the_example_alone(x64):
     recipe, examples = recipe_of(PLAIN), examples_of()
     logprobs, params = policy_update.programs(recipe).token_logprobs, params_of(recipe)
-    together, alone = logprobs(params, batch_of(recipe)), logprobs(params, batch_of(recipe, rows=1, examples=1))
+    together, alone = (
+        logprobs(params, batch_of(recipe)),
+        logprobs(params, batch_of(recipe, rows=1, examples=1)),
+    )
     step, row, first = packing.pack(examples, ROW, 4).spans[0]
     found = together[step, row, first : first + len(examples[0].answer)]
-    np.testing.assert_allclose(found, alone[0, 0, len(examples[0].prompt) - 1 :][: len(found)], rtol=1e-12)
+    np.testing.assert_allclose(
+        found, alone[0, 0, len(examples[0].prompt) - 1 :][: len(found)], rtol=1e-12
+    )
     whole = whole_scores(recipe, batch_of(recipe, rows=1, examples=1), params)[0]
     np.testing.assert_allclose(alone[alone != 0], whole[np.asarray(alone) != 0], rtol=1e-12)
 
@@ -278,7 +350,9 @@ def test_logprobs_of_a_packed_example_are_those_of_the_example_alone(x64):
 
 
 @pytest.mark.parametrize("objective", [PLAIN, FULL])
-def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_asked_for(objective, x64):
+def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_asked_for(
+    objective, x64
+):
     recipe = recipe_of(objective)
     batch = batch_of(recipe)
     if objective is FULL:
@@ -287,7 +361,10 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_aske
     one, first = update(state_of(recipe), batch)
     two, second = update(state_of(recipe), batch.replace(recorded=batch.recorded - 0.5))
     assert float(first["rollout_logprob_diff_mean"]) != float(second["rollout_logprob_diff_mean"])
-    same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)]
+    same = [
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    ]
     assert all(same) == (objective.importance_cap == 0)
 
 
@@ -305,10 +382,15 @@ def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
 
 
 def test_objectives_without_what_they_read_are_refused(x64):
-    for objective, message in ((Objective(kl_coef=0.1), "reference"), (Objective(importance_cap=2.0), "recorded")):
+    for objective, message in (
+        (Objective(kl_coef=0.1), "reference"),
+        (Objective(importance_cap=2.0), "recorded"),
+    ):
         recipe = recipe_of(objective)
         with pytest.raises(ValueError, match=message):
-            policy_update.programs(recipe).update(policy_update.abstract_state(recipe), batch_of(recipe, recorded=False))
+            policy_update.programs(recipe).update(
+                policy_update.abstract_state(recipe), batch_of(recipe, recorded=False)
+            )
 
 
 # The step
@@ -316,12 +398,20 @@ def test_objectives_without_what_they_read_are_refused(x64):
 
 def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     recipe = recipe_of(PLAIN)
-    update, batch, before = policy_update.programs(recipe).update, batch_of(recipe), state_of(recipe)
+    update, batch, before = (
+        policy_update.programs(recipe).update,
+        batch_of(recipe),
+        state_of(recipe),
+    )
     broken = batch.replace(advantages=batch.advantages.at[0, 0].set(jnp.nan))
     state = state_of(recipe)
     for skips in (1, 2):
         state, metrics = update(state, broken)
-        assert (int(state.step), int(state.skips), int(metrics["nonfinite"])) == (skips, skips, skips)
+        assert (int(state.step), int(state.skips), int(metrics["nonfinite"])) == (
+            skips,
+            skips,
+            skips,
+        )
         assert_same((state.params, state.opt_state), (before.params, before.opt_state))
     state, metrics = update(state, batch)
     expected, _ = update(state_of(recipe), batch)
@@ -333,7 +423,10 @@ def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(
     recipe = recipe_of(Objective(is_supervised=True))
     state, batch = state_of(recipe), batch_of(recipe)
     expected = -float(
-        jnp.sum(batch.weights * policy_update.programs(recipe_of(PLAIN)).token_logprobs(state.params, batch))
+        jnp.sum(
+            batch.weights
+            * policy_update.programs(recipe_of(PLAIN)).token_logprobs(state.params, batch)
+        )
     )
     losses = []
     for _ in range(5):
@@ -350,7 +443,9 @@ def test_decay_pulls_matrices_only(x64):
     still = jax.tree.map(np.zeros_like, params)
     changes, _ = jax.jit(transformation.update)(still, transformation.init(params), params)
     named = jax.tree_util.tree_leaves_with_path((params, changes))
-    for (path, weight), (_, change) in zip(named[: len(named) // 2], named[len(named) // 2 :], strict=True):
+    for (path, weight), (_, change) in zip(
+        named[: len(named) // 2], named[len(named) // 2 :], strict=True
+    ):
         is_matrix = not any(word in jax.tree_util.keystr(path) for word in ("norm", "bias"))
         np.testing.assert_allclose(change, -0.1 * 0.5 * is_matrix * weight, rtol=1e-12)
 
@@ -369,7 +464,11 @@ def test_learning_rates_are_those_worked_by_hand(schedule, floor, rates):
 
 
 def test_recipe_holds_the_numbers_of_the_configuration():
-    config = Config(optim=Optim(learning_rate=2e-4, schedule="cosine", warmup_steps=3, weight_decay=0.2, beta2=0.9))
+    config = Config(
+        optim=Optim(
+            learning_rate=2e-4, schedule="cosine", warmup_steps=3, weight_decay=0.2, beta2=0.9
+        )
+    )
     recipe = Recipe.of(config, MODEL, make_mesh(1, 1), total_steps=7)
     assert recipe.adam == Adam(2e-4, 7, "cosine", 3, 0.0, 0.9, 0.9, 0.2, 1.0)
     assert recipe.objective == Objective()

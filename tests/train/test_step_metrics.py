@@ -15,16 +15,39 @@ from tlt_jax.train import speculation_metrics
 from tlt_jax.tuner.interface import Measurement
 
 TREE = strategies.parse("2_2_4")
-STATS = {"accept_length": 2.5, "speculated_tokens": 60, "tokens": 100, "declined": 4, "pool_programs": 3, "pool_bytes": 2**21}
+STATS = {
+    "accept_length": 2.5,
+    "speculated_tokens": 60,
+    "tokens": 100,
+    "declined": 4,
+    "pool_programs": 3,
+    "pool_bytes": 2**21,
+}
 
 
-def chunk(strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicted=math.nan, number=0) -> Measurement:
+def chunk(
+    strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicted=math.nan, number=0
+) -> Measurement:
     """A chunk of four live rows in which deep[d] trees held to depth d + 1."""
     hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
     if strategy != PLAIN:
         hits[0, 0, 0], hits[1, 1, 1] = deep
     tokens = 4 * rounds + int(hits.sum())
-    return Measurement(0, batch, 4.0, 256, strategy, rounds, 4 * rounds, tokens, seconds, hits, number, predicted, "kept")
+    return Measurement(
+        0,
+        batch,
+        4.0,
+        256,
+        strategy,
+        rounds,
+        4 * rounds,
+        tokens,
+        seconds,
+        hits,
+        number,
+        predicted,
+        "kept",
+    )
 
 
 def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
@@ -33,26 +56,50 @@ def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
 
 
 def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
-    measured = [chunk(), chunk(seconds=0.7, deep=(20, 5)), chunk(seconds=9.0), chunk(PLAIN, seconds=0.2), chunk(batch=1)]
+    measured = [
+        chunk(),
+        chunk(seconds=0.7, deep=(20, 5)),
+        chunk(seconds=9.0),
+        chunk(PLAIN, seconds=0.2),
+        chunk(batch=1),
+    ]
     found = metrics(*measured, chunk(PLAIN, batch=64, seconds=0.3))
     for name in found:
         assert names.find(name, "scalar")
     assert found["speculation/accept_length/eagle3"] == found["speculation/accept_length"] == 2.5
     assert found["speculation/accept_rate@1"] == pytest.approx((12 + 20 + 12 + 12) / 160)
-    assert (found["speculation/round_ms@4"], found["speculation/plain_round_ms@4"]) == (pytest.approx(70), pytest.approx(20))
-    assert found["speculation/nodes@4"] == pytest.approx((3 * 4 + 1) / 4) and found["speculation/nodes@64"] == 1
+    assert (found["speculation/round_ms@4"], found["speculation/plain_round_ms@4"]) == (
+        pytest.approx(70),
+        pytest.approx(20),
+    )
+    assert (
+        found["speculation/nodes@4"] == pytest.approx((3 * 4 + 1) / 4)
+        and found["speculation/nodes@64"] == 1
+    )
     assert "speculation/round_ms@64" not in found and "speculation/plain_round_ms@1" not in found
     assert (found["speculation/pool_programs"], found["speculation/pool_mib"]) == (3, 2)
     assert "speculation/prediction_error" not in found
     assert metrics(chunk(PLAIN)) == {}
-    assert metrics(chunk(predicted=2 * 55 / 0.5), chunk())["speculation/prediction_error"] == pytest.approx(math.log(2))
+    assert metrics(chunk(predicted=2 * 55 / 0.5), chunk())[
+        "speculation/prediction_error"
+    ] == pytest.approx(math.log(2))
 
 
 def test_drafting_and_the_rest_of_a_round_are_told_of_the_most_used_shape_that_was_timed():
     other, wide = strategies.parse("2_3_6"), strategies.parse("2_2_5")
-    measured = [chunk(), chunk(seconds=0.7), chunk(seconds=0.9), chunk(other, rounds=5), chunk(wide, rounds=100)]
-    found = metrics(*measured, drafting={(4, 256, TREE): 0.01, (4, 256, other): 0.5, (4, 512, wide): 0.1})
-    assert found["speculation/draft_ms@4"] == pytest.approx(10) and found["speculation/verify_ms@4"] == pytest.approx(60)
+    measured = [
+        chunk(),
+        chunk(seconds=0.7),
+        chunk(seconds=0.9),
+        chunk(other, rounds=5),
+        chunk(wide, rounds=100),
+    ]
+    found = metrics(
+        *measured, drafting={(4, 256, TREE): 0.01, (4, 256, other): 0.5, (4, 512, wide): 0.1}
+    )
+    assert found["speculation/draft_ms@4"] == pytest.approx(10) and found[
+        "speculation/verify_ms@4"
+    ] == pytest.approx(60)
     assert all(names.find(name, "scalar") for name in found)
 
 
@@ -64,6 +111,13 @@ def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
         assert lines == []
         return
     drafted, plain = lines
-    assert drafted.accepted == [28, 9, 3] and sum(n * count for n, count in enumerate(drafted.accepted)) == 12 + 3
-    assert (drafted.number, drafted.predicted, drafted.measured) == (7, 90.0, pytest.approx(55 / 0.5))
+    assert (
+        drafted.accepted == [28, 9, 3]
+        and sum(n * count for n, count in enumerate(drafted.accepted)) == 12 + 3
+    )
+    assert (drafted.number, drafted.predicted, drafted.measured) == (
+        7,
+        90.0,
+        pytest.approx(55 / 0.5),
+    )
     assert (plain.accepted, plain.predicted, plain.strategy) == ([], None, "off")

@@ -61,7 +61,11 @@ KNOBS = {
     "sft.cache": "off",
 }  # fmt: skip
 
-DRAFTED = {"speculation.drafter": "ngram", "speculation.tuner": "beg_mab", "speculation.strategies": ["2_2_4"]}
+DRAFTED = {
+    "speculation.drafter": "ngram",
+    "speculation.tuner": "beg_mab",
+    "speculation.strategies": ["2_2_4"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,11 @@ def configure(shared):
     """configure(run folder, {knob: value}) -> the toy configuration: generated problems, no export."""
 
     def make(run: Path, knobs: dict | None = None) -> Config:
-        values = KNOBS | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False} | (knobs or {})
+        values = (
+            KNOBS
+            | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False}
+            | (knobs or {})
+        )
         pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
                  for name, value in values.items()]  # fmt: skip
         return configuration.build({}, pairs)
@@ -94,7 +102,11 @@ def configure(shared):
 @pytest.fixture(scope="module")
 def whole(shared, configure):
     """A finished run over more than two epochs of three problems, every step saved. Tests copy it, none writes to it."""
-    files = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer", "checkpoint.export": True}
+    files = {
+        "data.train": shared / "rows.jsonl",
+        "model.tokenizer": shared / "tokenizer",
+        "checkpoint.export": True,
+    }
     config = configure(shared / "whole", files | {"checkpoint.best_metric": "eval/mean@2"})
     assert loop.train(config) == cli.DONE
     return config
@@ -123,7 +135,10 @@ def completions(config: Config) -> dict[str, list[tuple]]:
     """Completions file -> the answers in it."""
     files = sorted((Path(config.run) / "completions").iterdir())
     fields = ("step", "uid", "prompt", "completion", "reward", "length", "finish")
-    return {f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()] for f in files}
+    return {
+        f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()]
+        for f in files
+    }
 
 
 def chosen(config: Config) -> dict[str, list[dict]]:
@@ -136,14 +151,25 @@ def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
     assert saved_steps(whole) == [0, 1, 2, 3, 4]  # 0: the baseline is the best so far
     first, last = state_of(whole, 0), state_of(whole)
     assert (int(last.step), int(last.skipped)) == (STEPS, 0)
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True))
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True)
+    )
     written = events(whole)
-    for name in ("reward/mean", "response_length/p75", "actor/entropy", "timing_s/step", "training/epoch"):
+    for name in (
+        "reward/mean",
+        "response_length/p75",
+        "actor/entropy",
+        "timing_s/step",
+        "training/epoch",
+    ):
         assert [step for step, _ in written[name]] == [1, 2, 3, 4], name
     assert [step for step, _ in written["eval/mean@2"]] == [0, 2, 4]
     assert written["training/epoch"][-1][1] == pytest.approx(4 * 2 / 3)
     assert max(value for _, value in written["actor/rollout_logprob_diff_max"]) < 1e-4
-    assert {name: len(lines) for name, lines in completions(whole).items()} == {f"00000{n}.jsonl": 6 for n in (1, 2, 3, 4)}
+    assert {name: len(lines) for name, lines in completions(whole).items()} == {
+        f"00000{n}.jsonl": 6 for n in (1, 2, 3, 4)
+    }
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -165,18 +191,28 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
     assert loop.train(moved) == cli.DONE
     assert configuration.read(Path(whole.run) / "config.yaml") == moved
-    other = replace(whole, optim=replace(whole.optim, learning_rate=0.5), eval=replace(whole.eval, samples=4))
+    other = replace(
+        whole, optim=replace(whole.optim, learning_rate=0.5), eval=replace(whole.eval, samples=4)
+    )
     other = replace(other, checkpoint=replace(other.checkpoint, best_metric=""))
     with pytest.raises(ConfigError) as refused:
         loop.train(other)
     text = str(refused.value)
-    assert "other values of optim.learning_rate, eval.samples, checkpoint.best_metric:" in text and "\n" not in text
+    assert (
+        "other values of optim.learning_rate, eval.samples, checkpoint.best_metric:" in text
+        and "\n" not in text
+    )
     assert loop.train(whole) == cli.DONE
 
 
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
     rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2], in_flight=1)
-    config = replace(whole, run=str(tmp_path), rollout=rollout, checkpoint=replace(whole.checkpoint, export=False))
+    config = replace(
+        whole,
+        run=str(tmp_path),
+        rollout=rollout,
+        checkpoint=replace(whole.checkpoint, export=False),
+    )
     assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
     assert_equal(state_of(config), state_of(whole))
@@ -204,10 +240,15 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
-    with Store(config.run, best_metric="eval/mean@2", create=False) as ours, Store(whole.run, create=False) as theirs:
+    with (
+        Store(config.run, best_metric="eval/mean@2", create=False) as ours,
+        Store(whole.run, create=False) as theirs,
+    ):
         assert ours.index(STEPS)["metrics"] == theirs.index(STEPS)["metrics"] != {}
         measured = dict(events(whole)["eval/mean@2"])
-        assert ours.index(ours.best())["metrics"]["eval/mean@2"] == pytest.approx(max(measured.values()))
+        assert ours.index(ours.best())["metrics"]["eval/mean@2"] == pytest.approx(
+            max(measured.values())
+        )
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
@@ -216,12 +257,19 @@ def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
     config = replace(whole, run=str(tmp_path / "run"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
     command = [sys.executable, "-m", "tlt_jax.train", "--config", str(tmp_path / "config.yaml")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOY_REWARD_SECONDS": "0.3"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TOY_REWARD_SECONDS": "0.3",
+    }
 
     def stop(first_sign: str, number: signal.Signals) -> int:
         process = subprocess.Popen(command, env=environment)
         until = time.monotonic() + 120
-        while not list((tmp_path / "run").glob(first_sign)) and process.poll() is None and time.monotonic() < until:
+        while (
+            not list((tmp_path / "run").glob(first_sign))
+            and process.poll() is None
+            and time.monotonic() < until
+        ):
             time.sleep(0.005)
         process.send_signal(number)
         return process.wait()
@@ -240,13 +288,20 @@ def test_a_run_goes_on_on_another_mesh(whole, tmp_path):
     config = replace(config, mesh=replace(config.mesh, data=1, model=2))
     assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
-    ours, theirs = (jax.tree.leaves(state_of(c).params) for c in (config, replace(whole, mesh=config.mesh)))
+    ours, theirs = (
+        jax.tree.leaves(state_of(c).params) for c in (config, replace(whole, mesh=config.mesh))
+    )
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
 
 
 def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
-    wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
+    wide = {
+        "model.param_dtype": "float64",
+        "model.compute_dtype": "float64",
+        "train.steps": 2,
+        "eval.every": 0,
+    }
     runs = []
     for shape in ((1, 1), (2, 2)):
         knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "checkpoint.every": 0}
@@ -257,14 +312,29 @@ def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
 
 
 def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
-    wide = {"model.param_dtype": "float64", "model.compute_dtype": "float64", "train.steps": 2, "eval.every": 0}
-    plain, speculated = (configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, DRAFTED))
+    wide = {
+        "model.param_dtype": "float64",
+        "model.compute_dtype": "float64",
+        "train.steps": 2,
+        "eval.every": 0,
+    }
+    plain, speculated = (
+        configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, DRAFTED)
+    )
     assert loop.train(plain) == loop.train(speculated) == cli.DONE
     assert completions(plain) == completions(speculated)
     assert_equal(state_of(plain, 2).params, state_of(speculated, 2).params)
     measured = events(speculated)
     times = ("round_ms@3", "draft_ms@3", "verify_ms@3")
-    for name in ("accept_length/ngram", "share", "accept_rate@1", "nodes@3", *times, "pool_programs", "pool_mib"):
+    for name in (
+        "accept_length/ngram",
+        "share",
+        "accept_rate@1",
+        "nodes@3",
+        *times,
+        "pool_programs",
+        "pool_mib",
+    ):
         assert measured[f"speculation/{name}"], "some chunk drafted"
 
 
@@ -317,11 +387,17 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
     assert not chosen(whole), "nothing is chosen where nothing may draft"
     assert list(chosen(drafted)) == [f"00000{n}.jsonl" for n in (1, 2, 3)]
     for name, lines in chosen(drafted).items():
-        assert sum(line["tokens"] for line in lines) == sum(answer[5] for answer in completions(drafted)[name])
+        assert sum(line["tokens"] for line in lines) == sum(
+            answer[5] for answer in completions(drafted)[name]
+        )
         assert {line["strategy"] for line in lines} <= {"off", "2_2_4"}
         assert {line["reason"] for line in lines} <= {"never tried", "epsilon", "best median"}
-        assert all(line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines)
-        assert all(line["strategy"] == "off" or sum(line["accepted"]) >= line["rounds"] for line in lines)
+        assert all(
+            line["measured"] * line["seconds"] == pytest.approx(line["tokens"]) for line in lines
+        )
+        assert all(
+            line["strategy"] == "off" or sum(line["accepted"]) >= line["rounds"] for line in lines
+        )
         assert all(line["predicted"] is None or line["predicted"] > 0 for line in lines)
         known = {"never tried": {False}, "best median": {True}, "epsilon": {False, True}}
         assert all((line["predicted"] is not None) in known[line["reason"]] for line in lines)
@@ -330,24 +406,32 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
     assert ("best median", 3 * 100.0) in first, "three live rows at the reward known before"
 
 
-def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(drafted, tmp_path, monkeypatch, capsys):
+def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(
+    drafted, tmp_path, monkeypatch, capsys
+):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
     assert first_state(monkeypatch, config) == beg_mab.begin_beg_mab()
     said = [line for line in capsys.readouterr().out.splitlines() if "tuner" in line]
-    assert said == ["the tuner starts anew: what it had learned is of another speculation.strategies"]
+    assert said == [
+        "the tuner starts anew: what it had learned is of another speculation.strategies"
+    ]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
 
 
 def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, tmp_path, capsys):
     config = stopped_after(0, whole, tmp_path / "run")
     state = state_of(config, 0)
-    poisoned = state.replace(params=state.params.replace(final_norm=state.params.final_norm * np.nan))
+    poisoned = state.replace(
+        params=state.params.replace(final_norm=state.params.final_norm * np.nan)
+    )
     with Store(config.run, config.checkpoint.keep) as store:
         store.save(1, {"policy": poisoned})
     assert loop.train(config) == cli.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("error: step 4: 3 updates in a row were not finite: lower optim.learning_rate")
+    assert line.startswith(
+        "error: step 4: 3 updates in a row were not finite: lower optim.learning_rate"
+    )
     assert saved_steps(config) == [0, 1, 2, 3]
     after = state_of(config, 3)
     assert_equal(after.params, poisoned.params)
@@ -356,8 +440,12 @@ def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, 
     assert [value for _, value in events(config)["actor/nonfinite"]] == [0, 1, 2, 3]
 
 
-def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, configure, tmp_path):
-    rows = [{"prompt": f"{n}{n}{n}:", "answer": "hang" if n == 0 else "raise"} for n in (0, 1, 2, 3)]
+def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
+    shared, configure, tmp_path
+):
+    rows = [
+        {"prompt": f"{n}{n}{n}:", "answer": "hang" if n == 0 else "raise"} for n in (0, 1, 2, 3)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     knobs = {
         "data.train": tmp_path / "rows.jsonl", "model.tokenizer": shared / "tokenizer", "data.eval_size": 0,
@@ -375,8 +463,15 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(shared, 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
     measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
-    monkeypatch.setattr(evaluation, "evaluate", lambda *args: ({"eval/mean@2": next(measured)}, args[6]))
-    knobs = {"eval.every": 1, "checkpoint.every": 0, "checkpoint.keep": 1, "checkpoint.best_metric": "eval/mean@2"}
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *args: ({"eval/mean@2": next(measured)}, args[6])
+    )
+    knobs = {
+        "eval.every": 1,
+        "checkpoint.every": 0,
+        "checkpoint.keep": 1,
+        "checkpoint.best_metric": "eval/mean@2",
+    }
     config = configure(tmp_path, knobs)
     assert loop.train(config) == cli.DONE
     assert saved_steps(config) == [2, 4]
@@ -384,22 +479,33 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monk
         assert store.best() == 2
 
 
-def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(whole, tmp_path, monkeypatch, capsys):
+def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(
+    whole, tmp_path, monkeypatch, capsys
+):
     exported = Path(whole.run) / "hf"
     model = from_config.model_config(whole, datasets.tokenizer(whole))
     params = hf.load(exported, model, meshes.make_mesh(2, 1), "float32")
     last = state_of(whole).params
-    assert_equal(params.replace(embed=params.embed[: model.vocab_size]), last.replace(embed=last.embed[: model.vocab_size]))
+    assert_equal(
+        params.replace(embed=params.embed[: model.vocab_size]),
+        last.replace(embed=last.embed[: model.vocab_size]),
+    )
     assert not list(Path(whole.run).glob("*.partial"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
     monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
-    monkeypatch.setattr(sys, "argv", ["eval", "--config", str(tmp_path / "config.yaml"), "--model.path", str(exported)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["eval", "--config", str(tmp_path / "config.yaml"), "--model.path", str(exported)],
+    )
     printed = []
     for _ in range(2):
         assert eval.main() == 0
         printed.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert printed[0] == printed[1]
-    last = {name: values[-1][1] for name, values in events(whole).items() if name.startswith("eval/")}
+    last = {
+        name: values[-1][1] for name, values in events(whole).items() if name.startswith("eval/")
+    }
     assert printed[0] == pytest.approx(last) and len(last) == 6
 
 
@@ -411,12 +517,23 @@ def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
 
 
-def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactly(configure, tmp_path, monkeypatch):
-    knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "algorithm.importance_cap": 2.0, "eval.every": 0}
+def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactly(
+    configure, tmp_path, monkeypatch
+):
+    knobs = {
+        "algorithm.kl_coef": 0.1,
+        "algorithm.minibatches": 2,
+        "algorithm.importance_cap": 2.0,
+        "eval.every": 0,
+    }
     config, updates, written = configure(tmp_path / "run", knobs), [], []
     summarize, write = step_metrics.of_update, hf.save_whole
-    monkeypatch.setattr(step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args))
-    monkeypatch.setattr(hf, "save_whole", lambda *args, **rest: written.append(args[2].name) or write(*args, **rest))
+    monkeypatch.setattr(
+        step_metrics, "of_update", lambda *args: updates.append(args[0]) or summarize(*args)
+    )
+    monkeypatch.setattr(
+        hf, "save_whole", lambda *args, **rest: written.append(args[2].name) or write(*args, **rest)
+    )
     assert loop.train(config) == cli.DONE
     assert [len(one) for one in updates] == [2] * STEPS
     assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
@@ -432,7 +549,9 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
     assert written == ["reference"]
 
 
-def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(configure, tmp_path, monkeypatch):
+def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
+    configure, tmp_path, monkeypatch
+):
     knobs = {"sft.steps": 8, "sft.batch": 8, "sft.learning_rate": 0.03, "sft.cache": tmp_path / "cache",
              "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}  # fmt: skip
     config = configure(tmp_path / "run", knobs)
@@ -453,13 +572,24 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(config
     for name in ("sft/loss", "sft/lr", "reward/mean"):
         assert events(resumed)[name] == events(config)[name], name
     model = from_config.model_config(config, datasets.tokenizer(config))
-    others = {"sft.learning_rate": 0.02, "sft.steps": 9, "train.seed": 1, "data.task": "scan", "mesh.data": 1}
-    kept = {sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model) for name, v in others.items()}
+    others = {
+        "sft.learning_rate": 0.02,
+        "sft.steps": 9,
+        "train.seed": 1,
+        "data.task": "scan",
+        "mesh.data": 1,
+    }
+    kept = {
+        sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model)
+        for name, v in others.items()
+    }
     assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1
     assert sft.cache_folder(replace(config, sft=replace(config.sft, cache="off")), model) is None
 
 
-def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_named(configure, tmp_path):
+def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_named(
+    configure, tmp_path
+):
     config = configure(tmp_path / "run")
     run_folder.enter(configure(tmp_path / "run", {"train.seed": 1}))
     run_folder.enter(config)
@@ -504,14 +634,23 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():
                 subsets = [any(subset) for subset in combinations(answers, k)]
                 assert evaluation.pass_at_k(samples, correct, k) == pytest.approx(np.mean(subsets))
     assert evaluation.summarize(np.array([[1, 0, 0, 0.9], [0, 0, 0, 0]]), 0.9) == pytest.approx(
-        {"eval/mean@4": 1.9 / 8, "eval/pass@1": 0.25, "eval/pass@2": (1 - 1 / 6) / 2, "eval/pass@4": 0.5}
+        {
+            "eval/mean@4": 1.9 / 8,
+            "eval/pass@1": 0.25,
+            "eval/pass@2": (1 - 1 / 6) / 2,
+            "eval/pass@4": 0.5,
+        }
     )
 
 
 def test_the_command_of_the_warm_start_says_how_far_it_is(configure, tmp_path):
-    config = configure(tmp_path / "run", {"sft.steps": 2, "sft.batch": 4, "reward.terms": {"task": 1.0}})
+    config = configure(
+        tmp_path / "run", {"sft.steps": 2, "sft.batch": 4, "reward.terms": {"task": 1.0}}
+    )
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
     command = [sys.executable, "-m", "tlt_jax.train.sft", "--config", str(tmp_path / "config.yaml")]
-    done = subprocess.run([*command, "--out", str(tmp_path / "policy")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "policy")], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "warm start 2/2" in done.stdout and (tmp_path / "policy" / "config.json").is_file()

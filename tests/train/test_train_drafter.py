@@ -62,7 +62,9 @@ def shared(tmp_path_factory):
     )  # fmt: skip
     mesh = meshes.make_mesh(1, 1)
     params = transformer.init(model, mesh, jax.random.key(0), "float32")
-    hf.save(params.replace(head=20 * params.head), model, root / "policy", mesh, tokenizer, "float32")
+    hf.save(
+        params.replace(head=20 * params.head), model, root / "policy", mesh, tokenizer, "float32"
+    )
     compilation_cache.reset_cache()
     yield root
     jax.config.update("jax_compilation_cache_dir", None)
@@ -74,7 +76,11 @@ def configure(shared):
     """configure(run folder, {knob: value}) -> the toy configuration."""
 
     def make(run: Path, knobs: dict | None = None) -> Config:
-        values = KNOBS | {"run": run, "model.path": shared / "policy", "rollout.compile_cache": shared / "xla"}
+        values = KNOBS | {
+            "run": run,
+            "model.path": shared / "policy",
+            "rollout.compile_cache": shared / "xla",
+        }
         pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
                  for name, value in (values | (knobs or {})).items()]  # fmt: skip
         return configuration.build({}, pairs)
@@ -102,11 +108,16 @@ def state_of(config: Config, step: int = STEPS) -> drafter_update.DrafterState:
     sizes = drafter.eagle.for_policy(model, config.drafter_training.kind)
     recipe = drafter_update.Recipe.of(config, model, sizes, mesh)
     with Store(inside(config).run, create=False) as store:
-        return store.restore(step, {"drafter": drafter_update.abstract_state(recipe)}).items["drafter"]
+        return store.restore(step, {"drafter": drafter_update.abstract_state(recipe)}).items[
+            "drafter"
+        ]
 
 
 def texts_of(config: Config) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted((Path(config.run) / "drafter" / "answers").iterdir())}
+    return {
+        path.name: path.read_text()
+        for path in sorted((Path(config.run) / "drafter" / "answers").iterdir())
+    }
 
 
 def text_file(path: Path, rows: list[dict]) -> Path:
@@ -118,7 +129,9 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "least"), [("eagle", 0.93), ("eagle3", 0.96)])
-def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least, configure, tmp_path, capsys):
+def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
+    kind, least, configure, tmp_path, capsys
+):
     knobs = {
         "drafter_training.kind": kind,
         "drafter_training.steps": 150,
@@ -134,17 +147,26 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(kind, least,
     assert ("drafter/feature_loss" in written) == (kind == "eagle")
     model = from_config.model_config(config, datasets.tokenizer(config))
     directory = tmp_path / "drafter" / "hf"
-    described, params = hf_drafter.load(directory, model, meshes.make_mesh(1, 1), "float32", positions=32)
+    described, params = hf_drafter.load(
+        directory, model, meshes.make_mesh(1, 1), "float32", positions=32
+    )
     assert described.kind == kind
     assert_equal(params.layer, state_of(config, 150).params.layer)
-    (shown,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150"))
-    assert f"  loss {written['drafter/loss'][1]:.3f}  agreement {written['drafter/agreement@1'][1]:.3f}  " in shown
+    (shown,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150")
+    )
+    assert (
+        f"  loss {written['drafter/loss'][1]:.3f}  agreement {written['drafter/agreement@1'][1]:.3f}  "
+        in shown
+    )
     assert drafter.train(config) == cli.DONE
     assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(whole, tmp_path, monkeypatch, step):
+def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
+    whole, tmp_path, monkeypatch, step
+):
     shutil.copytree(whole.run, tmp_path / "run")
     config = replace(whole, run=str(tmp_path / "run"))
     for saved in saved_steps(inside(config)):
@@ -159,7 +181,9 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(who
 
 
 @pytest.mark.parametrize("where", ["answers", "training"])
-def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
+def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(
+    whole, tmp_path, monkeypatch, where
+):
     config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
     target, name = {"answers": (corpus, "write"), "training": (drafter_update, "make_batch")}[where]
     with monkeypatch.context() as patch:
@@ -178,7 +202,9 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     rows = [json.loads(line) for text in files.values() for line in text.splitlines()]
     assert len(rows) == 2 * 16 * 2
     prompts = [
-        prompt.tokens.tolist() for step in (0, 1) for prompt in datasets.load(whole, datasets.tokenizer(whole)).prompts(step)
+        prompt.tokens.tolist()
+        for step in (0, 1)
+        for prompt in datasets.load(whole, datasets.tokenizer(whole)).prompts(step)
     ]
     assert [row["prompt"] for row in rows[::2]] == prompts
     assert DRAFTER_STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
@@ -197,11 +223,15 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     monkeypatch.setattr(corpus, "Engine", Recorder)
     tokenizer = datasets.tokenizer(whole)
     dataset = datasets.load(whole, tokenizer)
-    corpus.answer(replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False)
+    corpus.answer(
+        replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False
+    )
     assert asked == [(DRAFTER_STREAM, step, 16) for step in (0, 1)]
 
 
-def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(whole, configure, tmp_path, monkeypatch):
+def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
+    whole, configure, tmp_path, monkeypatch
+):
     first = Path(whole.run) / "drafter" / "hf"
     monkeypatch.setattr(corpus, "Engine", None)
     knobs = {
@@ -236,12 +266,21 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
     config = configure(tmp_path, knobs)
     assert drafter.train(config) == cli.DONE
     model = from_config.model_config(config, datasets.tokenizer(config))
-    _, params = hf_drafter.load(tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32")
+    _, params = hf_drafter.load(
+        tmp_path / "drafter" / "hf", model, meshes.make_mesh(1, 1), "float32"
+    )
     rows = [json.loads(line) for text in texts_of(whole).values() for line in text.splitlines()]
-    counts = np.bincount(np.concatenate([row["response"] for row in rows]), minlength=model.vocab_size)
+    counts = np.bincount(
+        np.concatenate([row["response"] for row in rows]), minlength=model.vocab_size
+    )
     assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
-    examples = [Example(0, np.array([7]), np.array([3, 3, 1, 2])), Example(1, np.array([7]), np.array([2, 5]))]
-    np.testing.assert_array_equal(corpus.frequent(examples, 3, 9), [1, 2, 3])  # of 1 and 5 the lower
+    examples = [
+        Example(0, np.array([7]), np.array([3, 3, 1, 2])),
+        Example(1, np.array([7]), np.array([2, 5])),
+    ]
+    np.testing.assert_array_equal(
+        corpus.frequent(examples, 3, 9), [1, 2, 3]
+    )  # of 1 and 5 the lower
 
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
@@ -252,18 +291,26 @@ def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys,
         "train.max_nonfinite": 1,
     }
     assert drafter.train(configure(tmp_path, knobs)) == cli.DIVERGED
-    assert "updates in a row were not finite: lower drafter_training.learning_rate" in capsys.readouterr().err
+    assert (
+        "updates in a row were not finite: lower drafter_training.learning_rate"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "drafter" / "hf").exists()
 
 
 def test_the_command_trains_and_prints_where_the_drafter_is(whole, tmp_path, monkeypatch, capsys):
     config = replace(whole, run=str(tmp_path / "run"))
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
-    shutil.copytree(Path(whole.run) / "drafter" / "answers", tmp_path / "run" / "drafter" / "answers")
+    shutil.copytree(
+        Path(whole.run) / "drafter" / "answers", tmp_path / "run" / "drafter" / "answers"
+    )
     monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     monkeypatch.setattr(sys, "argv", ["drafter", "--config", str(tmp_path / "config.yaml")])
     assert drafter.main() == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'run/drafter/hf'}: the drafter after {STEPS} steps"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"{tmp_path / 'run/drafter/hf'}: the drafter after {STEPS} steps"
+    )
 
 
 # Texts
@@ -295,7 +342,9 @@ def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_pat
         {"prompt": [1], "response": {"text": "3"}}, {"prompt": [1, -2], "response": "3"},
     ]  # fmt: skip
     with pytest.raises(DataError) as refused:
-        corpus.read(str(text_file(tmp_path / "rows.jsonl", rows)), encoder_of(configure, tmp_path), 15)
+        corpus.read(
+            str(text_file(tmp_path / "rows.jsonl", rows)), encoder_of(configure, tmp_path), 15
+        )
     text = str(refused.value)
     for part in (
         "the data has 5 problems", ":1: column 'response' is missing", ":2: column 'prompt' is empty",
@@ -309,7 +358,11 @@ def test_long_texts_are_cut_to_rows_and_prompts_that_fill_one_are_dropped():
     lengths = [(3, 4), (3, 9), (8, 2), (7, 5)]
     examples = [Example(uid, np.arange(p), np.arange(a)) for uid, (p, a) in enumerate(lengths)]
     kept = corpus.fit(examples, 8)
-    assert [(one.uid, len(one.prompt), len(one.answer)) for one in kept] == [(0, 3, 4), (1, 3, 5), (3, 7, 1)]
+    assert [(one.uid, len(one.prompt), len(one.answer)) for one in kept] == [
+        (0, 3, 4),
+        (1, 3, 5),
+        (3, 7, 1),
+    ]
     with pytest.raises(DataError, match="none of the 1 texts fits rows of 8"):
         corpus.fit(examples[2:3], 8)
 
@@ -317,7 +370,8 @@ def test_long_texts_are_cut_to_rows_and_prompts_that_fill_one_are_dropped():
 def test_every_pass_deals_every_row_once_in_another_order(configure, tmp_path):
     random = np.random.default_rng(0)
     examples = [
-        Example(uid, random.integers(0, 9, 3), np.full(random.integers(20, 40), uid, np.int32)) for uid in range(23)
+        Example(uid, random.integers(0, 9, 3), np.full(random.integers(20, 40), uid, np.int32))
+        for uid in range(23)
     ]
     config = configure(tmp_path, {"train.rows": 2})
     rows = corpus.PackedCorpus(examples, config)

@@ -32,7 +32,9 @@ def decode(world, made, rollouts=3, seed=0, state=None, renew=True):
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
-        state, run = tuner_rollouts.rollout(world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen)
+        state, run = tuner_rollouts.rollout(
+            world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen
+        )
         runs.append(run)
         state = made.renew(state) if renew else state
     return state, runs
@@ -47,7 +49,18 @@ def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=
     hits = np.zeros((max(strategy.depth, 1), strategy.nodes, max(strategy.topk, 1)))
     hits[0, 0, 0] = accepted * rounds * batch
     tokens = int((1 + accepted) * rounds * batch)
-    return Measurement(group, batch, batch, slots, strategy, rounds, rounds * batch, tokens, per_round * rounds, hits)
+    return Measurement(
+        group,
+        batch,
+        batch,
+        slots,
+        strategy,
+        rounds,
+        rounds * batch,
+        tokens,
+        per_round * rounds,
+        hits,
+    )
 
 
 # Strategies
@@ -84,7 +97,9 @@ def test_the_widest_trees_belong_to_the_smallest_batches():
 
 @pytest.mark.parametrize("drafter", [schema.NONE, schema.NGRAM])
 def test_strategies_are_checked_even_when_nothing_drafts(drafter):
-    assert len(make.arms(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (drafter == schema.NGRAM)
+    assert len(make.arms(Speculation(drafter=drafter, strategies=["3_1_4"]))) == (
+        drafter == schema.NGRAM
+    )
     with pytest.raises(ValueError, match="nodes is 0"):
         make.arms(Speculation(drafter=drafter, strategies=["6_4_0"]))
 
@@ -110,7 +125,9 @@ def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nod
 def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, text):
     source, smaller = strategies.parse("8_4_48"), strategies.parse(text)
     rank, sibling, _ = worlds.drafts(1, 4000, quality, 1.0, source)
-    chunks = [worlds.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)]
+    chunks = [
+        worlds.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)
+    ]
     predicted = sum(acceptance.counterfactual(hits, smaller) for hits in chunks) / 4000
     truth = (worlds.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
     assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
@@ -129,8 +146,13 @@ def test_hit_rates_follow_a_drafter_that_changes():
         hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source)[:2], source)
         evidence = acceptance.add(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
         means.append(acceptance.estimate(evidence, 16.0 * i, 4, ARMS)[0][2])
-    truth = [(worlds.drafts(99, 4000, quality, 1.0, source).rank >= 0).sum() / 4000 for quality in (0.8, 0.3)]
-    assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(truth[1], rel=0.12)
+    truth = [
+        (worlds.drafts(99, 4000, quality, 1.0, source).rank >= 0).sum() / 4000
+        for quality in (0.8, 0.3)
+    ]
+    assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(
+        truth[1], rel=0.12
+    )
 
 
 # What a round costs
@@ -161,17 +183,23 @@ def test_one_slow_first_call_does_not_condemn_an_arm():
     for _ in range(9):
         cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
     before, _ = cost_model.predict(cells, 4, 512, (arm,))
-    after, error = cost_model.predict(cost_model.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,))
+    after, error = cost_model.predict(
+        cost_model.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,)
+    )
     assert after[0] - before[0] < 0.3 and error[0] > 0.15
 
 
 def test_seconds_of_what_is_not_used_are_known_less_and_less_and_then_replaced():
     arm, cells, errors = strategies.parse("4_2_8"), {}, []
     for _ in range(9):
-        cells = cost_model.note(cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False)
+        cells = cost_model.note(
+            cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False
+        )
     for _ in range(cost_model.LIFE + 1):
         errors.append(cost_model.predict(cells, 4, 512, (arm,))[1][0])
-        cells = cost_model.note(cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False)
+        cells = cost_model.note(
+            cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False
+        )
     assert errors[0] < 0.05 and errors[-1] > 0.08 and errors == sorted(errors)
     assert cells["16/512/4_2_8"]["age"] == 0 and cells["4/512/4_2_8"]["age"] == cost_model.LIFE + 1
     assert cost_model.note(cells, 4, 512, arm, 9.0, True)["4/512/4_2_8"]["warm"] == [4.0] * 9
@@ -207,7 +235,9 @@ def test_beg_mab_tries_every_arm_once_before_it_judges():
     made, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
     state = made.init()
     for _ in range(3):
-        state, choice = made.choose(state, 4, 4, 512)  # nothing was read yet: two chunks are in flight
+        state, choice = made.choose(
+            state, 4, 4, 512
+        )  # nothing was read yet: two chunks are in flight
         tried.append(choice.strategy)
     assert set(tried) == {PLAIN, Strategy(4, 2, 8), Strategy(2, 4, 8)}
 
@@ -228,7 +258,9 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
     state, taken = made.init(), []
     for number in range(600):
         state, choice = made.choose(state, 4, 4, 512)
-        state = made.observe(state, measured(choice.strategy, accepted=1.0 if choice.strategy != PLAIN else 0.0))
+        state = made.observe(
+            state, measured(choice.strategy, accepted=1.0 if choice.strategy != PLAIN else 0.0)
+        )
         taken += [choice.strategy == PLAIN] if number > 1 else []
     assert 0.1 < np.mean(taken) < 0.2 and max(map(len, state["rewards"].values())) == 5
 
@@ -238,7 +270,12 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
 
 @pytest.mark.parametrize(
     ("law", "quality", "share"),
-    [(worlds.gpu, 0.8, 0.85), (worlds.gpu, 0.5, 0.85), (worlds.cpu, 0.8, 0.95), (worlds.cpu, 0.3, 0.95)],
+    [
+        (worlds.gpu, 0.8, 0.85),
+        (worlds.gpu, 0.5, 0.85),
+        (worlds.cpu, 0.8, 0.95),
+        (worlds.cpu, 0.3, 0.95),
+    ],
 )
 def test_goodput_comes_close_to_knowing_everything(law, quality, share):
     world = worlds.World(law, quality)
@@ -261,7 +298,10 @@ def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
 
 def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
     world = worlds.World(worlds.cpu, 0.6)
-    taken = {kind: seconds(decode(world, MAKERS[kind]())[1]) for kind in ("goodput", "threshold", "beg_mab")}
+    taken = {
+        kind: seconds(decode(world, MAKERS[kind]())[1])
+        for kind in ("goodput", "threshold", "beg_mab")
+    }
     assert taken["goodput"] < 0.95 * min(taken["threshold"], taken["beg_mab"])
 
 
@@ -295,7 +335,10 @@ def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
 @pytest.mark.parametrize(("faster", "text"), [(-0.025, "2_2_4"), (-0.1, "off")])
 def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster, text):
     for held, plain in (("2_2_4", 0.02 * (1 + faster)), ("off", 0.02 / (1 + faster))):
-        made, expected = goodput.goodput(["2_2_4"]), text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text]
+        made, expected = (
+            goodput.goodput(["2_2_4"]),
+            text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text],
+        )
         state = made.init()
         for _ in range(40):
             state = made.observe(state, measured(PLAIN, per_round=plain))
@@ -317,7 +360,10 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
         return accepted[1], error[1]
 
     assert known(renewed)[1] > known(state)[1]
-    after, without = (known(made.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0] for one in (renewed, state))
+    after, without = (
+        known(made.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0]
+        for one in (renewed, state)
+    )
     assert 0.3 < after < without < known(state)[0]
 
 
@@ -326,8 +372,12 @@ def test_trials_are_few_and_never_two_at_a_time():
     state, runs = decode(world, goodput.goodput(ARMS), rollouts=5, renew=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
     assert reasons.count("exploring") < 0.15 * len(reasons)
-    assert all(choice.is_exploring == (choice.rounds < 99) for run in runs for choice, _ in run.chunks)
-    assert not any(pair == ("exploring", "exploring") for pair in zip(reasons, reasons[1:], strict=False))
+    assert all(
+        choice.is_exploring == (choice.rounds < 99) for run in runs for choice, _ in run.chunks
+    )
+    assert not any(
+        pair == ("exploring", "exploring") for pair in zip(reasons, reasons[1:], strict=False)
+    )
 
 
 def test_the_trees_of_large_batches_are_bounded():
@@ -339,7 +389,10 @@ def test_the_trees_of_large_batches_are_bounded():
     for _ in range(4):
         state, choice = made.choose(state, batch, batch, 512)
         chosen.add(choice.strategy)
-    assert chosen - {PLAIN} and max(one.nodes for one in chosen) == 4 == made.usable(batch, 1)[-1].nodes
+    assert (
+        chosen - {PLAIN}
+        and max(one.nodes for one in chosen) == 4 == made.usable(batch, 1)[-1].nodes
+    )
 
 
 @pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.8), (worlds.cpu, 0.3)])
@@ -363,12 +416,16 @@ def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remem
         state, choice = made.choose(state, 4, 4, 512)
         seen = {PLAIN: (0.0, 0.020), arm: (0.15, 0.0255)}[choice.strategy]
         rounds = min(choice.rounds, 16)
-        state = made.observe(state, measured(choice.strategy, accepted=seen[0], per_round=seen[1], rounds=rounds))
+        state = made.observe(
+            state, measured(choice.strategy, accepted=seen[0], per_round=seen[1], rounds=rounds)
+        )
         taken.append(choice.strategy == PLAIN)
     assert np.mean(taken[:50]) < 0.5 and np.mean(taken[-100:]) > 0.8
 
 
-@pytest.mark.parametrize(("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")])
+@pytest.mark.parametrize(
+    ("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")]
+)
 def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(per_round, text):
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
@@ -387,7 +444,11 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
 def test_predictions_agree_with_what_is_measured():
     world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
     _, runs = decode(world, goodput.goodput(ARMS), rollouts=5)
-    ratio = [choice.predicted / (seen.tokens / seen.seconds) for choice, seen in runs[-1].chunks if seen.rounds == 16]
+    ratio = [
+        choice.predicted / (seen.tokens / seen.seconds)
+        for choice, seen in runs[-1].chunks
+        if seen.rounds == 16
+    ]
     assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
 
 
@@ -402,10 +463,16 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(PLAIN))
     late = measured(arm, accepted=1.0, per_round=9.0)
-    sharp, doubted = (made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9))
+    sharp, doubted = (
+        made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9)
+    )
     assert sharp["evidence"] == doubted["evidence"] != state["evidence"]
-    again, moved = (made.observe(sharp, late._replace(is_moved=is_moved))["cells"] for is_moved in (False, True))
-    assert [len(cells["4/512/2_2_4"]["warm"]) for cells in (again, moved)] == [1, 0], "cold seconds of what moved its rows"
+    again, moved = (
+        made.observe(sharp, late._replace(is_moved=is_moved))["cells"] for is_moved in (False, True)
+    )
+    assert [len(cells["4/512/2_2_4"]["warm"]) for cells in (again, moved)] == [1, 0], (
+        "cold seconds of what moved its rows"
+    )
     assert "4/512/2_2_4" in sharp["cells"] and doubted["cells"] == state["cells"]
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
@@ -415,13 +482,18 @@ def test_a_trial_pays_for_the_drafters_catching_up_too():
     state = made.observe(made.init(), measured(PLAIN))
     trial = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
     seen = measured(arm, accepted=1.0, rounds=4)
-    paid = [made.observe({**state, "trial": trial}, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
+    paid = [
+        made.observe({**state, "trial": trial}, seen._replace(catch_up=c))["funds"]
+        for c in (0.0, 0.3)
+    ]
     assert paid[0] - paid[1] == pytest.approx(0.3)
     kept = [made.observe(state, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
     assert kept[0] == kept[1], "an arm that is no trial owes nothing"
 
 
-@pytest.mark.parametrize("rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)])
+@pytest.mark.parametrize(
+    "rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)]
+)
 def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is_warm):
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(arm))
@@ -434,17 +506,30 @@ def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
     made, funds = goodput.goodput(["2_2_4"]), {}
     for rounds in (2, 4, 16, 64):
         state = made.observe(made.init(), measured(PLAIN))
-        state["trial"] = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
+        state["trial"] = {
+            "batch": 4,
+            "arm": "2_2_4",
+            "speed": -math.log(0.02),
+            "since": 0,
+            "open": True,
+        }
         seen = measured(Strategy(2, 2, 4), accepted=1.0, rounds=rounds)._replace(doubt=9.0 * rounds)
         funds[rounds] = made.observe(state, seen)["funds"] - state["funds"]
-    assert funds[4] == pytest.approx(-4 * 2 * 0.02), "two tokens a row and round, at plain decoding's 0.02 s"
-    assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx([funds[4] / 2, funds[4], funds[4]])
+    assert funds[4] == pytest.approx(-4 * 2 * 0.02), (
+        "two tokens a row and round, at plain decoding's 0.02 s"
+    )
+    assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx(
+        [funds[4] / 2, funds[4], funds[4]]
+    )
     first = made.observe(state, seen._replace(doubt=math.inf))
-    assert first["funds"] == state["funds"] and not first["trial"]["open"], "the first run of a program is let pass"
+    assert first["funds"] == state["funds"] and not first["trial"]["open"], (
+        "the first run of a program is let pass"
+    )
 
 
 @pytest.mark.parametrize(
-    ("seconds", "doubt", "is_timed"), [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)]
+    ("seconds", "doubt", "is_timed"),
+    [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)],
 )
 def test_what_a_host_does_besides_compiling_is_let_pass(seconds, doubt, is_timed):
     seen = measured(PLAIN, per_round=seconds / 16)._replace(doubt=doubt)
@@ -457,7 +542,9 @@ def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
     for _ in range(400):
         state, choice = made.choose(state, 4, 4, 512)
         drafts, number = choice.strategy != PLAIN, min(choice.rounds, 16)
-        seen = measured(choice.strategy, accepted=0.2 * drafts, rounds=number)._replace(doubt=9.0 * drafts)
+        seen = measured(choice.strategy, accepted=0.2 * drafts, rounds=number)._replace(
+            doubt=9.0 * drafts
+        )
         state, rounds[drafts] = made.observe(state, seen), rounds[drafts] + number
     assert 0 < rounds[True] < 0.015 * rounds[False]
 
@@ -485,7 +572,11 @@ def test_decisions_replay_from_the_record_also_through_json_and_states_never_cha
         else:
             after, again = made.choose(state, *given)
             assert (again.strategy, again.reason) == (choice.strategy, choice.reason)
-            assert again.predicted == choice.predicted or math.isnan(again.predicted) and math.isnan(choice.predicted)
+            assert (
+                again.predicted == choice.predicted
+                or math.isnan(again.predicted)
+                and math.isnan(choice.predicted)
+            )
         assert state == before
         state = after
 
@@ -493,8 +584,14 @@ def test_decisions_replay_from_the_record_also_through_json_and_states_never_cha
 def test_a_state_of_another_pool_is_still_usable():
     world = worlds.World(worlds.gpu, 0.6)
     state, _ = decode(world, goodput.goodput(["4_2_8", "8_4_48"]), rollouts=1)
-    state, runs = decode(world, goodput.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state)))
-    assert {strategies.name(choice.strategy) for choice, _ in runs[0].chunks} <= {"off", "2_2_4", "4_2_8"}
+    state, runs = decode(
+        world, goodput.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state))
+    )
+    assert {strategies.name(choice.strategy) for choice, _ in runs[0].chunks} <= {
+        "off",
+        "2_2_4",
+        "4_2_8",
+    }
 
 
 def test_the_state_stays_small():

@@ -117,7 +117,12 @@ def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(law,
 @pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.6), (worlds.gpu, 0.8)])
 def test_the_shipped_arms_beat_the_switch_and_the_bandit(law, quality):
     world = worlds.World(law, quality)
-    made = (made_for(law), fixed.threshold(SHIPPED, 32), beg_mab.beg_mab(SHIPPED), fixed.fixed("off"))
+    made = (
+        made_for(law),
+        fixed.threshold(SHIPPED, 32),
+        beg_mab.beg_mab(SHIPPED),
+        fixed.fixed("off"),
+    )
     taken, *others = (seconds(decode(world, one)[1]) for one in made)
     assert taken < 0.97 * min(others[:2]) and taken < 1.001 * others[2]
 

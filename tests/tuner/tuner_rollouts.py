@@ -23,7 +23,9 @@ class Run:
     calls: list = field(default_factory=list)
 
 
-def rollout(world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: int, seen: set | None = None):
+def rollout(
+    world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: int, seen: set | None = None
+):
     """Decodes the answers with a decision one chunk late (two chunks in flight); (state, Run)."""
     random, run, seen = np.random.default_rng(seed), Run(), set() if seen is None else seen
     left, done, last, waiting = answers.copy(), np.zeros_like(answers), None, []
@@ -51,7 +53,12 @@ def rollout(world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: 
 def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
     """Runs up to `chunk` rounds on the answers, in place; its seconds are those of a quiet clock."""
     arm, rows = choice.strategy, np.nonzero(left > 0)[0]
-    hits, rounds, row_rounds, tokens = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int), 0, 0, 0
+    hits, rounds, row_rounds, tokens = (
+        np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int),
+        0,
+        0,
+        0,
+    )
     while rounds < min(world.chunk, choice.rounds) and len(rows):
         accepted = np.zeros(len(rows), int)
         if arm != PLAIN:
@@ -66,11 +73,23 @@ def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
         rows = rows[left[rows] > 0]
     quiet = rounds * world.cost(batch, slots, arm) / 1e3
     return Measurement(
-        0, batch, row_rounds / rounds, slots, arm, rounds, row_rounds, tokens, quiet, hits, reason=choice.reason
+        0,
+        batch,
+        row_rounds / rounds,
+        slots,
+        arm,
+        rounds,
+        row_rounds,
+        tokens,
+        quiet,
+        hits,
+        reason=choice.reason,
     )
 
 
-def clocked(world: World, random, measured: Measurement, run: Run, last: Strategy | None, seen: set) -> float:
+def clocked(
+    world: World, random, measured: Measurement, run: Run, last: Strategy | None, seen: set
+) -> float:
     """The chunk's seconds on a real clock: jitter, stalls, first calls, the drafter's catch-up, bursts of other load."""
     cell = (measured.batch, measured.slots, measured.strategy)
     seconds = world.slowed(random, measured.seconds, cell not in seen)

@@ -56,7 +56,9 @@ def parse(arguments: Sequence[str]) -> Config:
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: give it once")
     if not files:
-        raise ConfigError("--config is missing: give a YAML file, for example --config configs/quickstart.yaml")
+        raise ConfigError(
+            "--config is missing: give a YAML file, for example --config configs/quickstart.yaml"
+        )
     tree = parsing.read_yaml(files[0])
     refuse_old_names(tree)
     return build(tree, [pair for pair in overrides if pair[0] != "config"])

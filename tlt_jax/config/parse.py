@@ -52,7 +52,13 @@ def knob(
     at_most: float = math.inf,
 ):
     """A field with its one-line meaning and the values it can take; mutable defaults are copied per instance."""
-    metadata = {"help": help, "one_of": tuple(one_of), "at_least": at_least, "above": above, "at_most": at_most}
+    metadata = {
+        "help": help,
+        "one_of": tuple(one_of),
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+    }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -80,7 +86,9 @@ def knobs(cls, prefix: str = "") -> dict[str, Knob]:
         if dataclasses.is_dataclass(item.default_factory):
             found.update(knobs(item.default_factory, f"{prefix}{item.name}."))
             continue
-        default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+        default = (
+            item.default if item.default is not dataclasses.MISSING else item.default_factory()
+        )
         limits = {name: value for name, value in item.metadata.items() if name != "help"}
         found[prefix + item.name] = Knob(kinds[item.name], default, item.metadata["help"], limits)
     return found
@@ -113,7 +121,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"--config {path}: {reason}: give the path of a YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8") from error
+        raise ConfigError(
+            f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8"
+        ) from error
     try:
         refuse_duplicates(yaml.compose(text), path)
         tree = yaml.load(text, Loader)
@@ -122,7 +132,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path}: the file holds a {type(tree).__name__}, not 'section:' blocks of knobs")
+        raise ConfigError(
+            f"--config {path}: the file holds a {type(tree).__name__}, not 'section:' blocks of knobs"
+        )
     return tree
 
 
@@ -134,7 +146,9 @@ def refuse_duplicates(node, path: str | Path, prefix: str = "") -> None:
     for key, value in node.value:
         name = prefix + str(key.value)
         if name in seen:
-            raise ConfigError(f"--config {path}: line {key.start_mark.line + 1}: {name} is given twice: remove one")
+            raise ConfigError(
+                f"--config {path}: line {key.start_mark.line + 1}: {name} is given twice: remove one"
+            )
         seen.add(name)
         refuse_duplicates(value, path, name + ".")
 
@@ -155,7 +169,11 @@ def read_overrides(cls, arguments: Sequence[str]) -> list[tuple[str, str]]:
             raise ConfigError(f"unexpected argument {word!r}: write --section.knob value")
         name, has_value, text = word[2:].partition("=")
         if not has_value:
-            if not waiting or waiting[0].startswith("--") and waiting[0][2:].partition("=")[0] in names:
+            if (
+                not waiting
+                or waiting[0].startswith("--")
+                and waiting[0][2:].partition("=")[0] in names
+            ):
                 raise ConfigError(f"--{name} has no value: write --{name} VALUE")
             text = waiting.pop(0)
         pairs.append((name, text))
@@ -187,7 +205,9 @@ def flatten_tree(cls, tree: Mapping[str, Any], prefix: str = "") -> dict[str, An
             values[name] = value
         elif any(other.startswith(name + ".") for other in names):
             if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(f"{name} is a section, not {value!r}: put its knobs below it, indented")
+                raise ConfigError(
+                    f"{name} is a section, not {value!r}: put its knobs below it, indented"
+                )
             values.update(flatten_tree(cls, value or {}, name + "."))
         else:
             owner(cls, name)  # raises, or the key is dotted inside a dictionary knob
@@ -245,13 +265,18 @@ def graft(value: dict[str, Any], item: Knob, rest: str, raw: Any) -> dict[str, A
     """A copy of a dictionary knob with one key set; a dotted key is a path in a dictionary of anything."""
     head, _, tail = rest.partition(".") if typing.get_args(item.kind)[1] is Any else (rest, "", "")
     inner = value.get(head)
-    return {**value, head: graft(inner if isinstance(inner, dict) else {}, item, tail, raw) if tail else raw}
+    return {
+        **value,
+        head: graft(inner if isinstance(inner, dict) else {}, item, tail, raw) if tail else raw,
+    }
 
 
 def checked(name: str, item: Knob, raw: Any) -> Any:
     """The value in the knob's own type; ConfigError when it is of another type or outside the knob's range."""
     value, limits = convert(name, item.kind, raw), item.limits
-    for one in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
+    for one in (
+        value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
+    ):
         if limits["one_of"] and one not in limits["one_of"]:
             raise ConfigError(f"{name} {one!r} is not known: use {' | '.join(limits['one_of'])}")
         if isinstance(one, bool) or not isinstance(one, int | float):
@@ -286,7 +311,9 @@ def convert(name: str, kind: Any, raw: Any) -> Any:
         str: "text (quote it)", int: "a whole number", float: "a finite number", bool: "true or false",
         list: "a list such as [a, b]", dict: "a mapping such as {key: value}",
     }[origin or kind]  # fmt: skip
-    raise ConfigError(f"{name} {raw.text if isinstance(raw, Spelled) else repr(raw)} has the wrong type: write {wanted}")
+    raise ConfigError(
+        f"{name} {raw.text if isinstance(raw, Spelled) else repr(raw)} has the wrong type: write {wanted}"
+    )
 
 
 def plain(raw: Any) -> Any:
@@ -310,9 +337,15 @@ def describe(cls) -> str:
         if head != last:
             lines += ["", f"{head}:" if head else "general:"]
             last = head
-        kind = item.kind.__name__.upper() if isinstance(item.kind, type) else str(item.kind).replace("typing.", "")
+        kind = (
+            item.kind.__name__.upper()
+            if isinstance(item.kind, type)
+            else str(item.kind).replace("typing.", "")
+        )
         lines.append(f"  --{name} {kind}  (default: {item.default!r})")
-        lines += textwrap.wrap(item.help, WIDTH, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(
+            item.help, WIDTH, initial_indent="      ", subsequent_indent="      "
+        )
     return "\n".join(lines[1:])
 
 

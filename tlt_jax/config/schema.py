@@ -15,23 +15,33 @@ NONE, NGRAM = "none", "ngram"  # of speculation.drafter; other values name a dir
 
 @dataclass(frozen=True)
 class Model:
-    path: str = knob("", "HF model directory or hub id; empty: a new model with the sizes in model.init")
-    tokenizer: str = knob("", "tokenizer directory or hub id; empty: model.path, or the task's own tokenizer")
+    path: str = knob(
+        "", "HF model directory or hub id; empty: a new model with the sizes in model.init"
+    )
+    tokenizer: str = knob(
+        "", "tokenizer directory or hub id; empty: model.path, or the task's own tokenizer"
+    )
     init: dict[str, Any] = knob(
         {},
         "fields of an HF config.json (model_type, hidden_size, ...) for a new model; the vocabulary and EOS come from "
         "the tokenizer when not given. Beside model.path: the sizes that `plan` uses without the model's files",
     )
-    param_dtype: str = knob("float32", f"dtype of the trained master weights: {' | '.join(DTYPES)}", one_of=DTYPES)
+    param_dtype: str = knob(
+        "float32", f"dtype of the trained master weights: {' | '.join(DTYPES)}", one_of=DTYPES
+    )
     compute_dtype: str = knob(
         "float32",
         f"dtype of matrix products and of the rollout's weights and cache: {' | '.join(DTYPES)}",
         one_of=DTYPES,
     )
     matmul_precision: str = knob(
-        "default", "jax_default_matmul_precision: default | high | highest", one_of=("default", "high", "highest")
+        "default",
+        "jax_default_matmul_precision: default | high | highest",
+        one_of=("default", "high", "highest"),
     )
-    remat: bool = knob(False, "recompute each layer in the backward pass (less memory, about a third more time)")
+    remat: bool = knob(
+        False, "recompute each layer in the backward pass (less memory, about a third more time)"
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,9 @@ class Mesh:
     data: int = knob(1, "data groups: rollout replicas, and FSDP shards of the update", at_least=1)
     model: int = knob(1, "devices of one data group: tensor parallelism", at_least=1)
     fake_devices: int = knob(
-        0, "split the host CPU into this many devices (0: use the devices that are there)", at_least=0
+        0,
+        "split the host CPU into this many devices (0: use the devices that are there)",
+        at_least=0,
     )
     xla_flags: str = knob("", "appended to XLA_FLAGS before JAX starts")
 
@@ -52,7 +64,10 @@ class Data:
         "",
         "JSONL or Parquet file, directory of them, or hub data-set id; $NAME and ${NAME} are read from the environment",
     )
-    eval: str = knob("", "evaluation file, as data.train; empty: data.eval_size rows are split from the training rows")
+    eval: str = knob(
+        "",
+        "evaluation file, as data.train; empty: data.eval_size rows are split from the training rows",
+    )
     eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
     prompt_column: str = knob("prompt", "column with the prompt: text, or a list of chat messages")
     answer_column: str = knob("answer", "column with the reference answer")
@@ -74,11 +89,18 @@ class Rollout:
     temperature: float = knob(1.0, "sampling temperature; 0 is greedy", at_least=0)
     top_k: int = knob(0, "keep the k likeliest tokens; 0 keeps all", at_least=0)
     top_p: float = knob(
-        1.0, "keep the smallest set of likeliest tokens whose probability reaches p; 1 keeps all", above=0, at_most=1
+        1.0,
+        "keep the smallest set of likeliest tokens whose probability reaches p; 1 keeps all",
+        above=0,
+        at_most=1,
     )
-    max_new_tokens: int = knob(256, "longest answer, EOS included; a longer one is cut and flagged", at_least=1)
+    max_new_tokens: int = knob(
+        256, "longest answer, EOS included; a longer one is cut and flagged", at_least=1
+    )
     stop: list[str] = knob([], "answers also end after one of these texts")
-    slots: int = knob(0, "sequences decoded at once by a data group; 0: all of its share", at_least=0)
+    slots: int = knob(
+        0, "sequences decoded at once by a data group; 0: all of its share", at_least=0
+    )
     batch_buckets: list[int] = knob(
         [], "batch sizes to compile; empty: 1, then slots divided by 4 again and again", at_least=1
     )
@@ -96,7 +118,10 @@ class Rollout:
 class Speculation:
     """Drafting ahead of the policy in the rollout; it changes no token, only the speed."""
 
-    drafter: str = knob("none", "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter")
+    drafter: str = knob(
+        "none",
+        "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter",
+    )
     tuner: str = knob(
         "goodput",
         "who picks the strategy of the next chunk. goodput: predicted tokens per second | threshold: on when few "
@@ -108,15 +133,30 @@ class Speculation:
         "trees to choose from besides none, as depth_topk_nodes (nodes with the root); where a full batch is bound by "
         "arithmetic a single draft token (1_1_2) may pay though no deeper tree does",
     )
-    threshold: int = knob(32, "speculation.tuner threshold: most live sequences of a data group", at_least=1)
-    coupling: float = knob(
-        0.75, "how much of the policy's own noise orders a learned drafter's siblings; 0: none", at_least=0, at_most=1
+    threshold: int = knob(
+        32, "speculation.tuner threshold: most live sequences of a data group", at_least=1
     )
-    sharpness: float = knob(1.0, "how sharply a learned drafter's scores follow that order", above=0)
-    min_match: int = knob(1, "ngram: least number of equal tokens that make a place worth repeating", at_least=1)
+    coupling: float = knob(
+        0.75,
+        "how much of the policy's own noise orders a learned drafter's siblings; 0: none",
+        at_least=0,
+        at_most=1,
+    )
+    sharpness: float = knob(
+        1.0, "how sharply a learned drafter's scores follow that order", above=0
+    )
+    min_match: int = knob(
+        1, "ngram: least number of equal tokens that make a place worth repeating", at_least=1
+    )
     max_match: int = knob(12, "ngram: most tokens that are compared", at_least=1)
-    pool: int = knob(2048, "ngram: tokens of other answers to the prompt that each sequence can look into", at_least=16)
-    memory: int = knob(4_000_000, "ngram: tokens of answers that are remembered in all", at_least=16)
+    pool: int = knob(
+        2048,
+        "ngram: tokens of other answers to the prompt that each sequence can look into",
+        at_least=16,
+    )
+    memory: int = knob(
+        4_000_000, "ngram: tokens of answers that are remembered in all", at_least=16
+    )
 
 
 @dataclass(frozen=True)
@@ -141,9 +181,13 @@ class Algorithm:
         "token_mean | sequence_mean | dr_grpo: sum / (sequences x max_new_tokens)",
         one_of=("token_mean", "sequence_mean", "dr_grpo"),
     )
-    clip_low: float = knob(0.2, "PPO clip: the ratio is kept above 1 - clip_low", at_least=0, at_most=1)
+    clip_low: float = knob(
+        0.2, "PPO clip: the ratio is kept above 1 - clip_low", at_least=0, at_most=1
+    )
     clip_high: float = knob(0.2, "PPO clip: the ratio is kept below 1 + clip_high", at_least=0)
-    kl_coef: float = knob(0.0, "weight of the k3 KL to the frozen start policy; 0 holds no reference", at_least=0)
+    kl_coef: float = knob(
+        0.0, "weight of the k3 KL to the frozen start policy; 0 holds no reference", at_least=0
+    )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
     minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
     importance_cap: float = knob(
@@ -158,7 +202,9 @@ class Algorithm:
 class Optim:
     learning_rate: float = knob(1e-6, "peak learning rate", at_least=0)
     schedule: str = knob(
-        "constant", "constant | linear | cosine, to zero at the last step", one_of=("constant", "linear", "cosine")
+        "constant",
+        "constant | linear | cosine, to zero at the last step",
+        one_of=("constant", "linear", "cosine"),
     )
     warmup_steps: int = knob(0, "steps of linear warm-up", at_least=0)
     beta1: float = knob(0.9, "Adam's first moment", at_least=0, at_most=1)
@@ -172,13 +218,23 @@ class Train:
     steps: int = knob(100, "RL steps; 0: as many as train.epochs give", at_least=0)
     epochs: int = knob(0, "passes over the training rows, when train.steps is 0", at_least=0)
     seed: int = knob(0, "the root of all randomness", at_least=0)
-    row_tokens: int = knob(0, "length of a packed row; 0: the longest prompt + answer, rounded up to 128", at_least=0)
-    rows: int = knob(
-        0, "packed rows of one gradient accumulation step over the whole mesh; 0: two per data group", at_least=0
+    row_tokens: int = knob(
+        0, "length of a packed row; 0: the longest prompt + answer, rounded up to 128", at_least=0
     )
-    logits_chunk: int = knob(1024, "tokens of a data group whose logits exist at once in the update", at_least=1)
-    attention_block: int = knob(512, "queries whose attention scores exist at once in the update", at_least=1)
-    max_nonfinite: int = knob(3, "stop after this many non-finite updates in a row (each one is skipped)", at_least=1)
+    rows: int = knob(
+        0,
+        "packed rows of one gradient accumulation step over the whole mesh; 0: two per data group",
+        at_least=0,
+    )
+    logits_chunk: int = knob(
+        1024, "tokens of a data group whose logits exist at once in the update", at_least=1
+    )
+    attention_block: int = knob(
+        512, "queries whose attention scores exist at once in the update", at_least=1
+    )
+    max_nonfinite: int = knob(
+        3, "stop after this many non-finite updates in a row (each one is skipped)", at_least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -189,17 +245,23 @@ class Sft:
         at_least=0,
     )
     batch: int = knob(64, "solutions per step", at_least=1)
-    learning_rate: float = knob(1e-3, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0)
+    learning_rate: float = knob(
+        1e-3, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0
+    )
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
     solution_column: str = knob("solution", "column with the worked solution")
-    cache: str = knob("", "folder for finished warm starts; empty: ~/.cache/tlt_jax/sft; 'off': none")
+    cache: str = knob(
+        "", "folder for finished warm starts; empty: ~/.cache/tlt_jax/sft; 'off': none"
+    )
 
 
 @dataclass(frozen=True)
 class DrafterTraining:
     """What `python -m tlt_jax.train.drafter` does."""
 
-    kind: str = knob("eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3"))
+    kind: str = knob(
+        "eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3")
+    )
     start: str = knob("", "drafter directory to go on from; empty: a new drafter")
     texts: str = knob(
         "",
@@ -207,41 +269,59 @@ class DrafterTraining:
         "the data's prompts",
     )
     rollouts: int = knob(
-        16, "RL-sized rollouts that the policy answers, when drafter_training.texts is empty", at_least=1
+        16,
+        "RL-sized rollouts that the policy answers, when drafter_training.texts is empty",
+        at_least=1,
     )
     steps: int = knob(1000, "optimizer steps, each on train.rows packed rows", at_least=1)
-    learning_rate: float = knob(1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0)
+    learning_rate: float = knob(
+        1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0
+    )
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
     unroll: int = knob(0, "draft steps learned at every position (training-time test); 0: 1 for eagle, 5 for eagle3",
                        at_least=0)  # fmt: skip
-    decay: float = knob(0.8, "weight of each further draft step's loss, over that of the one before", above=0, at_most=1)
+    decay: float = knob(
+        0.8,
+        "weight of each further draft step's loss, over that of the one before",
+        above=0,
+        at_most=1,
+    )
     loss: str = knob(
         "cross_entropy",
         "cross_entropy: to the policy's distribution | acceptance: turns to 1 - the expected acceptance as that grows",
         one_of=("cross_entropy", "acceptance"),
     )
     noise: float = knob(0.0, "uniform noise up to this size is added to the features", at_least=0)
-    vocab: int = knob(0, "tokens that a new eagle3 drafter can propose, the most frequent; 0: all", at_least=0)
+    vocab: int = knob(
+        0, "tokens that a new eagle3 drafter can propose, the most frequent; 0: all", at_least=0
+    )
 
 
 @dataclass(frozen=True)
 class Eval:
-    every: int = knob(20, "evaluate before step 0, then every n steps and at the end; 0: never", at_least=0)
+    every: int = knob(
+        20, "evaluate before step 0, then every n steps and at the end; 0: never", at_least=0
+    )
     prompts: int = knob(0, "evaluation prompts; 0: all of the split", at_least=0)
     samples: int = knob(1, "answers per evaluation prompt", at_least=1)
     temperature: float = knob(1.0, "sampling temperature of the evaluation", at_least=0)
     top_k: int = knob(0, "top-k of the evaluation", at_least=0)
     top_p: float = knob(1.0, "top-p of the evaluation", above=0, at_most=1)
     max_new_tokens: int = knob(0, "longest answer; 0: rollout.max_new_tokens", at_least=0)
-    correct_at: float = knob(1.0, "an answer counts as correct when its reward is at least this (for pass@k)")
+    correct_at: float = knob(
+        1.0, "an answer counts as correct when its reward is at least this (for pass@k)"
+    )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = knob(50, "save every n steps; the last step is always saved; 0: only the last", at_least=0)
+    every: int = knob(
+        50, "save every n steps; the last step is always saved; 0: only the last", at_least=0
+    )
     keep: int = knob(2, "checkpoints kept", at_least=1)
     best_metric: str = knob(
-        "", "also keep the checkpoint that is best by this evaluation metric (for example eval/mean@1)"
+        "",
+        "also keep the checkpoint that is best by this evaluation metric (for example eval/mean@1)",
     )
     export: bool = knob(True, "write the final policy as an HF directory to <run>/hf")
 
@@ -250,9 +330,13 @@ class Checkpoint:
 class Log:
     every: int = knob(1, "write scalars every n steps", at_least=1)
     texts: int = knob(
-        4, "sample completions written to TensorBoard, per step that is a multiple of log.texts_every", at_least=0
+        4,
+        "sample completions written to TensorBoard, per step that is a multiple of log.texts_every",
+        at_least=0,
     )
-    texts_every: int = knob(10, "steps between sample texts, histograms and timeline images", at_least=1)
+    texts_every: int = knob(
+        10, "steps between sample texts, histograms and timeline images", at_least=1
+    )
     progress: bool = knob(True, "live progress display on a terminal; plain lines elsewhere")
 
 
@@ -265,7 +349,9 @@ class Profile:
 class Config:
     """The whole configuration of a run."""
 
-    run: str = knob("runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config")
+    run: str = knob(
+        "runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config"
+    )
     model: Model = section(Model)
     mesh: Mesh = section(Mesh)
     data: Data = section(Data)

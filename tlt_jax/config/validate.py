@@ -18,7 +18,9 @@ def eval_metrics(config: Config) -> list[str]:
 
 def answer_limit(config: Config) -> int:
     """The longest answer of training and evaluation."""
-    return max(config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0)
+    return max(
+        config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0
+    )
 
 
 def profile_steps(config: Config) -> range:
@@ -27,7 +29,9 @@ def profile_steps(config: Config) -> range:
         return range(0)
     match = re.fullmatch(r"(\d+)-(\d+)", config.profile.steps)
     if not match or int(match[1]) > int(match[2]):
-        raise ConfigError(f"profile.steps {config.profile.steps!r} is no range of steps: write first-last, such as 3-5")
+        raise ConfigError(
+            f"profile.steps {config.profile.steps!r} is no range of steps: write first-last, such as 3-5"
+        )
     return range(int(match[1]), int(match[2]) + 1)
 
 
@@ -43,13 +47,21 @@ def validate_model_and_data(config: Config) -> None:
     """Raises ConfigError when the model, tokenizer, data or rewards are not described, or clash."""
     model, data = config.model, config.data
     if not (model.path or model.init):
-        raise ConfigError("model.path and model.init are both empty: set one (a directory, or the sizes of a new model)")
+        raise ConfigError(
+            "model.path and model.init are both empty: set one (a directory, or the sizes of a new model)"
+        )
     if data.train and not (model.tokenizer or model.path):
-        raise ConfigError(f"data.train {data.train!r} needs a tokenizer: set model.tokenizer or model.path")
+        raise ConfigError(
+            f"data.train {data.train!r} needs a tokenizer: set model.tokenizer or model.path"
+        )
     if data.eval and not data.train:
-        raise ConfigError(f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task")
+        raise ConfigError(
+            f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task"
+        )
     if not config.reward.terms:
-        raise ConfigError("reward.terms is empty: name at least one reward, for example {task: 1.0}")
+        raise ConfigError(
+            "reward.terms is empty: name at least one reward, for example {task: 1.0}"
+        )
     for name in config.reward.terms:
         if name not in REWARDS and not re.fullmatch(r"[\w.]+:[\w.]+", name):
             raise ConfigError(
@@ -62,14 +74,20 @@ def validate_model_and_data(config: Config) -> None:
             "for example {gsm8k: 1.0}"
         )
     if "" in config.rollout.stop:
-        raise ConfigError("rollout.stop holds an empty text, which would end every answer: remove it")
+        raise ConfigError(
+            "rollout.stop holds an empty text, which would end every answer: remove it"
+        )
 
 
 def validate_learning(config: Config) -> None:
     """Raises ConfigError when steps, groups, minibatches or the best metric do not fit each other."""
     train, rollout, algorithm = config.train, config.rollout, config.algorithm
     if bool(train.steps) == bool(train.epochs):
-        state = "are both 0: set one" if not train.steps else "are both set: set train.steps 0 to train by epochs"
+        state = (
+            "are both 0: set one"
+            if not train.steps
+            else "are both set: set train.steps 0 to train by epochs"
+        )
         raise ConfigError(f"train.steps {train.steps} and train.epochs {train.epochs} {state}")
     if rollout.samples < 2:
         raise ConfigError(
@@ -89,7 +107,9 @@ def validate_learning(config: Config) -> None:
         )
     best = config.checkpoint.best_metric
     if best and not config.eval.every:
-        raise ConfigError(f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every")
+        raise ConfigError(
+            f"checkpoint.best_metric {best!r} needs evaluations, and eval.every is 0: set eval.every"
+        )
     if best and best not in eval_metrics(config):
         raise ConfigError(
             f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
@@ -117,7 +137,9 @@ def validate_shapes(config: Config) -> None:
         )
     for name, buckets in (("batch", rollout.batch_buckets), ("cache", rollout.cache_buckets)):
         if sorted(set(buckets)) != buckets:
-            raise ConfigError(f"rollout.{name}_buckets {buckets} must grow: use {sorted(set(buckets))}")
+            raise ConfigError(
+                f"rollout.{name}_buckets {buckets} must grow: use {sorted(set(buckets))}"
+            )
     capacity = rollout.slots or -(-rollout.prompts // mesh.data) * rollout.samples
     if rollout.batch_buckets and rollout.batch_buckets[-1] < capacity:
         raise ConfigError(
@@ -157,7 +179,9 @@ def validate_model(config: Config, model: Sizes, devices: int) -> None:
             f"{model.max_positions} positions: lower data.max_prompt_tokens or max_new_tokens of rollout and eval"
         )
     heads = {"attention heads": model.num_heads, "MLP width": model.mlp_dim}
-    fits = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in heads.values())]
+    fits = [
+        n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in heads.values())
+    ]
     fits = [n for n in fits if model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0]
     if config.mesh.model not in fits:
         sizes = ", ".join(f"{size} {name}" for name, size in heads.items())

@@ -63,11 +63,15 @@ class Dataset:
         size = self.config.rollout.prompts
         positions = range(step * size, (step + 1) * size)
         if self.task:
-            return self.encoder.prompts(_task_rows(self.task, self.config.train.seed, positions, "train"))
+            return self.encoder.prompts(
+                _task_rows(self.task, self.config.train.seed, positions, "train")
+            )
 
         order = self._order(ROLLOUT_STREAM, len(self.train))
         chosen = [self.train[int(order[p])] for p in positions]
-        return [Prompt(i, prompt.tokens, prompt.row, prompt.text) for i, prompt in enumerate(chosen)]
+        return [
+            Prompt(i, prompt.tokens, prompt.row, prompt.text) for i, prompt in enumerate(chosen)
+        ]
 
     def eval_prompts(self) -> list[Prompt]:
         """The first eval.prompts prompts of the evaluation split, or all; always the same."""
@@ -85,7 +89,9 @@ class Dataset:
             return list(zip(tokens, self.encoder.solutions(rows), strict=True))
 
         if not self.trainable:
-            raise DataError(f"sft.steps is {self.config.sft.steps}: the solutions were not read; set it above 0")
+            raise DataError(
+                f"sft.steps is {self.config.sft.steps}: the solutions were not read; set it above 0"
+            )
 
         order = self._order(SFT_STREAM, len(self.trainable))
         return [self.trainable[int(order[p])] for p in positions]
@@ -111,7 +117,11 @@ class Encoder:
         if not data.chat_template:
             return prompt + data.prompt_suffix
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(m) for m in prompt]
+        )
         messages[-1]["content"] += data.prompt_suffix
         if data.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system})
@@ -141,7 +151,10 @@ class Encoder:
     def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
         if not texts:
             return []
-        return [np.asarray(ids, np.int32) for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]]
+        return [
+            np.asarray(ids, np.int32)
+            for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]
+        ]
 
 
 def tokenizer(config: Config) -> Any:
@@ -171,7 +184,9 @@ def tokenizer(config: Config) -> Any:
         ) from error
 
     if loaded.eos_token_id is None:
-        raise DataError(f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json")
+        raise DataError(
+            f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json"
+        )
     return loaded
 
 
@@ -187,7 +202,9 @@ def load(config: Config, tokenizer: Any) -> Dataset:
     """
     encoder = Encoder(config, tokenizer)
     if config.data.chat_template and not tokenizer.chat_template:
-        raise DataError("data.chat_template is true, but the tokenizer has no chat template: set it to false")
+        raise DataError(
+            "data.chat_template is true, but the tokenizer has no chat template: set it to false"
+        )
 
     return _load_files(config, encoder) if config.data.train else _load_task(config, encoder)
 
@@ -196,13 +213,22 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
     data = config.data
     task = tasks.make(data.task, data.task_args)
     if data.eval:
-        raise DataError(f"data.eval {data.eval!r} needs data.train: a generated task makes its own evaluation split")
+        raise DataError(
+            f"data.eval {data.eval!r} needs data.train: a generated task makes its own evaluation split"
+        )
 
     longest = vars(task.longest_row())
-    _check_longest("prompt", encoder.prompts([longest])[0].tokens, "data.max_prompt_tokens", data.max_prompt_tokens)
+    _check_longest(
+        "prompt",
+        encoder.prompts([longest])[0].tokens,
+        "data.max_prompt_tokens",
+        data.max_prompt_tokens,
+    )
     if config.sft.steps:
         limit = config.rollout.max_new_tokens
-        _check_longest("solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit)
+        _check_longest(
+            "solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit
+        )
 
     rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
     return Dataset(config, encoder, task, (), encoder.prompts(rows), {"eval_rows": len(rows)})
@@ -216,7 +242,9 @@ def _check_longest(what: str, tokens: np.ndarray, knob: str, limit: int) -> None
         )
 
 
-def _task_rows(task: tasks.ListTask, seed: int, indices: Sequence[int], split: str) -> list[dict[str, Any]]:
+def _task_rows(
+    task: tasks.ListTask, seed: int, indices: Sequence[int], split: str
+) -> list[dict[str, Any]]:
     return [vars(row) for row in task.rows(seed, indices, split)]
 
 
@@ -243,7 +271,9 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     if not train or (eval_rows and not held_out):
         split = "evaluation" if train else "training"
         limit = data.max_prompt_tokens
-        raise DataError(f"every {split} prompt is longer than data.max_prompt_tokens {limit}: raise it")
+        raise DataError(
+            f"every {split} prompt is longer than data.max_prompt_tokens {limit}: raise it"
+        )
 
     trainable: list[tuple[np.ndarray, np.ndarray]] = []
     if config.sft.steps:
@@ -252,7 +282,9 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         trainable = [(p.tokens, s) for p, s in zip(train, solved, strict=True) if len(s) <= limit]
         counts["solutions_too_long"] = len(train) - len(trainable)
         if not trainable:
-            raise DataError(f"every solution is longer than rollout.max_new_tokens {limit} with EOS: raise it")
+            raise DataError(
+                f"every solution is longer than rollout.max_new_tokens {limit} with EOS: raise it"
+            )
 
     return Dataset(config, encoder, None, train, held_out, counts, trainable)
 
@@ -265,10 +297,17 @@ def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]
     problems = Problems()
     for prompt in prompts:
         if not len(prompt.tokens):
-            problems.add(prompt.row["id"], None, "the prompt has no token", "change the prompt or the tokenizer")
+            problems.add(
+                prompt.row["id"],
+                None,
+                "the prompt has no token",
+                "change the prompt or the tokenizer",
+            )
     problems.stop_if_any()
     kept = [p for p in prompts if len(p.tokens) <= limit]
-    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], len(prompts) - len(kept)
+    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], len(prompts) - len(
+        kept
+    )
 
 
 def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
@@ -289,17 +328,26 @@ def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[di
             place = (str(path), line)
             for role, column in mapping.items():
                 _check_column(raw, role, column, data.chat_template, place, problems)
-            mapped = {"id": f"{path.name}:{line}"} | {role: raw.get(column) for role, column in mapping.items()}
+            mapped = {"id": f"{path.name}:{line}"} | {
+                role: raw.get(column) for role, column in mapping.items()
+            }
             mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
-            if first_seen.setdefault(mapped["id"], place) != place and raw.get(data.id_column) is not None:
+            if (
+                first_seen.setdefault(mapped["id"], place) != place
+                and raw.get(data.id_column) is not None
+            ):
                 detail = "{!r}, first at {}:{}".format(mapped["id"], *first_seen[mapped["id"]])
-                problems.add(*place, "duplicate id", "make data.id_column unique or leave it empty", detail)
+                problems.add(
+                    *place, "duplicate id", "make data.id_column unique or leave it empty", detail
+                )
             rows.append(raw | mapped)
 
     return rows
 
 
-def _check_column(raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems) -> None:
+def _check_column(
+    raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems
+) -> None:
     """Records the problem of one column of one row, if any."""
     knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
     value = raw.get(column)
@@ -313,13 +361,19 @@ def _check_column(raw: dict, role: str, column: str, chat: bool, place: tuple[st
     elif role == "prompt" and isinstance(value, list):
         if not all(_is_message(message) for message in value):
             problems.add(
-                *place, "the prompt is no list of chat messages", "use {'role': text, 'content': text} objects"
+                *place,
+                "the prompt is no list of chat messages",
+                "use {'role': text, 'content': text} objects",
             )
         elif not chat:
-            problems.add(*place, "the prompt is a list of chat messages", "set data.chat_template true")
+            problems.add(
+                *place, "the prompt is a list of chat messages", "set data.chat_template true"
+            )
     elif not isinstance(value, str if role == "prompt" else (str, int, float)):
         problems.add(*place, f"column {column!r} holds a {type(value).__name__}", "use text")
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )

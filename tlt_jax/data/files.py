@@ -38,13 +38,17 @@ class Problems:
         total = sum(len(lines) for lines in self.groups.values())
         shown: list[str] = []
         for (_, what), lines in self.groups.items():
-            room = min(SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, SHOWN - len(shown), len(lines))
+            room = min(
+                SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, SHOWN - len(shown), len(lines)
+            )
             shown += lines[:room]
             if 0 < room < len(lines):
                 shown[-1] += f" [and {len(lines) - room} more: {what}]"
 
         head = f"the data has {total} problem{'s' if total > 1 else ''}"
-        raise DataError("\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown]))
+        raise DataError(
+            "\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown])
+        )
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:
@@ -60,7 +64,9 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
     if source.startswith(HUB_URL) or (HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES):
         return _from_hub(source, knob, problems)
     if any(c in source for c in "*?["):
-        return _in_folder(Path(path.anchor or "."), str(path.relative_to(path.anchor)), source, knob, problems)
+        return _in_folder(
+            Path(path.anchor or "."), str(path.relative_to(path.anchor)), source, knob, problems
+        )
     problems.add(source, None, "no such file or folder", f"correct {knob}")
     return []
 
@@ -74,11 +80,15 @@ def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
         return _read_parquet(path, problems)
     if path.suffix == ".jsonl":
         return _read_jsonl(path, problems)
-    problems.add(str(path), None, f"unknown kind of file {path.suffix!r}", f"use {' or '.join(SUFFIXES)}")
+    problems.add(
+        str(path), None, f"unknown kind of file {path.suffix!r}", f"use {' or '.join(SUFFIXES)}"
+    )
     return []
 
 
-def _in_folder(folder: Path, pattern: str, source: str, knob: str, problems: Problems) -> list[Path]:
+def _in_folder(
+    folder: Path, pattern: str, source: str, knob: str, problems: Problems
+) -> list[Path]:
     files = sorted(p for p in folder.glob(pattern) if p.suffix in SUFFIXES and p.is_file())
     if not files:
         problems.add(source, None, f"no {' or '.join(SUFFIXES)} file there", f"correct {knob}")
@@ -93,11 +103,22 @@ def _from_hub(source: str, knob: str, problems: Problems) -> list[Path]:
     pattern = "/".join(rest) or "**/*"
     wanted = [pattern] if rest else [f"*{suffix}" for suffix in SUFFIXES]
     try:
-        folder = huggingface_hub.snapshot_download(f"{owner}/{name}", repo_type="dataset", allow_patterns=wanted)
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.LocalEntryNotFoundError, OSError) as error:
+        folder = huggingface_hub.snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", allow_patterns=wanted
+        )
+    except (
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        OSError,
+    ) as error:
         reason = str(error).strip().splitlines()[0]
         problems.add(
-            source, None, "no local path, and the hub does not give it", f"correct {knob} or go online", reason
+            source,
+            None,
+            "no local path, and the hub does not give it",
+            f"correct {knob} or go online",
+            reason,
         )
         return []
 
@@ -123,12 +144,20 @@ def _read_jsonl(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any
             detail = f"{error.msg} at column {error.colno}"
             problems.add(str(path), number, "bad JSON", "write one JSON object per line", detail)
         except RecursionError:
-            problems.add(str(path), number, "bad JSON", "write one JSON object per line", "nested too deeply")
+            problems.add(
+                str(path), number, "bad JSON", "write one JSON object per line", "nested too deeply"
+            )
         else:
             if isinstance(row, dict):
                 rows.append((number, row))
             else:
-                problems.add(str(path), number, "not a JSON object", "write {column: value, ...}", type(row).__name__)
+                problems.add(
+                    str(path),
+                    number,
+                    "not a JSON object",
+                    "write {column: value, ...}",
+                    type(row).__name__,
+                )
 
     if not data.strip():
         problems.add(str(path), None, "the file is empty", "write one JSON object per line")
@@ -142,7 +171,13 @@ def _read_parquet(path: Path, problems: Problems) -> list[tuple[int, dict[str, A
     try:
         rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        problems.add(str(path), None, "not a readable Parquet file", "write it again", str(error).splitlines()[0])
+        problems.add(
+            str(path),
+            None,
+            "not a readable Parquet file",
+            "write it again",
+            str(error).splitlines()[0],
+        )
         return []
     if not rows:
         problems.add(str(path), None, "the file is empty", "write at least one row")

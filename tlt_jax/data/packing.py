@@ -67,12 +67,16 @@ class Packed:
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
-        return self.place([np.full(n, value) for n, value in zip(self.answer_lengths, values, strict=True)])
+        return self.place(
+            [np.full(n, value) for n, value in zip(self.answer_lengths, values, strict=True)]
+        )
 
     def place(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """float64[A, R, T]: one value per answer token, at its target; 0 elsewhere."""
         placed = np.zeros(self.tokens.shape, np.float64)
-        for (step, row, first), length, array in zip(self.spans, self.answer_lengths, arrays, strict=True):
+        for (step, row, first), length, array in zip(
+            self.spans, self.answer_lengths, arrays, strict=True
+        ):
             placed[step, row, first : first + length] = array
         return placed
 
@@ -93,7 +97,9 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     count = -(-len(filled) // rows)
     steps = 1 << (count - 1).bit_length()
     shape = (steps, rows, row_tokens)
-    arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")}
+    arrays = {
+        name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
+    }
     spans = np.zeros((len(examples), 3), np.int64)
 
     share = rows // groups
@@ -125,11 +131,15 @@ def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) 
     if not examples:
         raise ValueError("no examples to pack")
     if rows < 1 or rows % groups:
-        raise ValueError(f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple")
+        raise ValueError(
+            f"{rows} rows do not divide over {groups} data groups: set train.rows to a multiple"
+        )
 
     for example in examples:
         if len(example.prompt) == 0 or len(example.answer) == 0:
-            raise ValueError(f"example {example.uid} has an empty prompt or answer: nothing to predict")
+            raise ValueError(
+                f"example {example.uid} has an empty prompt or answer: nothing to predict"
+            )
         if example.length > row_tokens:
             raise ValueError(
                 f"example {example.uid} has {example.length} tokens, a row {row_tokens}: set train.row_tokens to at "
@@ -158,7 +168,9 @@ def balance(tokens: Sequence[int], groups: int, limit: int) -> list[list[int]]:
     members: list[list[int]] = [[] for _ in range(groups)]
     held = [0] * groups
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        group = min((g for g in range(groups) if len(members[g]) < limit), key=lambda g: (held[g], g))
+        group = min(
+            (g for g in range(groups) if len(members[g]) < limit), key=lambda g: (held[g], g)
+        )
         members[group].append(row)
         held[group] += tokens[row]
     return members

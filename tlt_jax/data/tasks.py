@@ -54,7 +54,9 @@ class ListTask:
         if not 0 <= self.hasty <= 1:
             raise ConfigError(f"data.task_args.hasty {self.hasty} is not a share between 0 and 1")
         if not 2 <= self.modulus <= len(DIGITS):
-            raise ConfigError(f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}")
+            raise ConfigError(
+                f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}"
+            )
         if not 2 <= self.min_length <= self.max_length:
             lengths = f"min_length {self.min_length} <= max_length {self.max_length}"
             raise ConfigError(f"data.task_args: 2 <= {lengths} does not hold")
@@ -73,10 +75,15 @@ class ListTask:
 
         hurries = np.zeros(len(lengths), bool)
         if split == "sft":
-            hurries = unit(_mix(_mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64))) < self.hasty
+            hurries = (
+                unit(_mix(_mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64)))
+                < self.hasty
+            )
 
         rows = []
-        for index, length, text, total, hurry in zip(indices, lengths.tolist(), texts, sums, hurries, strict=True):
+        for index, length, text, total, hurry in zip(
+            indices, lengths.tolist(), texts, sums, hurries, strict=True
+        ):
             text, total = text[:length].tobytes().decode(), total[:length].tobytes().decode()
             solution = f"={total[-1]}" if hurry else self.solve(text, total)
             rows.append(Row(f"{split}-{index}", self.ask(text), solution, total[-1]))
@@ -130,7 +137,9 @@ class ListTask:
 
     @cached_property
     def _length_cdf(self) -> np.ndarray:
-        weights = np.arange(1, self.max_length - self.min_length + 2, dtype=np.float64) ** -self.tail
+        weights = (
+            np.arange(1, self.max_length - self.min_length + 2, dtype=np.float64) ** -self.tail
+        )
         return np.cumsum(weights / weights.sum())
 
     def _lists(self, seed: int, indices: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +160,9 @@ class ListTask:
 
         while missing.size:
             counters = np.uint64(attempt * self.max_length) + positions
-            draw = ((_mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)).astype(np.int64)
+            draw = (
+                (_mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)
+            ).astype(np.int64)
             draw *= positions < lengths[missing, None]
             digits[missing] = draw
             is_eval = _is_eval(draw, lengths[missing])
@@ -187,9 +198,13 @@ class Ledger(ListTask):
     def __post_init__(self):
         super().__post_init__()
         if self.max_length > len(LABELS):
-            raise ConfigError(f"data.task_args.max_length {self.max_length} is above the {len(LABELS)} labels of a ledger")
+            raise ConfigError(
+                f"data.task_args.max_length {self.max_length} is above the {len(LABELS)} labels of a ledger"
+            )
         if set(LABELS) & set(DIGITS[: self.modulus]):
-            raise ConfigError(f"data.task_args.modulus {self.modulus} is above 10: a ledger's labels are letters")
+            raise ConfigError(
+                f"data.task_args.modulus {self.modulus} is above 10: a ledger's labels are letters"
+            )
 
     @property
     def labels(self) -> str:
@@ -216,7 +231,9 @@ def make(name: str, args: dict[str, Any]) -> ListTask:
     known = {f.name: f.type for f in fields(ListTask)}
     for key, value in args.items():
         if key not in known:
-            raise ConfigError(f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}")
+            raise ConfigError(
+                f"data.task_args.{key} is not an argument of {name!r}: it takes {', '.join(known)}"
+            )
         wanted = (int, float) if known[key] == "float" else int
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")

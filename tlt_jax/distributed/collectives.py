@@ -61,7 +61,11 @@ def groups_of_axes(found: re.Match) -> list[list[int]]:
     wanted = {name: (before, size) for name, _, before, size in AXIS.findall(found[4])}
     shape, crossed = [], []
     for name, size in sizes.items():
-        before, inner = (int(n) for n in wanted.get(name, ("", ""))) if all(wanted.get(name, ("",))) else (1, size)
+        before, inner = (
+            (int(n) for n in wanted.get(name, ("", "")))
+            if all(wanted.get(name, ("",)))
+            else (1, size)
+        )
         crossed += [len(shape) + 1] if name in wanted else []
         shape += [before, inner, size // before // inner]
     devices = np.moveaxis(devices.reshape(shape), crossed, range(-len(crossed), 0))

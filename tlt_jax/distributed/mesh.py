@@ -23,7 +23,9 @@ def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None
     """A ("data", "model") mesh; row r is data group r. Raises ValueError when the devices are too few."""
     devices = jax.devices() if devices is None else devices
     if data * model > len(devices):
-        raise ValueError(f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there")
+        raise ValueError(
+            f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there"
+        )
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
@@ -71,6 +73,8 @@ def view(tree, group: Mesh):
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         target = NamedSharding(group, array.sharding.spec)
         devices = target.addressable_devices_indices_map(array.shape)
-        return jax.make_array_from_single_device_arrays(array.shape, target, [shards[device] for device in devices])
+        return jax.make_array_from_single_device_arrays(
+            array.shape, target, [shards[device] for device in devices]
+        )
 
     return jax.tree.map(of, tree)

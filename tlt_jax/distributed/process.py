@@ -19,7 +19,9 @@ def set_environment(config: Config) -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     if config.mesh.fake_devices:
-        flags = [flag for flag in flags if not flag.startswith(COUNT)] + [f"{COUNT}={config.mesh.fake_devices}"]
+        flags = [flag for flag in flags if not flag.startswith(COUNT)] + [
+            f"{COUNT}={config.mesh.fake_devices}"
+        ]
         os.environ["JAX_PLATFORMS"] = "cpu"
     flags += [flag for flag in config.mesh.xla_flags.split() if flag not in flags]
     if flags:
@@ -29,7 +31,9 @@ def set_environment(config: Config) -> None:
     jax = sys.modules.get("jax")
     if jax is None:
         os.environ.update({"JAX_ENABLE_X64": "1"} if wide else {})
-        os.environ.update({"JAX_DEFAULT_MATMUL_PRECISION": precision} if precision != "default" else {})
+        os.environ.update(
+            {"JAX_DEFAULT_MATMUL_PRECISION": precision} if precision != "default" else {}
+        )
         return
     jax.config.update("jax_default_matmul_precision", None if precision == "default" else precision)
     jax.config.update("jax_enable_x64", wide or jax.config.jax_enable_x64)

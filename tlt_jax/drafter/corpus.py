@@ -59,17 +59,28 @@ def answer(
             raise Interrupted("the drafter's texts were interrupted")
         prompts = dataset.prompts(step)
         tokens, limit = [prompt.tokens for prompt in prompts], settings.max_new_tokens
-        request = engine.request(tokens, settings.samples, sampling, limit, stream=DRAFTER_STREAM, step=step)
+        request = engine.request(
+            tokens, settings.samples, sampling, limit, stream=DRAFTER_STREAM, step=step
+        )
         rollout, _ = engine.run(request, weights, interrupted=interrupted)
         write(paths[step], prompts, rollout.completions)
         speed = rollout.stats["tokens_per_second"]
-        log.info("texts %d/%d: %d answers, %.0f tokens/s", step + 1, len(paths), len(rollout.completions), speed)
+        log.info(
+            "texts %d/%d: %d answers, %.0f tokens/s",
+            step + 1,
+            len(paths),
+            len(rollout.completions),
+            speed,
+        )
     return paths
 
 
 def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> None:
     """Writes prompts and responses as token ids, whole or not at all."""
-    rows = ({"prompt": prompts[one.prompt].tokens.tolist(), "response": one.tokens.tolist()} for one in completions)
+    rows = (
+        {"prompt": prompts[one.prompt].tokens.tolist(), "response": one.tokens.tolist()}
+        for one in completions
+    )
     atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -80,15 +91,27 @@ def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
         for line, row in files.read(path, problems):
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size):
-                    problems.add(str(path), line, f"column {column!r} {what}", "use text, or token ids of the policy")
+                    problems.add(
+                        str(path),
+                        line,
+                        f"column {column!r} {what}",
+                        "use text, or token ids of the policy",
+                    )
             rows.append(row | {"id": f"{path.name}:{line}"})
     problems.stop_if_any()
     prompts, responses = ([row[column] for row in rows] for column in ("prompt", "response"))
     texts = [row for row in rows if isinstance(row["prompt"], str)]
     tokens = iter(encoder.prompts(texts))
-    prompts = [next(tokens).tokens if isinstance(one, str) else np.asarray(one, np.int32) for one in prompts]
-    tokens = iter(encoder.solutions([{"solution": one} for one in responses if isinstance(one, str)]))
-    responses = [next(tokens) if isinstance(one, str) else np.asarray(one, np.int32) for one in responses]
+    prompts = [
+        next(tokens).tokens if isinstance(one, str) else np.asarray(one, np.int32)
+        for one in prompts
+    ]
+    tokens = iter(
+        encoder.solutions([{"solution": one} for one in responses if isinstance(one, str)])
+    )
+    responses = [
+        next(tokens) if isinstance(one, str) else np.asarray(one, np.int32) for one in responses
+    ]
     return [Example(uid, *pair) for uid, pair in enumerate(zip(prompts, responses, strict=True))]
 
 
@@ -114,10 +137,17 @@ def fit(examples: Sequence[Example], row_tokens: int) -> list[Example]:
         if len(example.prompt) and len(example.answer) and len(example.prompt) < row_tokens
     ]
     if not kept:
-        raise DataError(f"none of the {len(examples)} texts fits rows of {row_tokens} tokens: raise train.row_tokens")
+        raise DataError(
+            f"none of the {len(examples)} texts fits rows of {row_tokens} tokens: raise train.row_tokens"
+        )
     cut = sum(example.length > row_tokens for example in examples)
     if cut:
-        log.info("texts: %d of %d are longer than a row of %d tokens and were cut", cut, len(examples), row_tokens)
+        log.info(
+            "texts: %d of %d are longer than a row of %d tokens and were cut",
+            cut,
+            len(examples),
+            row_tokens,
+        )
     return kept
 
 
@@ -135,7 +165,10 @@ class PackedCorpus:
     def __init__(self, examples: Sequence[Example], config: Config):
         length, seed = packing.row_tokens(config), config.train.seed
         mixed = np.random.default_rng(seed).permutation(len(examples))
-        blocks = [[examples[i] for i in mixed[start : start + BLOCK]] for start in range(0, len(mixed), BLOCK)]
+        blocks = [
+            [examples[i] for i in mixed[start : start + BLOCK]]
+            for start in range(0, len(mixed), BLOCK)
+        ]
         packed = [packing.pack(block, length, 1) for block in blocks]
         self.arrays = {
             name: np.concatenate([getattr(one, name)[: one.count, 0] for one in packed])
@@ -143,10 +176,14 @@ class PackedCorpus:
         }
         masks = [one.spread(np.ones(len(one.spans)))[: one.count, 0] > 0 for one in packed]
         self.arrays["loss_mask"] = np.concatenate(masks)
-        self.order = grain.MapDataset.range(len(self.arrays["tokens"])).seed(seed % 2**32).shuffle().repeat()
+        self.order = (
+            grain.MapDataset.range(len(self.arrays["tokens"])).seed(seed % 2**32).shuffle().repeat()
+        )
         self.size = packing.rows(config)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The rows [R, T] of one optimizer step."""
-        chosen = [int(self.order[place]) for place in range(step * self.size, (step + 1) * self.size)]
+        chosen = [
+            int(self.order[place]) for place in range(step * self.size, (step + 1) * self.size)
+        ]
         return {name: array[chosen] for name, array in self.arrays.items()}

@@ -110,16 +110,22 @@ def abstract_batch(recipe: Recipe, rows: int, tokens: int) -> Batch:
 
 def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
     """The state before the first update. It owns `params`: the first update donates them."""
-    return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
+    return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
+        params=params
+    )
 
 
 def abstract_state(recipe: Recipe) -> DrafterState:
     """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
     params = eagle.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
-    return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(params=params)
+    return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
+        params=params
+    )
 
 
-def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) -> tuple[DrafterState, dict[str, Array]]:
+def update(
+    state: DrafterState, policy: Params, batch: Batch, recipe: Recipe
+) -> tuple[DrafterState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics. The policy is not trained.
 
     With features and states in the batch the policy may be in the "rollout" layout. An update that
@@ -143,7 +149,13 @@ def update(state: DrafterState, policy: Params, batch: Batch, recipe: Recipe) ->
     state, rate = optimizer.advance(state.replace(params=trained), grads, is_finite, recipe.adam)
 
     state = state.replace(params=state.params.replace(ids=ids))
-    return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **metrics}
+    return state, {
+        "loss": total,
+        "grad_norm": norm,
+        "lr": rate,
+        "nonfinite": state.skipped,
+        **metrics,
+    }
 
 
 def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
@@ -155,7 +167,9 @@ def observe(policy: Params, batch: Batch, recipe: Recipe) -> Batch:
     return batch.replace(features=features, states=states)
 
 
-def noise(step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe) -> Float[Array, "R T F"] | float:
+def noise(
+    step: Int[Array, ""], features: Float[Array, "R T F"], recipe: Recipe
+) -> Float[Array, "R T F"] | float:
     """The noise added to the features at this step: uniform, or 0.0 when off."""
     size = recipe.objective.noise
     if not size:
@@ -230,14 +244,21 @@ def token_scores(
 
     def one(states: Array, *hidden: Array) -> list[Scores]:
         logits = ops.contract("...d,vd->...v", states, head)
-        logits = split(ops.masked(logits, jnp.arange(logits.shape[-1]) < model.vocab_size), "vocab", mesh)
-        top, normalizer = jnp.argmax(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        logits = split(
+            ops.masked(logits, jnp.arange(logits.shape[-1]) < model.vocab_size), "vocab", mesh
+        )
+        top, normalizer = (
+            jnp.argmax(logits, axis=-1),
+            jax.nn.logsumexp(logits, axis=-1, keepdims=True),
+        )
         if ids is not None:
             logits = split(ops.contract("...d,vd->...v", states, part), draft_axis(recipe), mesh)
         rule = partial(score, logits - normalizer, top=top, ids=ids, loss=recipe.objective.loss)
         return [rule(split(draft(state), draft_axis(recipe), mesh)) for state in hidden]
 
-    return scoring.in_chunks(one, (states, *hidden), mesh, max(1, recipe.logits_chunk // (1 + len(hidden))))
+    return scoring.in_chunks(
+        one, (states, *hidden), mesh, max(1, recipe.logits_chunk // (1 + len(hidden)))
+    )
 
 
 @shaped
@@ -280,7 +301,9 @@ def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Calla
         for name in names
         if getattr(cast, name) is not None
     }
-    shared = shared.replace(head=gathered(shared.head.astype(recipe.compute_dtype), ("vocab", "embed"), recipe.mesh))
+    shared = shared.replace(
+        head=gathered(shared.head.astype(recipe.compute_dtype), ("vocab", "embed"), recipe.mesh)
+    )
 
     def logits(copies: dict[str, Array], hidden: Array) -> Array:
         return eagle.logits(cast.replace(**copies), recipe.drafter, shared, hidden)
@@ -301,7 +324,9 @@ def gathered(weight: Array, axes: tuple[str | None, ...], mesh: Mesh) -> Array:
 
 def split(logits: Array, axis: str | None, mesh: Mesh) -> Array:
     """Logits [G, R, T, V], each group's vocabulary sharded over the mesh axis "model"."""
-    return jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, axis), "train"))
+    return jax.lax.with_sharding_constraint(
+        logits, sharding(mesh, ("batch", None, None, axis), "train")
+    )
 
 
 @shaped
@@ -325,4 +350,6 @@ def program(recipe: Recipe) -> jax.stages.Wrapped:
     """
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    return jax.jit(partial(update, recipe=recipe), donate_argnames="state", out_shardings=(placed, everywhere))
+    return jax.jit(
+        partial(update, recipe=recipe), donate_argnames="state", out_shardings=(placed, everywhere)
+    )

@@ -18,7 +18,9 @@ class Progress:
     While it is open, records of the package's loggers are printed above the display.
     """
 
-    def __init__(self, total_steps: int, first_step: int, live: bool, console: Console | None = None):
+    def __init__(
+        self, total_steps: int, first_step: int, live: bool, console: Console | None = None
+    ):
         self.console = console or Console(soft_wrap=True)
         self._total, self._done = total_steps, first_step
         self._durations: deque[float] = deque(maxlen=RECENT)
@@ -26,9 +28,16 @@ class Progress:
 
         self._bar = None
         if live and self.console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.fields[status]}"))
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(None),
+                TextColumn("{task.fields[status]}"),
+            )
             self._bar = Bar(*columns, console=self.console)
-            self._task = self._bar.add_task("train", total=total_steps, completed=first_step, status="starting")
+            self._task = self._bar.add_task(
+                "train", total=total_steps, completed=first_step, status="starting"
+            )
             self._bar.start()
 
         self._handler = Messages(self.console)
@@ -36,7 +45,10 @@ class Progress:
         logger.addHandler(self._handler)
         self._level = logger.level
         logger.setLevel(logging.INFO)
-        self._propagates, logger.propagate = logger.propagate, False  # a root handler would print everything twice
+        self._propagates, logger.propagate = (
+            logger.propagate,
+            False,
+        )  # a root handler would print everything twice
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """Shows a finished step.

@@ -28,11 +28,23 @@ NAMES = tuple(
         ("reward/min", "scalar", "lowest reward of the step"),
         ("reward/max", "scalar", "highest reward of the step"),
         ("reward/histogram", "histogram", "rewards of the step"),
-        ("reward/terms/{term}", "scalar", "mean of one reward term, or of a number that a reward reports, unweighted"),
-        ("reward/failures/timeout", "scalar", "answers of the step whose score took longer than reward.timeout_s"),
+        (
+            "reward/terms/{term}",
+            "scalar",
+            "mean of one reward term, or of a number that a reward reports, unweighted",
+        ),
+        (
+            "reward/failures/timeout",
+            "scalar",
+            "answers of the step whose score took longer than reward.timeout_s",
+        ),
         ("reward/failures/crash", "scalar", "answers of the step whose scoring process died"),
         ("reward/failures/error", "scalar", "answers of the step whose reward raised"),
-        ("groups/zero_variance", "scalar", "share of prompts whose answers all got the same reward: no gradient"),
+        (
+            "groups/zero_variance",
+            "scalar",
+            "share of prompts whose answers all got the same reward: no gradient",
+        ),
         ("advantages/mean", "scalar", "mean advantage over the step's answers"),
         ("advantages/max", "scalar", "largest advantage of the step"),
         ("advantages/min", "scalar", "smallest advantage of the step"),
@@ -51,60 +63,164 @@ NAMES = tuple(
         # policy update
         ("actor/loss", "scalar", "loss of the policy update, all terms"),
         ("actor/pg_loss", "scalar", "policy-gradient term of the loss"),
-        ("actor/kl", "scalar", "k3 estimate of KL(policy, reference) per token; only with a reference"),
+        (
+            "actor/kl",
+            "scalar",
+            "k3 estimate of KL(policy, reference) per token; only with a reference",
+        ),
         ("actor/entropy", "scalar", "mean entropy of the policy per token"),
         ("actor/ratio_mean", "scalar", "mean probability ratio, new over old policy"),
         ("actor/ratio_max", "scalar", "largest probability ratio"),
         ("actor/pg_clipfrac", "scalar", "share of tokens whose ratio was clipped, either side"),
-        ("actor/pg_clipfrac_low", "scalar", "share of tokens clipped at 1 - algorithm.clip_low (negative advantage)"),
-        ("actor/pg_clipfrac_high", "scalar", "share of tokens clipped at 1 + algorithm.clip_high (positive advantage)"),
-        ("actor/importance_weight_mean", "scalar", "mean importance weight; only with algorithm.importance_cap"),
+        (
+            "actor/pg_clipfrac_low",
+            "scalar",
+            "share of tokens clipped at 1 - algorithm.clip_low (negative advantage)",
+        ),
+        (
+            "actor/pg_clipfrac_high",
+            "scalar",
+            "share of tokens clipped at 1 + algorithm.clip_high (positive advantage)",
+        ),
+        (
+            "actor/importance_weight_mean",
+            "scalar",
+            "mean importance weight; only with algorithm.importance_cap",
+        ),
         ("actor/grad_norm", "scalar", "global gradient norm before clipping"),
         ("actor/lr", "scalar", "learning rate"),
         ("actor/nonfinite", "scalar", "non-finite updates skipped since the start of the run"),
         ("actor/packed_ratio", "scalar", "share of the packed rows that holds tokens, not padding"),
-        ("actor/rollout_logprob_diff_mean", "scalar", "mean |log-prob in the rollout - log-prob in the update|"),
-        ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - log-prob in the update|"),
+        (
+            "actor/rollout_logprob_diff_mean",
+            "scalar",
+            "mean |log-prob in the rollout - log-prob in the update|",
+        ),
+        (
+            "actor/rollout_logprob_diff_max",
+            "scalar",
+            "largest |log-prob in the rollout - log-prob in the update|",
+        ),
         # time and speed
         ("timing_s/step", "scalar", "seconds of the whole step"),
-        ("timing_s/update_weights", "scalar", "seconds to hand the policy's weights to the rollout"),
+        (
+            "timing_s/update_weights",
+            "scalar",
+            "seconds to hand the policy's weights to the rollout",
+        ),
         ("timing_s/rollout", "scalar", "seconds of the rollout"),
         ("timing_s/reward", "scalar", "seconds spent waiting for rewards after the rollout"),
-        ("timing_s/old_log_prob", "scalar", "seconds of the trainer's pass for old (and reference) log-probs"),
+        (
+            "timing_s/old_log_prob",
+            "scalar",
+            "seconds of the trainer's pass for old (and reference) log-probs",
+        ),
         ("timing_s/update", "scalar", "seconds of the policy update"),
         ("timing_s/eval", "scalar", "seconds of the evaluation"),
         ("timing_s/save_checkpoint", "scalar", "seconds that saving held up the run"),
-        ("perf/tokens_per_second", "scalar", "answer tokens per second of rollout, all data groups"),
+        (
+            "perf/tokens_per_second",
+            "scalar",
+            "answer tokens per second of rollout, all data groups",
+        ),
         ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step"),
         ("perf/total_num_tokens", "scalar", "prompt and answer tokens of the step"),
-        ("perf/idle_ratio", "scalar", "share of the data groups' rollout time in which they had no work"),
+        (
+            "perf/idle_ratio",
+            "scalar",
+            "share of the data groups' rollout time in which they had no work",
+        ),
         ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
         ("perf/compiles", "scalar", "programs compiled during the step"),
         ("perf/compile_s", "scalar", "seconds of compiling during the step"),
         ("perf/programs", "scalar", "compiled programs of the rollout that are held"),
-        ("perf/max_memory_gib", "scalar", "peak memory of the process (on CPU) or of one device so far"),
+        (
+            "perf/max_memory_gib",
+            "scalar",
+            "peak memory of the process (on CPU) or of one device so far",
+        ),
         # speculation
-        ("speculation/accept_length", "scalar", "tokens that a drafting round gives a sequence, the one after the draft too"),
-        ("speculation/accept_length/{drafter}", "scalar", "the same by kind of drafter: eagle, eagle3 or ngram"),
-        ("speculation/accepted/histogram", "histogram", "drafted tokens that each drafting round of a sequence accepted"),
-        ("speculation/accept_rate@{k}", "scalar", "share of drafting rounds whose draft held to depth k"),
+        (
+            "speculation/accept_length",
+            "scalar",
+            "tokens that a drafting round gives a sequence, the one after the draft too",
+        ),
+        (
+            "speculation/accept_length/{drafter}",
+            "scalar",
+            "the same by kind of drafter: eagle, eagle3 or ngram",
+        ),
+        (
+            "speculation/accepted/histogram",
+            "histogram",
+            "drafted tokens that each drafting round of a sequence accepted",
+        ),
+        (
+            "speculation/accept_rate@{k}",
+            "scalar",
+            "share of drafting rounds whose draft held to depth k",
+        ),
         ("speculation/share", "scalar", "share of the answers' tokens that drafting rounds made"),
-        ("speculation/declined", "scalar", "share of drafting rounds in which the drafter proposed nothing"),
-        ("speculation/nodes@{k}", "scalar", "mean tree nodes of a round in batch bucket k; 1 is plain decoding"),
-        ("speculation/prediction_error", "scalar", "median |log(predicted / measured tokens per second)| of the chunks"),
-        ("speculation/round_ms@{k}", "scalar", "milliseconds of a drafting round in batch bucket k, median of the chunks"),
-        ("speculation/plain_round_ms@{k}", "scalar", "milliseconds of a plain round in batch bucket k, median of the chunks"),
-        ("speculation/draft_ms@{k}", "scalar", "milliseconds of a round's drafting, timed alone: most used shape of bucket k"),
-        ("speculation/verify_ms@{k}", "scalar", "milliseconds of what is not drafting in the rounds of that shape"),
-        ("speculation/pool_programs", "scalar", "compiled drafting programs that are held, all data groups"),
-        ("speculation/pool_mib", "scalar", "code of a data group's drafting programs, and the largest one's temporaries"),
+        (
+            "speculation/declined",
+            "scalar",
+            "share of drafting rounds in which the drafter proposed nothing",
+        ),
+        (
+            "speculation/nodes@{k}",
+            "scalar",
+            "mean tree nodes of a round in batch bucket k; 1 is plain decoding",
+        ),
+        (
+            "speculation/prediction_error",
+            "scalar",
+            "median |log(predicted / measured tokens per second)| of the chunks",
+        ),
+        (
+            "speculation/round_ms@{k}",
+            "scalar",
+            "milliseconds of a drafting round in batch bucket k, median of the chunks",
+        ),
+        (
+            "speculation/plain_round_ms@{k}",
+            "scalar",
+            "milliseconds of a plain round in batch bucket k, median of the chunks",
+        ),
+        (
+            "speculation/draft_ms@{k}",
+            "scalar",
+            "milliseconds of a round's drafting, timed alone: most used shape of bucket k",
+        ),
+        (
+            "speculation/verify_ms@{k}",
+            "scalar",
+            "milliseconds of what is not drafting in the rounds of that shape",
+        ),
+        (
+            "speculation/pool_programs",
+            "scalar",
+            "compiled drafting programs that are held, all data groups",
+        ),
+        (
+            "speculation/pool_mib",
+            "scalar",
+            "code of a data group's drafting programs, and the largest one's temporaries",
+        ),
         ("training/epoch", "scalar", "passes over the training rows so far"),
         # evaluation
         ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
-        ("eval/pass@{k}", "scalar", "unbiased share of evaluation prompts that one of k answers solves"),
+        (
+            "eval/pass@{k}",
+            "scalar",
+            "unbiased share of evaluation prompts that one of k answers solves",
+        ),
         ("eval/response_length/mean", "scalar", "mean answer length of the evaluation"),
         ("eval/response_length/max", "scalar", "longest answer of the evaluation"),
-        ("eval/response_length/clip_ratio", "scalar", "share of evaluation answers cut at the length limit"),
+        (
+            "eval/response_length/clip_ratio",
+            "scalar",
+            "share of evaluation answers cut at the length limit",
+        ),
         # supervised warm start
         ("sft/loss", "scalar", "loss per token of the supervised warm start"),
         ("sft/grad_norm", "scalar", "global gradient norm of the warm start before clipping"),
@@ -112,16 +228,40 @@ NAMES = tuple(
         ("sft/tokens_per_second", "scalar", "target tokens per second of the warm start"),
         # drafter training
         ("drafter/loss", "scalar", "loss of the drafter, all draft steps"),
-        ("drafter/token_loss", "scalar", "cross-entropy from the policy to the drafter per token, first draft step"),
-        ("drafter/feature_loss", "scalar", "smooth-L1 distance to the policy's features, first draft step; only eagle"),
-        ("drafter/agreement@{k}", "scalar", "share of tokens that the drafter and the policy find likeliest, draft step k"),
-        ("drafter/acceptance@{k}", "scalar", "mean of sum min(policy, drafter) over the vocabulary, draft step k"),
+        (
+            "drafter/token_loss",
+            "scalar",
+            "cross-entropy from the policy to the drafter per token, first draft step",
+        ),
+        (
+            "drafter/feature_loss",
+            "scalar",
+            "smooth-L1 distance to the policy's features, first draft step; only eagle",
+        ),
+        (
+            "drafter/agreement@{k}",
+            "scalar",
+            "share of tokens that the drafter and the policy find likeliest, draft step k",
+        ),
+        (
+            "drafter/acceptance@{k}",
+            "scalar",
+            "mean of sum min(policy, drafter) over the vocabulary, draft step k",
+        ),
         ("drafter/grad_norm", "scalar", "global gradient norm of the drafter before clipping"),
         ("drafter/lr", "scalar", "learning rate of the drafter"),
-        ("drafter/nonfinite", "scalar", "non-finite drafter updates skipped since its training began"),
+        (
+            "drafter/nonfinite",
+            "scalar",
+            "non-finite drafter updates skipped since its training began",
+        ),
         ("drafter/tokens_per_second", "scalar", "answer tokens per second of drafter training"),
         # pictures and texts
-        ("rollout/timeline", "image", "what each data group did during the rollout, one lane per group"),
+        (
+            "rollout/timeline",
+            "image",
+            "what each data group did during the rollout, one lane per group",
+        ),
         ("rollout/samples", "text", "sample prompts and answers with their rewards"),
         ("config", "text", "the resolved configuration"),
     ]
@@ -134,7 +274,9 @@ HOLES = {"{k}": r"\d+", "{term}": r"[\w.:/-]+", "{drafter}": "eagle3?|ngram"}
 def pattern(name: str) -> re.Pattern[str]:
     """Regular expression of the names that a name with placeholders stands for."""
     parts = re.split("(" + "|".join(map(re.escape, HOLES)) + ")", name)
-    return re.compile("".join(f"(?:{HOLES[part]})" if part in HOLES else re.escape(part) for part in parts))
+    return re.compile(
+        "".join(f"(?:{HOLES[part]})" if part in HOLES else re.escape(part) for part in parts)
+    )
 
 
 PATTERNS = [(metric, pattern(metric.name)) for metric in NAMES]
@@ -146,7 +288,9 @@ def find(name: str, kind: str) -> Metric:
         if metric.kind == kind and allowed.fullmatch(name):
             return metric
 
-    close = difflib.get_close_matches(name, [metric.name for metric in NAMES if metric.kind == kind], n=1)
+    close = difflib.get_close_matches(
+        name, [metric.name for metric in NAMES if metric.kind == kind], n=1
+    )
     hint = f"did you mean {close[0]}?" if close else "add it to tlt_jax/metrics/names.py"
     raise MetricError(f"no {kind} is called {name!r}: {hint}")
 

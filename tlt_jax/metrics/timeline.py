@@ -71,7 +71,9 @@ def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
     for span in sorted(spans, key=lambda span: (span.kind != "wait", span.start)):
         top = TOP + LANE * span.group
         left, right = x(span.start - first), x(span.end - first)
-        canvas.rectangle((left, top + 3, max(left, right), top + LANE - 3), fill=COLORS.get(span.kind, OTHER))
+        canvas.rectangle(
+            (left, top + 3, max(left, right), top + LANE - 3), fill=COLORS.get(span.kind, OTHER)
+        )
         if right - left > 6:  # a line between adjacent spans
             canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
 

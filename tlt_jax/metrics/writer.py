@@ -79,7 +79,11 @@ class Writer:
 
         for name in (COMPLETIONS, SPECULATION):
             for path in (self._folder / name).glob("*"):
-                if path.suffix == atomic.TEMPORARY or path.stem.isdigit() and int(path.stem) >= first_step:
+                if (
+                    path.suffix == atomic.TEMPORARY
+                    or path.stem.isdigit()
+                    and int(path.stem) >= first_step
+                ):
                     path.unlink()
 
         (self._folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,9 @@ class Writer:
         for path in earlier:
             forget(path, first_step)
 
-        self._events = EventsWriter(str(events / "events"), f".{len(earlier):04d}")  # sorts also within a second
+        self._events = EventsWriter(
+            str(events / "events"), f".{len(earlier):04d}"
+        )  # sorts also within a second
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
         self.progress = Progress(total_steps, resumed_from or 0, config.log.progress)
 
@@ -104,7 +110,9 @@ class Writer:
         for name, value in values.items():
             names.find(name, "scalar")
             scalar = summary.scalar(name, float(value))
-            scalar.value[0].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
+            scalar.value[
+                0
+            ].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
             self._write(step, summary=scalar)
         self._events.flush()
 
@@ -151,13 +159,21 @@ class Writer:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
             self.histogram(step, "reward/histogram", [record.reward for record in records])
 
-            drafted = [np.repeat(np.arange(len(chunk.accepted)), chunk.accepted) for chunk in chunks if chunk.accepted]
+            drafted = [
+                np.repeat(np.arange(len(chunk.accepted)), chunk.accepted)
+                for chunk in chunks
+                if chunk.accepted
+            ]
             if drafted:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
 
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
             if log.texts:
-                self.text(step, "rollout/samples", "\n\n---\n\n".join(sample(one) for one in records[: log.texts]))
+                self.text(
+                    step,
+                    "rollout/samples",
+                    "\n\n---\n\n".join(sample(one) for one in records[: log.texts]),
+                )
 
         self.progress.step(step, dict(scalars))
 
@@ -165,7 +181,9 @@ class Writer:
         """Writes FOLDER/STEP.jsonl atomically."""
         path = self._folder / folder / f"{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        lines = (json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records)
+        lines = (
+            json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records
+        )
         atomic.write_text(path, "".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
@@ -205,14 +223,18 @@ def is_warm_start(event: Event) -> bool:
 
     It counts its own steps, all of them before the first checkpoint.
     """
-    return event.HasField("summary") and all(value.tag.startswith("sft/") for value in event.summary.value)
+    return event.HasField("summary") and all(
+        value.tag.startswith("sft/") for value in event.summary.value
+    )
 
 
 def sample(record: Record) -> str:
     """One answer as Markdown, indented so that none of it is interpreted as markup."""
     parts = ", ".join(f"{name} {value:g}" for name, value in record.parts.items())
     head = f"**reward {record.reward:g}** ({parts or 'no parts'}), {record.length} tokens, {record.finish}"
-    return "\n\n".join([head, "prompt", indented(record.prompt), "answer", indented(record.completion)])
+    return "\n\n".join(
+        [head, "prompt", indented(record.prompt), "answer", indented(record.completion)]
+    )
 
 
 def indented(text: str) -> str:

@@ -61,9 +61,13 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} attention heads do not share {self.num_kv_heads} KV heads evenly")
+            raise ValueError(
+                f"{self.num_heads} attention heads do not share {self.num_kv_heads} KV heads evenly"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim")
+            raise ValueError(
+                f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim"
+            )
 
 
 @struct.dataclass
@@ -114,7 +118,11 @@ def padded_vocab(config: ModelConfig, model_axis: int) -> int:
 
 def model_axes(config: ModelConfig) -> list[int]:
     """Sizes of the `model` mesh axis that this policy divides over."""
-    fits = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0 and config.mlp_dim % n == 0]
+    fits = [
+        n
+        for n in range(1, config.num_heads + 1)
+        if config.num_heads % n == 0 and config.mlp_dim % n == 0
+    ]
     return [n for n in fits if config.num_kv_heads % n == 0 or n % config.num_kv_heads == 0]
 
 
@@ -128,7 +136,9 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
         )
     if config.hidden_size % data:
         fits = [n for n in range(1, 2 * data) if config.hidden_size % n == 0]
-        raise ValueError(f"mesh.data {data} does not divide hidden_size {config.hidden_size}: use one of {fits}")
+        raise ValueError(
+            f"mesh.data {data} does not divide hidden_size {config.hidden_size}: use one of {fits}"
+        )
 
 
 def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> Layer:
@@ -179,7 +189,9 @@ def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Para
 
         layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
     else:
-        layers = (layer_weights(config, rollout_kv_heads(config, model_axis), "kv_heads"),) * config.num_layers
+        layers = (
+            layer_weights(config, rollout_kv_heads(config, model_axis), "kv_heads"),
+        ) * config.num_layers
     vocab = Weight((V, D), ("vocab", "embed"), num_rows=config.vocab_size)
     return Params(
         embed=vocab,
@@ -217,7 +229,9 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
         heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
         return jnp.repeat(heads, repeats, axis=0).reshape(-1, *array.shape[1:])
 
-    return layer.replace(**{name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")})
+    return layer.replace(
+        **{name: repeat(getattr(layer, name)) for name in ("k", "v", "k_bias", "v_bias")}
+    )
 
 
 def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:

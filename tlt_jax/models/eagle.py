@@ -45,12 +45,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-def abstract_cache(config: DrafterConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+def abstract_cache(
+    config: DrafterConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
+) -> KVCache:
     """Shape, dtype and sharding of a data group's cache: a KVCache of one layer."""
     return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
 
 
-def scratch(config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1) -> KVCache:
+def scratch(
+    config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1
+) -> KVCache:
     """Zeros for the keys and values of `rows` tree nodes, on a mesh with this `model` axis."""
     K, E = rollout_kv_heads(config.block, model_axis), config.head_dim
     return KVCache(
@@ -70,13 +74,17 @@ def fuse(
 ) -> Float[Array, "*A Z"]:
     """The layer's input, from token embeddings and the state (features when `given`)."""
     if config.kind == "eagle":
-        return ops.project(jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis)
+        return ops.project(
+            jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis
+        )
     if not given:
         return state
     if config.fc_norm:
         parts = jnp.split(state, len(config.captures), axis=axis)
         pairs = zip(parts, params.feature_norms, strict=True)
-        state = jnp.concatenate([ops.rms_norm(x, weight, config.rms_eps, axis) for x, weight in pairs], axis=axis)
+        state = jnp.concatenate(
+            [ops.rms_norm(x, weight, config.rms_eps, axis) for x, weight in pairs], axis=axis
+        )
     return ops.project(state, params.fuse, None, axis)
 
 
@@ -91,7 +99,9 @@ def attention_input(
     if config.kind == "eagle":
         return x
     e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
-    return jnp.concatenate([e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis)
+    return jnp.concatenate(
+        [e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis
+    )
 
 
 def leave(
@@ -164,9 +174,13 @@ def extend(
     q = queries(params.layer, config.block, y[:, chosen], cos_last, sin_last, 0)
     q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
     seen = (jnp.arange(W) <= last[:, None])[:, None]
-    attended = ops.attend_tree(q, k, v, seen, cache.keys[0], cache.values[0], starts, cache.slots_last)
+    attended = ops.attend_tree(
+        q, k, v, seen, cache.keys[0], cache.values[0], starts, cache.slots_last
+    )
     hidden = nodes_out(params, config, x, attended)[:, 0]
-    sound = (hidden[:, 0] == hidden[:, 0])[:, None, None, None]  # XLA copies a cache that may be written before it is read
+    sound = (hidden[:, 0] == hidden[:, 0])[
+        :, None, None, None
+    ]  # XLA copies a cache that may be written before it is read
     k, v = jnp.where(sound, k, 0), jnp.where(sound, v, 0)
     rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype))
     return kv_cache.commit(cache, rows, None, starts), hidden
@@ -188,7 +202,9 @@ def fill(
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
     k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
-    return kv_cache.write(cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts)
+    return kv_cache.write(
+        cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts
+    )
 
 
 @jax.named_scope("drafter/step")
@@ -216,9 +232,13 @@ def step(
     x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
     q, k, v = ops.by_node(*heads(params.layer, config.block, y, *angles, 0), tokens.shape[0])
     keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, rows - tokens.shape[1], axis=3)
-    values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, rows - tokens.shape[1], axis=2)
+    values = jax.lax.dynamic_update_slice_in_dim(
+        scratch.values[0], v, rows - tokens.shape[1], axis=2
+    )
     seen = keys[..., :rows], values[:, :, :rows]
-    attended = ops.attend_tree(q, *seen, ancestors, cache.keys[0], cache.values[0], starts, cache.slots_last)
+    attended = ops.attend_tree(
+        q, *seen, ancestors, cache.keys[0], cache.values[0], starts, cache.slots_last
+    )
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
 
 
@@ -232,7 +252,11 @@ def logits(
         hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
     matrix = shared.head if params.head is None else params.head
     scores = ops.contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
-    return scores if params.ids is not None else ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+    return (
+        scores
+        if params.ids is not None
+        else ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+    )
 
 
 @shaped
@@ -246,7 +270,10 @@ def shift(
 
     def moved(array: Array) -> Array:
         kept = array[:, by:]
-        return jnp.pad(kept, [(0, array.shape[1] - kept.shape[1] if axis == 1 else 0) for axis in range(array.ndim)])
+        return jnp.pad(
+            kept,
+            [(0, array.shape[1] - kept.shape[1] if axis == 1 else 0) for axis in range(array.ndim)],
+        )
 
     return moved(array), (moved(segments) == segments) & (segments > 0)
 
@@ -277,11 +304,19 @@ def unroll(
     """
 
     def rows(x: Array) -> Array:
-        return x if mesh is None else jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+        return (
+            x
+            if mesh is None
+            else jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+        )
 
     @jax.checkpoint
     def advance(
-        params: DrafterParams, embedded: Array, state: Array, angles: tuple[Array, Array], past: tuple
+        params: DrafterParams,
+        embedded: Array,
+        state: Array,
+        angles: tuple[Array, Array],
+        past: tuple,
     ) -> tuple:
         x = fuse(params, config, embedded, state, -1, given=not past)
         y = attention_input(params, config, embedded, x, -1)
@@ -296,7 +331,13 @@ def unroll(
     state, past, hidden = rows(features), (), []
     for j in range(steps):
         embedded = rows(shared.embed[shift(tokens, segments, j + 1)[0]].astype(features.dtype))
-        state, kv = advance(params, embedded, state, packed_angles(config.block, positions + j, features.dtype), past)
+        state, kv = advance(
+            params,
+            embedded,
+            state,
+            packed_angles(config.block, positions + j, features.dtype),
+            past,
+        )
         past = (*past, kv)
         hidden.append(state)
     return jnp.stack(hidden)

@@ -74,17 +74,25 @@ class DrafterConfig:
         if foreign:
             raise ValueError(f"{', '.join(foreign)} true: not for a drafter of kind {self.kind}")
 
-        rising = all(one < other for one, other in zip(self.captures, self.captures[1:], strict=False))
+        rising = all(
+            one < other for one, other in zip(self.captures, self.captures[1:], strict=False)
+        )
         if eagle and self.captures != (NORMED,):
-            raise ValueError(f"captures {self.captures}: eagle reads the last normed hidden state, ({NORMED},)")
+            raise ValueError(
+                f"captures {self.captures}: eagle reads the last normed hidden state, ({NORMED},)"
+            )
         if not eagle and not (self.captures and rising and self.captures[0] >= 1):
-            raise ValueError(f"captures {self.captures}: eagle3 reads hidden states of rising depth, from 1 on")
+            raise ValueError(
+                f"captures {self.captures}: eagle3 reads hidden states of rising depth, from 1 on"
+            )
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} is not within 1..{self.vocab_size}, the policy's"
             )
         if eagle and not self.whole:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: eagle proposes all {self.vocab_size} tokens")
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size}: eagle proposes all {self.vocab_size} tokens"
+            )
         self.block  # noqa: B018  (ModelConfig refuses impossible heads)
 
     @property
@@ -150,7 +158,11 @@ def default_captures(num_layers: int) -> tuple[int, ...]:
     """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
-    return tuple(range(1, num_layers + 1)) if num_layers < 4 else (2, (2 + num_layers) // 2, num_layers)
+    return (
+        tuple(range(1, num_layers + 1))
+        if num_layers < 4
+        else (2, (2 + num_layers) // 2, num_layers)
+    )
 
 
 def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
@@ -206,11 +218,15 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
     Z, eagle3 = config.hidden_size, config.kind == "eagle3"
     norm = Weight((Z,), (None,), "ones")
     fits = layout == "rollout" or config.num_kv_heads % model_axis == 0
-    kv_heads = config.num_kv_heads if layout == "train" else rollout_kv_heads(config.block, model_axis)
+    kv_heads = (
+        config.num_kv_heads if layout == "train" else rollout_kv_heads(config.block, model_axis)
+    )
     layer = layer_weights(config.block, kv_heads, "kv_heads" if fits else None)
     if eagle3:
         wide = {name: getattr(layer, name) for name in ("q", "k", "v")}
-        layer = layer.replace(**{name: replace(old, shape=(old.shape[0], 2 * Z)) for name, old in wide.items()})
+        layer = layer.replace(
+            **{name: replace(old, shape=(old.shape[0], 2 * Z)) for name, old in wide.items()}
+        )
     else:
         layer = layer.replace(attention_norm=None)
     U = padded_vocab(config.block, model_axis) if config.whole else config.draft_vocab_size
@@ -220,7 +236,9 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
     return DrafterParams(
         fuse=Weight((Z, config.feature_width if eagle3 else 2 * Z), (None, "embed")),
         fuse_bias=Weight((Z,), (None,), "zeros") if config.fc_bias else None,
-        feature_norms=Weight((len(config.captures), Z), (None, None), "ones") if config.fc_norm else None,
+        feature_norms=Weight((len(config.captures), Z), (None, None), "ones")
+        if config.fc_norm
+        else None,
         hidden_norm=norm if eagle3 else None,
         layer=layer,
         final_norm=norm if eagle3 else None,
@@ -244,9 +262,7 @@ def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -
     return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
 
 
-def check_ids(
-    config: DrafterConfig, ids: ArrayLike | None
-) -> Int32[np.ndarray, " U"] | None:
+def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> Int32[np.ndarray, " U"] | None:
     """Token ids of the draft vocabulary; None when that is the whole one.
 
     Raises ValueError unless they are ascending tokens of the policy, `draft_vocab_size` of them.
@@ -262,12 +278,18 @@ def check_ids(
             f"the draft vocabulary has {found.size} tokens, draft_vocab_size says {config.draft_vocab_size}"
         )
     if found[0] < 0 or found[-1] >= config.vocab_size or (np.diff(found) <= 0).any():
-        raise ValueError(f"the draft vocabulary's ids do not ascend within 0..{config.vocab_size - 1}")
+        raise ValueError(
+            f"the draft vocabulary's ids do not ascend within 0..{config.vocab_size - 1}"
+        )
     return found.astype(np.int32)
 
 
 def init(
-    config: DrafterConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike, ids: ArrayLike | None = None
+    config: DrafterConfig,
+    mesh: Mesh,
+    key: jax.Array,
+    dtype: DTypeLike,
+    ids: ArrayLike | None = None,
 ) -> DrafterParams:
     """New random DrafterParams in the "train" layout, the same on every mesh.
 
@@ -279,12 +301,18 @@ def init(
     return trees.init(spec, mesh, key, dtype, config.init_std, ids)
 
 
-def to_rollout(params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike) -> DrafterParams:
+def to_rollout(
+    params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike
+) -> DrafterParams:
     """The same drafter in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
     rollout = params.replace(layer=repeat_kv(params.layer, config.block, mesh.shape["model"]))
-    return jax.lax.with_sharding_constraint(cast(rollout, dtype), shardings(config, mesh, "rollout"))
+    return jax.lax.with_sharding_constraint(
+        cast(rollout, dtype), shardings(config, mesh, "rollout")
+    )
 
 
 def cast(params: DrafterParams, dtype: DTypeLike) -> DrafterParams:
     """The same drafter in this dtype; ids stay what they are."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params.replace(ids=None)).replace(ids=params.ids)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params.replace(ids=None)).replace(
+        ids=params.ids
+    )

@@ -41,10 +41,15 @@ def fingerprint(config: Config) -> list[tuple[str, int, int]]:
     """Name, size and modification time of each file of the model directory."""
     if not config.model.path:
         return []
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(policy_directory(config).iterdir())]
+    return [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(policy_directory(config).iterdir())
+    ]
 
 
-def load_drafter(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
+def load_drafter(
+    config: Config, model: ModelConfig, mesh: Mesh
+) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
     """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
 
     Raises ModelError, naming what does not fit, when the drafter was made for another policy.
@@ -52,7 +57,9 @@ def load_drafter(config: Config, model: ModelConfig, mesh: Mesh) -> tuple[Drafte
     path = drafter_directory(config)
     if path is None:
         return None, None
-    return hf_drafter.load(path, model, mesh, config.model.param_dtype, longest_sequence(config, model))
+    return hf_drafter.load(
+        path, model, mesh, config.model.param_dtype, longest_sequence(config, model)
+    )
 
 
 def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:

@@ -23,11 +23,22 @@ from tlt_jax import atomic
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import Layer, ModelConfig, Params, abstract, weights
-from tlt_jax.models.hf_config import eos_entry, from_hf_config, new_config, read_config, read_json, to_hf_config
+from tlt_jax.models.hf_config import (
+    eos_entry,
+    from_hf_config,
+    new_config,
+    read_config,
+    read_json,
+    to_hf_config,
+)
 
 __all__ = ["from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 
-TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+TOP = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
 IN_LAYER = {
     "attention_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
@@ -48,7 +59,9 @@ IN_LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
-DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # some old files hold it; it follows from the config
+DERIVED = re.compile(
+    r".*rotary_emb\.inv_freq"
+)  # some old files hold it; it follows from the config
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 SHOWN = 5  # names in an error
@@ -83,7 +96,12 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
         for field in fields(Layer):
             weight = getattr(spec.layers, field.name)
             if weight is not None:
-                yield Tensor(f"model.layers.{layer}.{IN_LAYER[field.name]}", weight.shape[1:], field.name, layer)
+                yield Tensor(
+                    f"model.layers.{layer}.{IN_LAYER[field.name]}",
+                    weight.shape[1:],
+                    field.name,
+                    layer,
+                )
     yield Tensor(TOP["final_norm"], (D,), "final_norm", None)
     if not config.tied:
         yield Tensor(TOP["head"], (V, D), "head", None)
@@ -103,7 +121,9 @@ def resolve(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {str(path)!r} is no local directory, and the hub did not give it: {reason}") from error
+        raise ModelError(
+            f"model {str(path)!r} is no local directory, and the hub did not give it: {reason}"
+        ) from error
 
 
 def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
@@ -125,18 +145,27 @@ def load(directory: str | Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLik
             spec = getattr(target.layers, leaf)
             if spec is None:
                 return None
-            layers = [stored[f"model.layers.{layer}.{IN_LAYER[leaf]}"] for layer in range(config.num_layers)]
+            layers = [
+                stored[f"model.layers.{layer}.{IN_LAYER[leaf]}"]
+                for layer in range(config.num_layers)
+            ]
 
             def part(index: tuple[slice, ...]) -> np.ndarray:
-                return np.stack([read(layer, index[1:], spec.shape[1:], dtype) for layer in layers[index[0]]])
+                return np.stack(
+                    [read(layer, index[1:], spec.shape[1:], dtype) for layer in layers[index[0]]]
+                )
 
             return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
         layers = Layer(**{field.name: stacked(field.name) for field in fields(Layer)})
-        return Params(embed=top("embed"), layers=layers, final_norm=top("final_norm"), head=top("head"))
+        return Params(
+            embed=top("embed"), layers=layers, final_norm=top("final_norm"), head=top("head")
+        )
 
 
-def read(stored: Any, index: tuple[slice, ...], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def read(
+    stored: Any, index: tuple[slice, ...], shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
     """This part of a stored tensor; zeros where `shape` exceeds it (vocabulary padding)."""
     bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
     there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, stored.get_shape(), strict=True)]
@@ -166,18 +195,28 @@ def shard_files(directory: Path) -> list[Path]:
         names = sorted(set(index.get("weight_map", {}).values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
-            raise ModelError(f"{directory / INDEX} names {', '.join(missing) or 'no files'}, which are not there")
+            raise ModelError(
+                f"{directory / INDEX} names {', '.join(missing) or 'no files'}, which are not there"
+            )
         return [directory / name for name in names]
     if not (directory / "model.safetensors").is_file():
-        raise ModelError(f"{directory} has neither model.safetensors nor {INDEX}: only safetensors weights are read")
+        raise ModelError(
+            f"{directory} has neither model.safetensors nor {INDEX}: only safetensors weights are read"
+        )
     return [directory / "model.safetensors"]
 
 
-def check_tensors(directory: Path, wanted: Iterable[Tensor], found: dict[str, Any], ignored: Collection[str]) -> None:
+def check_tensors(
+    directory: Path, wanted: Iterable[Tensor], found: dict[str, Any], ignored: Collection[str]
+) -> None:
     """Raises ModelError that names the tensors that are missing, extra (but not `ignored`) or of another shape."""
     expected = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and name not in ignored and not DERIVED.fullmatch(name)]
+    extra = [
+        name
+        for name in found
+        if name not in expected and name not in ignored and not DERIVED.fullmatch(name)
+    ]
     shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
     wrong = [
         f"{name} has shape {shapes[name]}, config.json says {expected[name].shape}"
@@ -187,7 +226,9 @@ def check_tensors(directory: Path, wanted: Iterable[Tensor], found: dict[str, An
     named = (("missing ", missing), ("unknown ", extra), ("", wrong))
     problems = [what + listed(names) for what, names in named if names]
     if problems:
-        raise ModelError(f"weights in {directory} do not fit its config.json: {'; '.join(problems)}")
+        raise ModelError(
+            f"weights in {directory} do not fit its config.json: {'; '.join(problems)}"
+        )
 
 
 def listed(names: list[str]) -> str:
@@ -224,7 +265,11 @@ def save(
     shards = plan_shards(config, dtype.itemsize, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            "model.safetensors"
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         arrays = (host_copy(params, tensor, fetch, config.vocab_size) for tensor in shard)
         if writes:
             total += write_shard(directory / name, shard, dtype, arrays)
@@ -247,7 +292,9 @@ def save_whole(
 ) -> None:
     """As `save`, but the directory is there whole or not at all."""
     is_owner = jax.process_index() == 0
-    atomic.write_directory(directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner)
+    atomic.write_directory(
+        directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner
+    )
 
 
 def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
@@ -271,14 +318,20 @@ def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[li
     return shards
 
 
-def write_shard(path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> int:
+def write_shard(
+    path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterable[np.ndarray]
+) -> int:
     """Writes a safetensors file tensor by tensor; its bytes of weights."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
         kind = jnp.dtype(tensor.dtype or dtype)
         start, end = end, end + int(np.prod(tensor.shape)) * kind.itemsize
-        entry = {"dtype": SAFETENSORS_DTYPES[kind.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entry = {
+            "dtype": SAFETENSORS_DTYPES[kind.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         header[tensor.name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

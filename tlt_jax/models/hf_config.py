@@ -11,8 +11,18 @@ from typing import Any
 from tlt_jax.errors import ModelError
 from tlt_jax.models.architecture import ModelConfig, Rope
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 # What `model.init` may hold: fields of a config.json that shape a new model.
 INIT_FIELDS = (
     "model_type", *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
@@ -23,7 +33,9 @@ INIT_DEFAULTS = {"model_type": "qwen2", "tie_word_embeddings": True}
 
 
 def from_hf_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, tokenizer_eos: Iterable[int] = ()
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    tokenizer_eos: Iterable[int] = (),
 ) -> ModelConfig:
     """The ModelConfig of a config.json; EOS is every id that it, generation_config.json and the tokenizer name."""
     refuse_unsupported(raw)
@@ -53,7 +65,9 @@ def from_hf_config(
             qk_norm=family == "qwen3",
             tied=bool(raw.get("tie_word_embeddings", False)),
             init_std=raw.get("initializer_range", 0.02),
-            eos_ids=eos_union(raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)),
+            eos_ids=eos_union(
+                raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
+            ),
         )
     except ValueError as error:
         raise ModelError(f"config.json: {error}") from error
@@ -66,38 +80,58 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelError(f"model_type {kind!r} is not supported: use {', '.join(ARCHITECTURES)}")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(name):
-            raise ModelError(f"{name} {raw[name]}: mixture of experts is not supported, use a dense model")
+            raise ModelError(
+                f"{name} {raw[name]}: mixture of experts is not supported, use a dense model"
+            )
     if raw.get("use_sliding_window"):
-        raise ModelError("use_sliding_window true: sliding-window attention is not supported, only full attention")
+        raise ModelError(
+            "use_sliding_window true: sliding-window attention is not supported, only full attention"
+        )
     other = sorted(set(raw.get("layer_types") or []) - {"full_attention"})
     if other:
         raise ModelError(f"layer_types {', '.join(other)}: not supported, only full_attention")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
     if raw.get("quantization_config"):
-        raise ModelError("quantization_config: quantized weights are not supported, use float32 or bfloat16 ones")
+        raise ModelError(
+            "quantization_config: quantized weights are not supported, use float32 or bfloat16 ones"
+        )
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ModelError(f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported, only 1.0")
+        raise ModelError(
+            f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported, only 1.0"
+        )
 
 
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     """The rotary embedding of either dialect: rope_theta + rope_scaling, or rope_parameters."""
     scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ModelError(f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all")
+        raise ModelError(
+            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn")
+        raise ModelError(
+            f"rope type {kind!r} is not supported: use default, linear, llama3 or yarn"
+        )
     if scaling.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ModelError(f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported, only 1.0")
+        raise ModelError(
+            f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported, only 1.0"
+        )
     if kind == "default":
         return Rope(theta=float(theta))
-    needed = {"llama3": ("low_freq_factor", "high_freq_factor", "factor"), "linear": ("factor",), "yarn": ()}[kind]
+    needed = {
+        "llama3": ("low_freq_factor", "high_freq_factor", "factor"),
+        "linear": ("factor",),
+        "yarn": (),
+    }[kind]
     missing = [name for name in needed if scaling.get(name) is None]
     if missing:
         raise ModelError(f"rope scaling {kind} lacks {', '.join(missing)}")
-    original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    original = raw.get("original_max_position_embeddings") or scaling.get(
+        "original_max_position_embeddings"
+    )
     original = original or max_positions
     factor = float(scaling.get("factor") or max_positions / original)
     rope = Rope(theta=float(theta), kind=kind, factor=factor)
@@ -105,7 +139,9 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
         return rope
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        return Rope(float(theta), kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+        return Rope(
+            float(theta), kind, factor, original, low_freq_factor=low, high_freq_factor=high
+        )
     return Rope(
         theta=float(theta),
         kind=kind,
@@ -199,9 +235,13 @@ def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int])
     """The ModelConfig of `model.init`; vocabulary and EOS are those given, unless init names its own."""
     unknown = sorted(set(init) - set(INIT_FIELDS))
     if unknown:
-        raise ModelError(f"model.init names {', '.join(unknown)}, which it does not know: use {', '.join(INIT_FIELDS)}")
+        raise ModelError(
+            f"model.init names {', '.join(unknown)}, which it does not know: use {', '.join(INIT_FIELDS)}"
+        )
     if init.get("vocab_size", vocab_size) < vocab_size:
-        raise ModelError(f"model.init.vocab_size {init['vocab_size']} is below the tokenizer's {vocab_size} tokens")
+        raise ModelError(
+            f"model.init.vocab_size {init['vocab_size']} is below the tokenizer's {vocab_size} tokens"
+        )
     return from_hf_config(INIT_DEFAULTS | {"vocab_size": vocab_size} | dict(init), None, eos_ids)
 
 
@@ -210,7 +250,9 @@ def read_config(directory: str | Path, tokenizer_eos: Iterable[int] = ()) -> Mod
     directory = Path(directory)
     raw = read_json(directory / "config.json")
     if raw is None:
-        raise ModelError(f"{directory} has no config.json: give the directory of a Hugging Face model")
+        raise ModelError(
+            f"{directory} has no config.json: give the directory of a Hugging Face model"
+        )
     return from_hf_config(raw, read_json(directory / "generation_config.json"), tokenizer_eos)
 
 

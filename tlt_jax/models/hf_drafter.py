@@ -62,11 +62,15 @@ def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
             yield hf.Tensor(TOP[leaf], getattr(spec, leaf).shape, leaf, None)
     if config.fc_norm:
         for capture in range(len(config.captures)):
-            yield hf.Tensor(f"fc_norm.{capture}.weight", (config.hidden_size,), "feature_norms", capture)
+            yield hf.Tensor(
+                f"fc_norm.{capture}.weight", (config.hidden_size,), "feature_norms", capture
+            )
     for field in fields(Layer):
         weight = getattr(spec.layer, field.name)
         if weight is not None:
-            yield hf.Tensor(PREFIX[config.kind] + hf.IN_LAYER[field.name], weight.shape, field.name, 0)
+            yield hf.Tensor(
+                PREFIX[config.kind] + hf.IN_LAYER[field.name], weight.shape, field.name, 0
+            )
     if config.kind == "eagle3":
         yield hf.Tensor(TOP["final_norm"], (config.hidden_size,), "final_norm", None)
         yield hf.Tensor(TOP["head"], (config.draft_vocab_size, config.hidden_size), "head", None)
@@ -88,7 +92,11 @@ def load(
         try:
             config = replace(config, fc_bias=TOP["fuse_bias"] in stored)  # config.json may not say
             optional = {"t2d", "d2t"} if config.whole else {"t2d"}
-            wanted = [tensor for tensor in tensors(config) if tensor.name in stored or tensor.name not in optional]
+            wanted = [
+                tensor
+                for tensor in tensors(config)
+                if tensor.name in stored or tensor.name not in optional
+            ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
             return config, read_params(config, stored, mesh, dtype)
         except ValueError as error:
@@ -103,7 +111,9 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
     directory = Path(directory)
     raw = read_json(directory / "config.json")
     if raw is None:
-        raise ModelError(f"{directory} has no config.json: give the directory of an EAGLE or EAGLE-3 drafter")
+        raise ModelError(
+            f"{directory} has no config.json: give the directory of an EAGLE or EAGLE-3 drafter"
+        )
     try:
         config = from_raw(raw, policy)
         check_positions(config, positions)
@@ -116,7 +126,9 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
     named = raw.get("architectures") or [None]
     if len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise ModelError(f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}"
+        )
     kind, family = ARCHITECTURES[named[0]]
     refuse_unsupported(raw, kind, family)
     layer = from_hf_config(dict(raw) | {"model_type": family})
@@ -150,22 +162,30 @@ def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
         named = ", ".join(unknown)
         raise ModelError(f"config.json names {named}: unknown here, and it may change the network")
     if raw.get("num_hidden_layers") != 1:
-        raise ModelError(f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported")
+        raise ModelError(
+            f"num_hidden_layers {raw.get('num_hidden_layers')}: only drafters of one layer are supported"
+        )
     if raw.get("target_hidden_size") not in (None, raw.get("hidden_size")):
         wide = f"target_hidden_size {raw['target_hidden_size']} is not hidden_size {raw.get('hidden_size')}"
         raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
-    biased = [name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"]
+    biased = [
+        name for name in ("attention_bias", "mlp_bias") if raw.get(name) and family == "llama"
+    ]
     if kind == "eagle3":
         if raw.get("bias"):
             biased.append("bias")
         if raw.get("tie_word_embeddings"):
-            raise ModelError("tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own")
+            raise ModelError(
+                "tie_word_embeddings true: an EAGLE-3 drafter needs an LM head of its own"
+            )
         if not raw.get("draft_vocab_size"):
             raise ModelError(
                 "draft_vocab_size is missing: an EAGLE-3 drafter that shares the policy's LM head is not supported"
             )
     if biased:
-        raise ModelError(f"{', '.join(biased)} true: not supported in a drafter of this architecture")
+        raise ModelError(
+            f"{', '.join(biased)} true: not supported in a drafter of this architecture"
+        )
 
 
 def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...]:
@@ -179,11 +199,17 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
     nested = dict(raw.get("eagle_config") or {})
     outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
     if nested.pop("use_aux_hidden_state", True) is not True:
-        raise ModelError("eagle_config.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states")
+        raise ModelError(
+            "eagle_config.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
+        )
     if nested:
-        raise ModelError(f"eagle_config names {', '.join(sorted(nested))}: unknown here, and it may change the network")
+        raise ModelError(
+            f"eagle_config names {', '.join(sorted(nested))}: unknown here, and it may change the network"
+        )
     for ids in (outputs, counts):
-        if ids is not None and not (isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)):
+        if ids is not None and not (
+            isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)
+        ):
             raise ModelError(f"{LAYER_IDS} {ids!r} is no list of layer ids")
     if outputs is None and counts is None:
         return 2, policy.num_layers // 2, policy.num_layers - 3
@@ -191,7 +217,9 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
     if outputs and counts and tuple(counts) == after:
         return after
     if outputs and counts and outputs != counts:
-        raise ModelError(f"{LAYER_IDS} {counts}, but {outputs} in eagle_config: other layers, keep the right ones")
+        raise ModelError(
+            f"{LAYER_IDS} {counts}, but {outputs} in eagle_config: other layers, keep the right ones"
+        )
     ids = outputs or counts
     return tuple(one + 1 for one in ids) if ids[0] == 1 else tuple(ids)
 
@@ -205,7 +233,9 @@ def check_positions(config: DrafterConfig, positions: int) -> None:
         )
 
 
-def read_params(config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike) -> DrafterParams:
+def read_params(
+    config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
+) -> DrafterParams:
     """DrafterParams from open tensors. Raises ValueError for a draft vocabulary that is none."""
     target = eagle_config.abstract(config, mesh, "train", dtype)
 
@@ -216,14 +246,18 @@ def read_params(config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dt
         return jax.make_array_from_callback(spec.shape, spec.sharding, part)
 
     def norms(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        rows = np.stack([stored[f"fc_norm.{i}.weight"][:].astype(dtype) for i in range(len(config.captures))])
+        rows = np.stack(
+            [stored[f"fc_norm.{i}.weight"][:].astype(dtype) for i in range(len(config.captures))]
+        )
         return jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: rows[index])
 
     prefix = PREFIX[config.kind]
     ids = read_ids(config, stored)
     if ids is not None:
         ids = jax.make_array_from_callback(ids.shape, target.ids.sharding, ids.__getitem__)
-    layer = {name: whole(getattr(target.layer, name), prefix + hf.IN_LAYER[name]) for name in hf.IN_LAYER}
+    layer = {
+        name: whole(getattr(target.layer, name), prefix + hf.IN_LAYER[name]) for name in hf.IN_LAYER
+    }
     return DrafterParams(
         layer=Layer(**layer),
         feature_norms=norms(target.feature_norms) if config.fc_norm else None,
@@ -241,13 +275,17 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
     try:
         check_ids(config, None if config.whole and (ids == known).all() else ids)
     except ValueError as error:
-        raise ModelError(f"d2t: {error}; it holds token id minus index in the draft vocabulary") from error
+        raise ModelError(
+            f"d2t: {error}; it holds token id minus index in the draft vocabulary"
+        ) from error
     if "t2d" in stored and not np.array_equal(np.flatnonzero(stored["t2d"][:]), ids):
         raise ModelError("t2d marks other tokens than d2t names")
     return None if config.whole else ids.astype(np.int32)
 
 
-def save(params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike) -> None:
+def save(
+    params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike
+) -> None:
     """Writes a directory that SGLang and vLLM load, weights in this dtype; `params` in the "train" layout.
 
     Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
@@ -267,11 +305,21 @@ def save(params: DrafterParams, config: DrafterConfig, directory: str | Path, dt
             pass
 
 
-def host_copy(params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype) -> np.ndarray:
+def host_copy(
+    params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
+) -> np.ndarray:
     """One tensor on the host, without vocabulary padding."""
     if tensor.leaf == "ids":
-        ids = np.arange(config.draft_vocab_size) if params.ids is None else np.asarray(params.ids, np.int64)
-        return ids - np.arange(ids.size) if tensor.name == "d2t" else np.isin(np.arange(config.vocab_size), ids)
+        ids = (
+            np.arange(config.draft_vocab_size)
+            if params.ids is None
+            else np.asarray(params.ids, np.int64)
+        )
+        return (
+            ids - np.arange(ids.size)
+            if tensor.name == "d2t"
+            else np.isin(np.arange(config.vocab_size), ids)
+        )
     stacked = tensor.leaf == "feature_norms"
     leaf = getattr(params if stacked or tensor.layer is None else params.layer, tensor.leaf)
     leaf = leaf[tensor.layer] if stacked else leaf
@@ -281,7 +329,9 @@ def host_copy(params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, d
 @cache
 def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
     """Gives a copy in this dtype to every device."""
-    return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(
+        lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, PartitionSpec())
+    )
 
 
 def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
@@ -295,5 +345,8 @@ def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         LAYER_IDS: list(config.captures),
-        "eagle_config": {LAYER_IDS: [one - 1 for one in config.captures], "use_aux_hidden_state": True},
+        "eagle_config": {
+            LAYER_IDS: [one - 1 for one in config.captures],
+            "use_aux_hidden_state": True,
+        },
     }

@@ -63,7 +63,9 @@ def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KV
     def of(name: str) -> Any:
         leaves = [getattr(other, name) for other in others]
         return jax.tree.map(
-            lambda own, *leaf: function(name, own, *(turned(name, one) for one in leaf)), getattr(cache, name), *leaves
+            lambda own, *leaf: function(name, own, *(turned(name, one) for one in leaf)),
+            getattr(cache, name),
+            *leaves,
         )
 
     return cache.replace(**{name: of(name) for name in AXES})
@@ -96,7 +98,9 @@ def abstract(
     )
 
 
-def empty(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh) -> KVCache:
+def empty(
+    config: ModelConfig, batch: int, slots: int, features: int, dtype: DTypeLike, mesh: Mesh
+) -> KVCache:
     """A cache of zeros."""
     spec = abstract(config, batch, slots, features, dtype, mesh)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
@@ -104,7 +108,9 @@ def empty(config: ModelConfig, batch: int, slots: int, features: int, dtype: DTy
 
 @jax.named_scope("commit")
 @shaped
-def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, lengths: Int[Array, " B"]) -> KVCache:
+def commit(
+    cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, lengths: Int[Array, " B"]
+) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
     Rows past the accepted ones are junk: they lie past the new length, and the next commit overwrites them.
@@ -125,14 +131,22 @@ def commit(cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, len
 
 
 @shaped
-def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]) -> KVCache:
+def write(
+    cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]
+) -> KVCache:
     """The cache with all nodes of R trees, tree r written to row rows[r] from slot starts[r] on."""
 
     def put(name: str, array: Array, new: Array) -> Array:
         axis = cache.slot_axis(name)
 
         def one(r: Array, array: Array) -> Array:
-            place = [rows[r], *(starts[r] if i == axis else jnp.zeros_like(starts[r]) for i in range(1, array.ndim))]
+            place = [
+                rows[r],
+                *(
+                    starts[r] if i == axis else jnp.zeros_like(starts[r])
+                    for i in range(1, array.ndim)
+                ),
+            ]
             return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(new, r), place)
 
         return jax.lax.fori_loop(0, rows.shape[0], one, array)
@@ -141,7 +155,9 @@ def write(cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[
 
 
 @shaped
-def insert(cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: Int[Array, " R"]) -> KVCache:
+def insert(
+    cache: KVCache, prefilled: Scratch, rows: Int[Array, " R"], source: Int[Array, " R"]
+) -> KVCache:
     """The cache with row source[r] of the prefilled prompts in slots [0, P) of sequence rows[r].
 
     Other slots and sequences stay as they are. The rows are distinct; nothing is written for those
@@ -167,6 +183,8 @@ def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
         array = array[jnp.maximum(rows, 0)]
         if slots <= array.shape[axis]:
             return jax.lax.slice_in_dim(array, 0, slots, axis=axis)
-        return jnp.pad(array, [(0, slots - size if i == axis else 0) for i, size in enumerate(array.shape)])
+        return jnp.pad(
+            array, [(0, slots - size if i == axis else 0) for i, size in enumerate(array.shape)]
+        )
 
     return each(fit, cache)

@@ -24,9 +24,7 @@ def widen(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def contract(
-    subscripts: str, a: Float[Array, ...], b: Float[Array, ...]
-) -> Float[Array, ...]:
+def contract(subscripts: str, a: Float[Array, ...], b: Float[Array, ...]) -> Float[Array, ...]:
     """einsum that accumulates and returns in at least float32."""
     wide = widen(a.dtype)
     if a.dtype == wide:
@@ -49,7 +47,11 @@ def project(
     axis: int,
 ) -> Float[Array, "*A Out"]:
     """weight @ x + bias for features on `axis` (0 or -1)."""
-    y = jnp.einsum("...i,oi->...o", x, weight) if axis == -1 else jnp.einsum("oi,i...->o...", weight, x)
+    y = (
+        jnp.einsum("...i,oi->...o", x, weight)
+        if axis == -1
+        else jnp.einsum("oi,i...->o...", weight, x)
+    )
     return y if bias is None else y + along(bias, y.ndim, axis)
 
 
@@ -136,18 +138,27 @@ def attend_packed(
     count = -(-T // block)
 
     def split(array: Array) -> Array:
-        padded = jnp.pad(array, [(0, count * block - T if axis == 1 else 0) for axis in range(array.ndim)])
+        padded = jnp.pad(
+            array, [(0, count * block - T if axis == 1 else 0) for axis in range(array.ndim)]
+        )
         return jnp.moveaxis(padded.reshape(-1, count, block, *array.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one(index: jax.Array, q_block: jax.Array, segment: jax.Array, own_block: tuple[Array, Array] | None) -> Array:
+    def one(
+        index: jax.Array,
+        q_block: jax.Array,
+        segment: jax.Array,
+        own_block: tuple[Array, Array] | None,
+    ) -> Array:
         scores = contract("btkge,bske->bkgts", q_block, k)
         earlier = jnp.arange(T)[None, :] <= (index * block + jnp.arange(block))[:, None]
         same = (segment[:, :, None] == segments[:, None, :]) & (segment[:, :, None] > 0)
         scale = math.sqrt(q.shape[-1])
         scores = masked(scores / scale, (earlier & same)[:, None, None])
         if own_block is not None:
-            scores = jnp.concatenate([scores, contract("btkge,btjke->bkgtj", q_block, own_block[0]) / scale], axis=-1)
+            scores = jnp.concatenate(
+                [scores, contract("btkge,btjke->bkgtj", q_block, own_block[0]) / scale], axis=-1
+            )
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :T], v)
         if own_block is not None:
@@ -176,7 +187,9 @@ def kv_by_node(
     k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
 ) -> tuple[Float[Array, "B K E M"], Float[Array, "B K M E"]]:
     """Keys and values of the nodes of B trees, features first, as attend_tree takes them."""
-    kv = jnp.stack([k, v], axis=1)  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+    kv = jnp.stack(
+        [k, v], axis=1
+    )  # XLA would turn a lone transposed product round, and lose what axis 0 gains
     kv = jnp.moveaxis(kv.reshape(*kv.shape[:3], batch, kv.shape[-1] // batch), 3, 0)
     return kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
 

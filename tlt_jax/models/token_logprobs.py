@@ -20,14 +20,19 @@ PyTree = Any
 
 @shaped
 def score(
-    logits: Float[Array, "*A V"], targets: Int[Array, "*A"], temperature: float, entropy_learns: bool
+    logits: Float[Array, "*A V"],
+    targets: Int[Array, "*A"],
+    temperature: float,
+    entropy_learns: bool,
 ) -> tuple[Float[Array, "*A"], Float[Array, "*A"]]:
     """Log-probability of the targets and entropy, of logits over the temperature (0 counts as 1).
 
     Reduces over V only, so V may be sharded. Without `entropy_learns` the entropy has no gradient.
     """
     if temperature not in (0, 1):
-        logits = jnp.maximum(logits / temperature, jnp.finfo(logits.dtype).min)  # padding stays finite
+        logits = jnp.maximum(
+            logits / temperature, jnp.finfo(logits.dtype).min
+        )  # padding stays finite
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(shifted), axis=-1)
     ids = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, shifted.ndim - 1)
@@ -66,7 +71,9 @@ def token_scores(
 
     def one(x: Array, targets: Array) -> tuple[Array, Array]:
         logits = jax.vmap(group_logits)(copies, x)
-        logits = jax.lax.with_sharding_constraint(logits, sharding(mesh, ("batch", None, None, "vocab"), "train"))
+        logits = jax.lax.with_sharding_constraint(
+            logits, sharding(mesh, ("batch", None, None, "vocab"), "train")
+        )
         return score(logits, targets, temperature, entropy_learns)
 
     return in_chunks(one, (x, targets), mesh, chunk)
@@ -99,7 +106,9 @@ def in_chunks(
 
     def split(array: Array) -> Array:
         padded = jnp.pad(array, [(0, 0), (0, chunks * length - T), *[(0, 0)] * (array.ndim - 2)])
-        return jnp.moveaxis(padded.reshape(groups, R // groups, chunks, length, *array.shape[2:]), 2, 0)
+        return jnp.moveaxis(
+            padded.reshape(groups, R // groups, chunks, length, *array.shape[2:]), 2, 0
+        )
 
     def join(array: Array) -> Array:
         return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]

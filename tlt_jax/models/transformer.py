@@ -49,7 +49,9 @@ def qkv(
     axis: int,
 ) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
     """Rotated queries and keys, and values, of x before the layer's first norm."""
-    return heads(layer, config, ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis), cos, sin, axis)
+    return heads(
+        layer, config, ops.rms_norm(x, layer.attention_norm, config.rms_eps, axis), cos, sin, axis
+    )
 
 
 def heads(
@@ -93,14 +95,16 @@ def keys_values(
     width = 1 if axis == 0 else -1
     k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
     k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width) if config.qk_norm else k
-    return ops.rotate(k, cos, sin, width), by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
+    return ops.rotate(k, cos, sin, width), by_head(
+        ops.project(x, layer.v, layer.v_bias, axis), config, axis
+    )
 
 
-def by_head(
-    x: Float[Array, "*A HE"], config: ModelConfig, axis: int
-) -> Float[Array, "*A H E"]:
+def by_head(x: Float[Array, "*A HE"], config: ModelConfig, axis: int) -> Float[Array, "*A H E"]:
     """A projection split into heads."""
-    shape = (-1, config.head_dim, *x.shape[1:]) if axis == 0 else (*x.shape[:-1], -1, config.head_dim)
+    shape = (
+        (-1, config.head_dim, *x.shape[1:]) if axis == 0 else (*x.shape[:-1], -1, config.head_dim)
+    )
     return x.reshape(shape)
 
 
@@ -174,17 +178,27 @@ def hidden(
             return x
         return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
 
-    def body(carry: tuple[Array, list[Array]], step: tuple[Array, Layer]) -> tuple[tuple[Array, list[Array]], None]:
+    def body(
+        carry: tuple[Array, list[Array]], step: tuple[Array, Layer]
+    ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
         x = rows(packed_layer(layer, config, x, angles, segments, block)[0])
-        return (x, [jnp.where(depth == capture, x, old) for capture, old in zip(captures, kept, strict=True)]), None
+        return (
+            x,
+            [
+                jnp.where(depth == capture, x, old)
+                for capture, old in zip(captures, kept, strict=True)
+            ],
+        ), None
 
     angles = packed_angles(config, positions, compute_dtype)
     with jax.named_scope("embed"):
         x = rows(params.embed[tokens].astype(compute_dtype))
     layers = (jnp.arange(1, config.num_layers + 1), params.layers)
-    (x, kept), _ = jax.lax.scan(jax.checkpoint(body) if remat else body, (x, [x] * len(captures)), layers)
+    (x, kept), _ = jax.lax.scan(
+        jax.checkpoint(body) if remat else body, (x, [x] * len(captures)), layers
+    )
     x = ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
     return x, gathered(captures, kept, x, axis=-1)
 
@@ -204,7 +218,9 @@ def gathered(
 
 @jax.named_scope("head")
 @shaped
-def logits(params: Params, config: ModelConfig, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+def logits(
+    params: Params, config: ModelConfig, x: Float[Array, "*batch D"]
+) -> Float[Array, "*batch V"]:
     """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
     scores = ops.contract("...d,vd->...v", x, head(params).astype(x.dtype))
     return ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
@@ -293,7 +309,9 @@ def tree_forward(
     with jax.named_scope("head"):
         scores = ops.contract("vd,dt->vt", head(params), x)
         scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
-    features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(B, N, -1)
+    features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(
+        B, N, -1
+    )
 
     # The scratch depends on the end of the pass: XLA would copy a cache written before it is read.
     sound = (x[0] == x[0]).reshape(B, 1, 1, N)

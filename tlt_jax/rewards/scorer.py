@@ -66,7 +66,9 @@ class Scorer:
 
     def __init__(self, config: Config):
         if not config.reward.terms:
-            raise RewardError("reward.terms is empty: name at least one reward, for example {task: 1.0}")
+            raise RewardError(
+                "reward.terms is empty: name at least one reward, for example {task: 1.0}"
+            )
         self.config = config
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Hashable, bytes]] = deque()
@@ -150,8 +152,13 @@ class Scorer:
         ours.send(self.config)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", f"from tlt_jax.rewards import worker; worker.main({theirs.fileno()})"],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                [
+                    sys.executable,
+                    "-c",
+                    f"from tlt_jax.rewards import worker; worker.main({theirs.fileno()})",
+                ],
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # so that what a reward starts can be killed with it
@@ -212,7 +219,12 @@ class Scorer:
             worker.term = content[0]
         elif kind == "score":
             weights = self.config.reward.terms
-            self._finish(worker, Score(sum(weight * content[0][name] for name, weight in weights.items()), content[0]))
+            self._finish(
+                worker,
+                Score(
+                    sum(weight * content[0][name] for name, weight in weights.items()), content[0]
+                ),
+            )
         else:
             self._finish(worker, self._failed("error", worker, content[0]))
 
@@ -236,14 +248,19 @@ class Scorer:
         elif not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                self._fail(f"the reward workers do not start: {detail}, {self._failed_starts} times in a row")
+                self._fail(
+                    f"the reward workers do not start: {detail}, {self._failed_starts} times in a row"
+                )
                 return
 
         self._workers[i] = self._start()
 
     def _failed(self, failure: str, worker: Worker, detail: str) -> Score:
         return Score(
-            self.config.reward.failure_score, {}, failure, f"{worker.term}: {detail}" if worker.term else detail
+            self.config.reward.failure_score,
+            {},
+            failure,
+            f"{worker.term}: {detail}" if worker.term else detail,
         )
 
     def _finish(self, worker: Worker, score: Score) -> None:

@@ -54,7 +54,11 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
     _, mark, marked = tail.rpartition(answers.MARK)
     is_marked = bool((answers.boxed(tail) or "").strip() or (mark and marked.strip()))
 
-    return {"score": (is_thought + is_marked) / 2, "think": float(is_thought), "answer": float(is_marked)}
+    return {
+        "score": (is_thought + is_marked) / 2,
+        "think": float(is_thought),
+        "answer": float(is_marked),
+    }
 
 
 def math_reward() -> Reward:
@@ -145,7 +149,9 @@ def resolve(name: str, config: Config) -> Reward:
 
     module, colon, function = name.partition(":")
     if not colon:
-        raise ValueError(f"no reward {name!r}: use task, math, {', '.join(plain)} or module:function")
+        raise ValueError(
+            f"no reward {name!r}: use task, math, {', '.join(plain)} or module:function"
+        )
 
     found = getattr(importlib.import_module(module), function, None)
     if not callable(found):
@@ -153,7 +159,9 @@ def resolve(name: str, config: Config) -> Reward:
     return found
 
 
-def evaluate(name: str, reward: Reward, prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
+def evaluate(
+    name: str, reward: Reward, prompt: str, completion: str, row: dict[str, Any]
+) -> dict[str, float]:
     """The numbers of one reward: the score as `name`, other entries of a dict as name/key.
 
     Raises ValueError for a result that is not finite numbers, and whatever the reward raises.
@@ -162,8 +170,14 @@ def evaluate(name: str, reward: Reward, prompt: str, completion: str, row: dict[
     if not isinstance(result, dict):
         return {name: _number(name, result)}
     if "score" not in result:
-        raise ValueError(f"reward {name!r} gave a dict without 'score': its keys are {sorted(map(str, result))}")
-    parts = {f"{name}/{key}": _number(f"{name}/{key}", value) for key, value in result.items() if key != "score"}
+        raise ValueError(
+            f"reward {name!r} gave a dict without 'score': its keys are {sorted(map(str, result))}"
+        )
+    parts = {
+        f"{name}/{key}": _number(f"{name}/{key}", value)
+        for key, value in result.items()
+        if key != "score"
+    }
     return {name: _number(name, result["score"])} | parts
 
 

@@ -30,14 +30,18 @@ def bind_drafter(
 ) -> Drafter:
     """The drafter on one data group."""
     if config is not None:
-        return learned_drafter(network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness))
+        return learned_drafter(
+            network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness)
+        )
     if settings.drafter == NONE:
         return NO_DRAFTER
     whole = NamedSharding(group, PartitionSpec())
     search = ngram.Settings(settings.min_match, settings.max_match)
 
     def draft(weights, state, context, strategy: Strategy, temperature: float) -> Candidates:
-        return ngram.propose(context.history, context.lengths, context.host_context, strategy, search)
+        return ngram.propose(
+            context.history, context.lengths, context.host_context, strategy, search
+        )
 
     def host_context(batch: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, settings.pool), jnp.int32, sharding=whole)
@@ -52,20 +56,42 @@ def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> N
     def with_windows(function: Callable) -> Callable:
         """A function of the weights, the cache, and tokens and features of windows."""
 
-        def call(weights: Weights, cache: KVCache, tokens: jax.Array, features: jax.Array, *places: jax.Array):
-            features = jax.lax.with_sharding_constraint(features, whole)  # split in any other way they travel more
-            return function(weights.drafter, config, eagle.shared(weights.target), cache, tokens, features, *places)
+        def call(
+            weights: Weights,
+            cache: KVCache,
+            tokens: jax.Array,
+            features: jax.Array,
+            *places: jax.Array,
+        ):
+            features = jax.lax.with_sharding_constraint(
+                features, whole
+            )  # split in any other way they travel more
+            return function(
+                weights.drafter,
+                config,
+                eagle.shared(weights.target),
+                cache,
+                tokens,
+                features,
+                *places,
+            )
 
         return call
 
     return Network(
         extend=with_windows(eagle.extend),
         fill=with_windows(eagle.fill),
-        step=lambda weights, *rest: eagle.step(weights.drafter, config, eagle.shared(weights.target), *rest),
-        logits=lambda weights, hidden: eagle.logits(weights.drafter, config, eagle.shared(weights.target), hidden),
+        step=lambda weights, *rest: eagle.step(
+            weights.drafter, config, eagle.shared(weights.target), *rest
+        ),
+        logits=lambda weights, hidden: eagle.logits(
+            weights.drafter, config, eagle.shared(weights.target), hidden
+        ),
         ids=lambda weights: weights.drafter.ids,
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.padded_slots(slots)),
-        empty=lambda batch, slots: eagle.abstract_cache(config, batch, target.padded_slots(slots), dtype, group),
+        empty=lambda batch, slots: eagle.abstract_cache(
+            config, batch, target.padded_slots(slots), dtype, group
+        ),
         scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group.shape["model"]),
         params=eagle.abstract(config, group, "rollout", dtype),
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
@@ -85,7 +111,8 @@ def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]
     places += width * jnp.arange(parts)[:, None]
     whole = NamedSharding(group, PartitionSpec())
     best, places = (
-        jax.lax.with_sharding_constraint(array.reshape(*values.shape[:-1], parts * k), whole) for array in (best, places)
+        jax.lax.with_sharding_constraint(array.reshape(*values.shape[:-1], parts * k), whole)
+        for array in (best, places)
     )
     best, chosen = jax.lax.top_k(best, k)
     return best, jnp.take_along_axis(places, chosen, axis=-1)
@@ -124,10 +151,14 @@ def bind_target(
         return logits, whole(scratch)
 
     def prefill(params: PyTree, *rest: Any) -> Scratch:
-        return whole(transformer.prefill(params, config, *rest, captures, captures_states=captures_states))
+        return whole(
+            transformer.prefill(params, config, *rest, captures, captures_states=captures_states)
+        )
 
     def empty(batch: int, slots: int) -> KVCache:
-        return kv_cache.abstract(config, batch, padded_slots(slots), width, dtype, group, captures_states)
+        return kv_cache.abstract(
+            config, batch, padded_slots(slots), width, dtype, group, captures_states
+        )
 
     return Target(
         forward=forward,

@@ -23,14 +23,28 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, driver
-from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, block_size, bucket_width, doubling
+from tlt_jax.rollout.buckets import (
+    FIRST_CACHE_BUCKET,
+    batch_buckets,
+    block_size,
+    bucket_width,
+    doubling,
+)
 from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, DraftOnly, GroupShapes, Prefill, StateShape
+from tlt_jax.rollout.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    DraftOnly,
+    GroupShapes,
+    Prefill,
+    StateShape,
+)
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
@@ -74,10 +88,14 @@ class Engine:
         self.arms = make.arms(speculation)
         path = max(arm.path for arm in (PLAIN, *self.arms))
         captures = drafter.captures if drafter else ()
-        bind = partial(bindings.bind_target, captures=captures, path=path, captures_states=captures_states)
+        bind = partial(
+            bindings.bind_target, captures=captures, path=path, captures_states=captures_states
+        )
         targets = [bind(model_config, group, dtype) for group in self.groups]
         shapes = [
-            GroupShapes(target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group)
+            GroupShapes(
+                target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group
+            )
             for target, group in zip(targets, self.groups, strict=True)
         ]
         self.programs = Executables(shapes, log_compile)
@@ -87,12 +105,18 @@ class Engine:
 
         self.tuner = make.make_tuner(speculation, self.arms, meshes.is_cpu(mesh))
         knobs = {"speculation": asdict(speculation), "mesh": asdict(config.mesh)}
-        self.basis = {f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()}
+        self.basis = {
+            f"{section}.{knob}": value
+            for section in knobs
+            for knob, value in knobs[section].items()
+        }
         self.basis["version"] = goodput.VERSION
         self.basis["devices"] = meshes.device_kind(mesh)
 
         self.board, self.rollouts = LocalBoard(), itertools.count()
-        self.capacity = config.rollout.slots or self.share(config.rollout.prompts, config.rollout.samples)
+        self.capacity = config.rollout.slots or self.share(
+            config.rollout.prompts, config.rollout.samples
+        )
         self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
         if self.batches[-1] < self.capacity:
             raise ConfigError(
@@ -100,11 +124,17 @@ class Engine:
                 f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
             )
 
-        reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=config.model.compute_dtype)
-        self.reshard = jax.jit(reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout"))
+        reshard = partial(
+            transformer.to_rollout, config=model_config, mesh=mesh, dtype=config.model.compute_dtype
+        )
+        self.reshard = jax.jit(
+            reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout")
+        )
         if drafter:
             reshard = partial(eagle.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
-            self.reshard_drafter = jax.jit(reshard, out_shardings=eagle.shardings(drafter, mesh, "rollout"))
+            self.reshard_drafter = jax.jit(
+                reshard, out_shardings=eagle.shardings(drafter, mesh, "rollout")
+            )
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""
@@ -112,7 +142,9 @@ class Engine:
 
     def publish(self, params: Params, drafter: DrafterParams | None = None) -> list[Weights]:
         """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views."""
-        weights = Weights(self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ())
+        weights = Weights(
+            self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ()
+        )
         return [meshes.view(weights, group) for group in self.groups]
 
     def request(
@@ -168,7 +200,9 @@ class Engine:
         What a harvester wants comes to the listeners as `Harvested`, with states when the engine captures them.
         Raises Interrupted soon after `interrupted()` is true: what the tuner learned meanwhile is lost.
         """
-        queue = WorkQueue(self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples)
+        queue = WorkQueue(
+            self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples
+        )
         slots = self.cache_buckets(request.prompts, request.max_new_tokens)
         planner = Planner(self.batches, slots, self.tuner, tuner)
         if self.ngram_memory:
@@ -211,10 +245,24 @@ class Engine:
 
     def memory_held(self) -> dict[str, int]:
         """Programs that draft, and the most memory that those of one data group take beyond their arguments and results."""
-        held = {one.program: one for one in self.programs.compiles if one.program in self.programs.executables}
-        drafting = [one for one in held.values() if isinstance(one.program, Decode) and one.program.strategy != PLAIN]
-        groups = [[one for one in drafting if one.program.group == index] for index in range(len(self.groups))]
-        sizes = [sum(one.code for one in group) + max((one.temporary for one in group), default=0) for group in groups]
+        held = {
+            one.program: one
+            for one in self.programs.compiles
+            if one.program in self.programs.executables
+        }
+        drafting = [
+            one
+            for one in held.values()
+            if isinstance(one.program, Decode) and one.program.strategy != PLAIN
+        ]
+        groups = [
+            [one for one in drafting if one.program.group == index]
+            for index in range(len(self.groups))
+        ]
+        sizes = [
+            sum(one.code for one in group) + max((one.temporary for one in group), default=0)
+            for group in groups
+        ]
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
     def largest_programs(
@@ -237,16 +285,22 @@ class Engine:
         largest = make.largest_batches(self.tuner, self.batches)
         if largest and self.programs.shapes[0].drafter.catch_up:
             batch = max(largest.values())
-            found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots, params.stop_window))
+            found[f"catching up of {batch}"] = CatchUp(
+                StateShape(0, batch, slots, params.stop_window)
+            )
         for arm in self.arms:
             if arm in largest:
                 shape = StateShape(0, largest[arm], slots, params.stop_window)
-                found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(shape, rounds, arm, params)
+                found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(
+                    shape, rounds, arm, params
+                )
         if window:
             found["harvest"] = Harvest(state, block_size(self.capacity, window), window)
         return found
 
-    def time_drafting(self, weights: Sequence[Weights], result: RolloutResult) -> Mapping[Shape, float]:
+    def time_drafting(
+        self, weights: Sequence[Weights], result: RolloutResult
+    ) -> Mapping[Shape, float]:
         """Seconds of a round's drafting alone, by shape.
 
         Of the shapes that drafted in the rollout the most used one that was not timed yet is timed now: a compilation of the
@@ -256,10 +310,18 @@ class Engine:
         for one in result.measurements:
             if one.strategy != PLAIN:
                 used[one.batch, one.slots, one.strategy] += one.rounds
-        fresh = [shape for shape, rounds in used.most_common() if rounds and shape not in self.draft_seconds]
+        fresh = [
+            shape
+            for shape, rounds in used.most_common()
+            if rounds and shape not in self.draft_seconds
+        ]
         for batch, slots, strategy in fresh[:1]:
-            draft = DraftOnly(StateShape(0, batch, slots), TIMED_ROUNDS, strategy, self.config.rollout.temperature)
-            self.draft_seconds[batch, slots, strategy] = time_draft(self.programs, draft, weights[0])
+            draft = DraftOnly(
+                StateShape(0, batch, slots), TIMED_ROUNDS, strategy, self.config.rollout.temperature
+            )
+            self.draft_seconds[batch, slots, strategy] = time_draft(
+                self.programs, draft, weights[0]
+            )
         return self.draft_seconds
 
     def remember(self, look: Look) -> None:
@@ -271,13 +333,19 @@ class Engine:
     def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
         """Raises ConfigError for prompts that cannot be decoded."""
         if not prompts or min(len(prompt) for prompt in prompts) == 0:
-            raise ConfigError("a rollout needs at least one prompt, and at least one token in each prompt")
+            raise ConfigError(
+                "a rollout needs at least one prompt, and at least one token in each prompt"
+            )
         if np.size(max_new_tokens) not in (1, len(prompts)):
-            raise ConfigError(f"{np.size(max_new_tokens)} answer limits for {len(prompts)} prompts: give one, or one for each")
+            raise ConfigError(
+                f"{np.size(max_new_tokens)} answer limits for {len(prompts)} prompts: give one, or one for each"
+            )
         limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
         if min(limits) < 1:
             raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
-        longest, limit = max(((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum)
+        longest, limit = max(
+            ((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum
+        )
         positions = self.model_config.max_positions
         if longest + limit > positions:
             raise ConfigError(
@@ -287,11 +355,18 @@ class Engine:
         every, vocab = np.concatenate(prompts), self.model_config.vocab_size
         if every.min() < 0 or every.max() >= vocab:
             worst = every.min() if every.min() < 0 else every.max()
-            raise ConfigError(f"prompt token {worst} is outside the vocabulary of {vocab}: use ids from 0 to {vocab - 1}")
+            raise ConfigError(
+                f"prompt token {worst} is outside the vocabulary of {vocab}: use ids from 0 to {vocab - 1}"
+            )
 
-    def cache_buckets(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> list[int]:
+    def cache_buckets(
+        self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
+    ) -> list[int]:
         """Cache lengths to compile: those of the configuration, and what these prompts need beyond it."""
-        lengths, limit = np.asarray([len(prompt) for prompt in prompts]), int(np.max(max_new_tokens))
+        lengths, limit = (
+            np.asarray([len(prompt) for prompt in prompts]),
+            int(np.max(max_new_tokens)),
+        )
         need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
         usual = self.config.data.max_prompt_tokens
         usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))

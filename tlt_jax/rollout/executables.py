@@ -99,7 +99,9 @@ class Executables:
             return True
         if all(future.done() for future in self.ahead.values()):
             begin = time.perf_counter()
-            self.ahead[program] = self.thread.submit(compile_now, program, self.lower(program), begin)
+            self.ahead[program] = self.thread.submit(
+                compile_now, program, self.lower(program), begin
+            )
         return False
 
     def read(self, report: Report) -> Report:
@@ -146,7 +148,9 @@ def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> 
     """Seconds of a round of drafting alone, on sequences that are half full of zeros: the median of 3 runs after one."""
     shapes, batch = executables.shapes[draft.group], draft.state.batch
     spec = shapes.known(draft.state), shapes.drafter.host_context(batch)
-    known, host = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec)
+    known, host = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec
+    )
     executables.get(draft)
 
     spent = []

@@ -13,9 +13,27 @@ from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
 from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
 from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape, history_width
+from tlt_jax.rollout.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Resize,
+    Start,
+    StateShape,
+    history_width,
+)
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, GroupState, GroupView, InFlight, Joining, Prefilled, Running, queued
+from tlt_jax.rollout.state import (
+    GroupContext,
+    GroupState,
+    GroupView,
+    InFlight,
+    Joining,
+    Prefilled,
+    Running,
+    queued,
+)
 from tlt_jax.spec_decode.decode import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -26,7 +44,9 @@ MAX_UNAWAITED = 16
 MOST_PER_STEP = 2  # programs that one step of `advance` dispatches: a prefill and an admission
 
 
-def advance(context: GroupContext, state: GroupState, is_stopping: bool = False) -> tuple[GroupState, list[Event]]:
+def advance(
+    context: GroupContext, state: GroupState, is_stopping: bool = False
+) -> tuple[GroupState, list[Event]]:
     """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read.
 
     When stopping, no new decision is taken. What is wanted of ended rows is harvested before anything else is done with the
@@ -84,7 +104,10 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         count = int(report.counts[row])
         if uid is not None and count:
             news[uid] = Emitted(
-                uid, report.tokens[row, :count], report.logprobs[row, :count], int(report.finish[row])
+                uid,
+                report.tokens[row, :count],
+                report.logprobs[row, :count],
+                int(report.finish[row]),
             )
     events += news.values()
     if context.harvester:
@@ -112,7 +135,8 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         return state, []
     state, starts = take(context, state)
     may_live = any(
-        running and running.tokens + ahead * request.rounds < running.limit for running in state.rows
+        running and running.tokens + ahead * request.rounds < running.limit
+        for running in state.rows
     )
     if not starts and not may_live:
         return state, []
@@ -125,7 +149,9 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         context.index,
         state.retired,
         len(live) + len(new),
-        tokens=max([min(one.tokens + most, one.limit) for one in live] + [one.tokens for one in new]),
+        tokens=max(
+            [min(one.tokens + most, one.limit) for one in live] + [one.tokens for one in new]
+        ),
         limit=max(running.limit for running in live + new),
         widest=max((source.sizes[1] for source in sources), default=0),
         rounds=request.rounds,
@@ -142,7 +168,9 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     for row, running in zip(free, new, strict=True):
         rows[row], seat[running.uid] = running, row
     joining = tuple(
-        Joining(source, tuple((seat[uid], uid) for uid in seat if uid // request.samples in source.rows))
+        Joining(
+            source, tuple((seat[uid], uid) for uid in seat if uid // request.samples in source.rows)
+        )
         for source in sources
     )
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
@@ -162,7 +190,11 @@ def available(context: GroupContext, view: GroupView, wanted: Decision) -> Decis
         if view.live <= view.batch and view.need(option.strategy, option.rounds) <= view.slots:
             options.append(replace(option, batch=view.batch, slots=view.slots))
 
-    ready = [option for option in options if all(map(context.programs.has, needed(context, view, option)))]
+    ready = [
+        option
+        for option in options
+        if all(map(context.programs.has, needed(context, view, option)))
+    ]
     if all(map(context.programs.is_ready, needed(context, view, wanted))) or not ready:
         return wanted
     reason = f"{wanted.reason}, while {name(wanted.strategy)} is compiled"
@@ -183,7 +215,9 @@ def needed(context: GroupContext, view: GroupView, decision: Decision) -> list[P
 def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
     """A sequence that has its prompt only."""
     length = len(request.prompts[prompt])
-    return Running(prompt * request.samples + sample, length, length + request.max_new_tokens[prompt])
+    return Running(
+        prompt * request.samples + sample, length, length + request.max_new_tokens[prompt]
+    )
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
@@ -203,7 +237,9 @@ def prefill_sources(
     prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
     sources = [kept for kept in state.prefills if any(prompt in kept.rows for prompt in prompts)]
     new = [prompt for prompt in prompts if not any(prompt in kept.rows for kept in sources)]
-    new = sorted(new, key=lambda prompt: len(request.prompts[prompt]), reverse=True)  # so that few are widened
+    new = sorted(
+        new, key=lambda prompt: len(request.prompts[prompt]), reverse=True
+    )  # so that few are widened
     while new:
         width = bucket_width(len(request.prompts[new[0]]))
         size = block_size(len(new), width)
@@ -326,11 +362,15 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 
     most = min(decision.rounds, request.rounds) * decision.strategy.path
     flight = InFlight(
-        state.dispatched, "decode", report.counts, rows=uids, report=report, most=most, program=program
+        state.dispatched,
+        "decode",
+        report.counts,
+        rows=uids,
+        report=report,
+        most=most,
+        program=program,
     )
-    event = Dispatched(
-        flight.number, "decode", state.batch, state.slots, decision, state.is_moved
-    )
+    event = Dispatched(flight.number, "decode", state.batch, state.slots, decision, state.is_moved)
     lag = state.drafter_lag + most if decision.strategy == PLAIN else decision.strategy.path
     state = replace(state, device=device, decision=None, drafter_lag=lag, is_moved=False)
     return queued(state, flight), [event]

@@ -15,7 +15,15 @@ from tlt_jax.rollout.buckets import block_size
 from tlt_jax.rollout.events import Dispatched, Emitted, Ended, Event, Harvested
 from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.rollout.programs import GroupShapes, StateShape, shardings
-from tlt_jax.rollout.state import GroupContext, GroupState, Harvester, InFlight, Running, Window, queued
+from tlt_jax.rollout.state import (
+    GroupContext,
+    GroupState,
+    Harvester,
+    InFlight,
+    Running,
+    Window,
+    queued,
+)
 from tlt_jax.spec_decode import harvest as on_device
 from tlt_jax.spec_decode.decode import DecodeState
 from tlt_jax.spec_decode.harvest import Features

@@ -41,7 +41,10 @@ class NGramMemory:
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
         """A rollout of so many samples of each prompt begins; the answers so far are of an earlier one."""
         self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
-        self.keys = [blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest() for prompt in prompts]
+        self.keys = [
+            blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
+            for prompt in prompts
+        ]
         for key, shelf in self.shelves.items():
             self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
             self.size += sum(len(text.tokens) for text in self.shelves[key])

@@ -18,7 +18,9 @@ FEW = 4  # rounds that a chunk should have room for before it needs a longer cac
 class Planner:
     """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them."""
 
-    def __init__(self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None):
+    def __init__(
+        self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None
+    ):
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
 
@@ -40,9 +42,17 @@ class Planner:
             rounds = fit
         slots = room(choice.strategy, rounds)
         fewer = max((size for size in self.batches if size < batch), default=0)
-        min_live = max(view.live - view.live // ADMISSION_PATIENCE if view.waiting else 1, fewer + 1)
-        expected = {"predicted": choice.predicted, "reason": choice.reason, "is_exploring": choice.is_exploring}
-        return Decision(view.group, view.retired, batch, slots, choice.strategy, min_live, rounds, **expected)
+        min_live = max(
+            view.live - view.live // ADMISSION_PATIENCE if view.waiting else 1, fewer + 1
+        )
+        expected = {
+            "predicted": choice.predicted,
+            "reason": choice.reason,
+            "is_exploring": choice.is_exploring,
+        }
+        return Decision(
+            view.group, view.retired, batch, slots, choice.strategy, min_live, rounds, **expected
+        )
 
     def observe(self, measurement: Measurement) -> None:
         """What a chunk measured."""

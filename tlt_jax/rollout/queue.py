@@ -41,7 +41,9 @@ class WorkQueue:
             if len(found) < free:
                 start(prompt)
 
-        while len(found) < free and (prompts := self._claim(-(-(free - len(found)) // self.samples))):
+        while len(found) < free and (
+            prompts := self._claim(-(-(free - len(found)) // self.samples))
+        ):
             for prompt in prompts:
                 start(prompt)
 

@@ -86,7 +86,9 @@ class RolloutRecorder:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.looked, self.free_at, self.doubt, self.catch_up = (Counter() for _ in range(4))  # by group
+        self.looked, self.free_at, self.doubt, self.catch_up = (
+            Counter() for _ in range(4)
+        )  # by group
 
     def record(self, look: Look) -> None:
         """Takes note of one look, which saw at `began` what is ready, and dispatched until `ended`."""
@@ -100,7 +102,9 @@ class RolloutRecorder:
                 case Dispatched(number):
                     self.open[group, number] = (event, looked, now)
                 case Retired(number):
-                    self.retire(group, event, self.open.pop((group, number))[0], *times[number], doubt)
+                    self.retire(
+                        group, event, self.open.pop((group, number))[0], *times[number], doubt
+                    )
                 case Emitted(uid):
                     self.parts.setdefault(uid, []).append(event)
                     self.totals["tokens"] += len(event.tokens)
@@ -122,21 +126,37 @@ class RolloutRecorder:
         start = max(queued, self.free_at[group])
         doubt = start - max(earliest, self.free_at[group] - self.doubt[group])
         is_shared = len(retired) > 1
-        work = np.array([expected_work(self.open[group, one.number][0], one) if is_shared else 1.0 for one in retired])
+        work = np.array(
+            [
+                expected_work(self.open[group, one.number][0], one) if is_shared else 1.0
+                for one in retired
+            ]
+        )
         ends = start + (looked - start) * np.cumsum(work) / work.sum()
         ends[-1] = self.free_at[group] = looked
         self.doubt[group] = looked - max(before, earliest)
-        times = {one.number: pair for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)}
+        times = {
+            one.number: pair
+            for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)
+        }
         return times, doubt + self.doubt[group]
 
     def retire(
-        self, group: int, retired: Retired, dispatched: Dispatched, start: float, end: float, doubt: float
+        self,
+        group: int,
+        retired: Retired,
+        dispatched: Dispatched,
+        start: float,
+        end: float,
+        doubt: float,
     ) -> None:
         """The program is done: a span of the timeline, and a measurement when it was a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
         self.spans.append(Span(group, label, start, end, dispatched.batch))
-        self.totals.update({"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1})
+        self.totals.update(
+            {"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1}
+        )
         if kind == "catch_up" and is_timed(end - start, doubt):
             self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
@@ -165,7 +185,9 @@ class RolloutRecorder:
         self.catch_up[group] = 0.0
         self.measurements.append(measurement)
         self.totals["declined"] += int(retired.stats.declined)
-        self.reliability += np.stack([retired.stats.nodes, retired.stats.promised, retired.stats.accepted])
+        self.reliability += np.stack(
+            [retired.stats.nodes, retired.stats.promised, retired.stats.accepted]
+        )
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
@@ -200,9 +222,18 @@ class RolloutRecorder:
             "declined": self.totals["declined"],
         }
         completions = [self.completions[uid] for uid in sorted(self.completions)]
-        partial = {uid: np.concatenate([part.tokens for part in parts]) for uid, parts in self.parts.items()}
+        partial = {
+            uid: np.concatenate([part.tokens for part in parts])
+            for uid, parts in self.parts.items()
+        }
         return RolloutResult(
-            completions, self.spans, self.decisions, self.measurements, self.reliability, stats, partial
+            completions,
+            self.spans,
+            self.decisions,
+            self.measurements,
+            self.reliability,
+            stats,
+            partial,
         )
 
 
@@ -214,4 +245,6 @@ def expected_work(dispatched: Dispatched, retired: Retired) -> float:
         strategy, rounds = replace(PLAIN, nodes=dispatched.slots), 1
     if retired.kind == "catch_up":
         rounds = 1
-    return rounds * math.exp(cost_model.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0])
+    return rounds * math.exp(
+        cost_model.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0]
+    )

@@ -40,7 +40,9 @@ class GroupView:
 
     def need(self, strategy: Strategy, rounds: int = MOST_ROUNDS) -> int:
         """Cache slots that a chunk of this strategy and so many rounds may fill."""
-        return max(self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit))
+        return max(
+            self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit)
+        )
 
 
 class Decider(Protocol):

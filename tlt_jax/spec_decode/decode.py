@@ -86,7 +86,12 @@ class Report:
 
 
 def decode_chunk(
-    decoder: Decoder, rounds: int, state: DecodeState, weights: Weights, host_context: PyTree, bounds: Int32[Array, " L"]
+    decoder: Decoder,
+    rounds: int,
+    state: DecodeState,
+    weights: Weights,
+    host_context: PyTree,
+    bounds: Int32[Array, " L"],
 ) -> tuple[DecodeState, Report]:
     """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
 
@@ -117,13 +122,19 @@ def decode_chunk(
 
 @jax.named_scope("catch_up")
 def catch_up(
-    target: Target, drafter: Drafter, state: DecodeState, weights: Weights, missing: Int32[Array, ""]
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    weights: Weights,
+    missing: Int32[Array, ""],
 ) -> tuple[DecodeState, Int32[Array, ""]]:
     """The state whose drafter lacks at most `missing` (>= 1) tokens of any live row, and a scalar that is ready with it.
 
     Those are tokens that were decoded without it, prompts too.
     """
-    known = drafter.catch_up(weights, state.drafter, context_of(target, state, ()), state.live, missing)
+    known = drafter.catch_up(
+        weights, state.drafter, context_of(target, state, ()), state.live, missing
+    )
     return state.replace(drafter=known), state.lengths.max()
 
 
@@ -158,7 +169,9 @@ def advance_round(
     chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
     walk = verify.match(tree, chosen, strategy.depth)
     counts, finish = settle(params, state, walk.tokens, walk.accepted)
-    emitted = Emitted(walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish)
+    emitted = Emitted(
+        walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish
+    )
     last = jnp.take_along_axis(walk.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
@@ -194,7 +207,9 @@ class Known:
     drafter: PyTree
 
 
-def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree) -> Known:
+def draft_alone(
+    decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree
+) -> Known:
     """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
     noise = noise_ahead(decoder, known, weights)
 
@@ -209,7 +224,9 @@ def draft_alone(decoder: Decoder, rounds: int, known: Known, weights: Weights, h
     return jax.lax.fori_loop(0, rounds, step, known)
 
 
-def context_of(target: Target, state: DecodeState, host_context: PyTree, noise: Array | None = None) -> Context:
+def context_of(
+    target: Target, state: DecodeState, host_context: PyTree, noise: Array | None = None
+) -> Context:
     """What the drafter may look at."""
     return Context(state.history, state.lengths, target.features(state.cache), host_context, noise)
 
@@ -247,7 +264,10 @@ def remember(
 
 @shaped
 def settle(
-    params: DecodingParams, state: DecodeState, tokens: Int32[Array, "B M"], accepted: Int32[Array, " B"]
+    params: DecodingParams,
+    state: DecodeState,
+    tokens: Int32[Array, "B M"],
+    accepted: Int32[Array, " B"],
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
     """How many of a walk's tokens each row emits, and whether it ends: at EOS, a stop sequence, or its limit."""
     stops = ends_sequence(params, state.stop_window, tokens)
@@ -302,10 +322,15 @@ def admit(
     )
 
 
-def resize(target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]) -> DecodeState:
+def resize(
+    target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]
+) -> DecodeState:
     """The given rows of the state (-1: an empty row), with room for `slots` committed tokens."""
     source = jnp.maximum(rows, 0)
-    taken = {name: getattr(state, name)[source] for name in ("roots", "lengths", "limits", "keys", "stop_window")}
+    taken = {
+        name: getattr(state, name)[source]
+        for name in ("roots", "lengths", "limits", "keys", "stop_window")
+    }
     history, padded = state.history[source], target.padded_slots(slots) if drafter.remembers else 0
     history = jnp.pad(history, ((0, 0), (0, max(padded - history.shape[1], 0))))[:, :padded]
     return state.replace(

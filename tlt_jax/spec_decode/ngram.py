@@ -77,7 +77,9 @@ def search(
 
     One pass over the text for each of `max_match` tokens; memory is linear in S + R.
     """
-    text = jnp.concatenate([pool, jnp.full_like(pool, SEPARATOR, shape=(pool.shape[0], 1)), history], axis=1)
+    text = jnp.concatenate(
+        [pool, jnp.full_like(pool, SEPARATOR, shape=(pool.shape[0], 1)), history], axis=1
+    )
     root = pool.shape[1] + 1 + lengths
     places, matched = best_places(text, root, settings)
 
@@ -85,7 +87,9 @@ def search(
     # the place is recent; past the root it repeats, as of a periodic text.
     period = jnp.where(places > pool.shape[1], root[:, None] - places, text.shape[1])
     steps = jnp.arange(depth, dtype=jnp.int32) % jnp.maximum(period, 1)[:, :, None]
-    index = jnp.minimum(places[:, :, None] + 1 + steps, text.shape[1] - 1).reshape(text.shape[0], -1)
+    index = jnp.minimum(places[:, :, None] + 1 + steps, text.shape[1] - 1).reshape(
+        text.shape[0], -1
+    )
 
     # Keep the gather last: XLA would repeat it in all that `grow` computes for pairs of places.
     follows = jnp.take_along_axis(text, index, axis=1, mode="promise_in_bounds")
@@ -104,7 +108,9 @@ def best_places(
     """
     width, most = text.shape[1], settings.max_match
     if (most + 1) * width > 2**24:
-        raise ValueError(f"{width} tokens of text times max_match {most} + 1 exceed {2**24}: lower one of them")
+        raise ValueError(
+            f"{width} tokens of text times max_match {most} + 1 exceed {2**24}: lower one of them"
+        )
 
     back = root[:, None] - jnp.arange(most, dtype=jnp.int32)
     suffix = jnp.take_along_axis(text, jnp.maximum(back, 0), axis=1)
@@ -155,7 +161,9 @@ def grow(found: Found, topk: int) -> Candidates:
     for level in range(depth):
         tokens = found.follows[:, :, level]
         # Weight 0 after the end of a text: scores are -inf from there on.
-        weight = jnp.where(tokens == SEPARATOR, 0, (found.matched + level).astype(dtype) ** POWER)[:, :, None]
+        weight = jnp.where(tokens == SEPARATOR, 0, (found.matched + level).astype(dtype) ** POWER)[
+            :, :, None
+        ]
         siblings, agree = shared >= level, shared > level
         part, total = (jnp.sum(jnp.where(group, weight, 0), axis=1) for group in (agree, siblings))
 
@@ -180,6 +188,8 @@ def common(found: Found) -> Int32[Array, "B C C"]:
     depth = found.follows.shape[2]
     follows = jnp.moveaxis(found.follows, 2, 0)
     levels = jnp.arange(depth, dtype=jnp.int32)[:, None, None, None]
-    shared = jnp.min(jnp.where(follows[:, :, :, None] != follows[:, :, None, :], levels, depth), axis=0)
+    shared = jnp.min(
+        jnp.where(follows[:, :, :, None] != follows[:, :, None, :], levels, depth), axis=0
+    )
     there = found.matched > 0
     return jnp.where(there[:, :, None] & there[:, None, :], shared, -1)

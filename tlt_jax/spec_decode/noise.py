@@ -48,7 +48,9 @@ def gumbel(
 
 
 @shaped
-def from_words(high: UInt32[Array, "*A"], low: UInt32[Array, "*A"], dtype=jnp.float32) -> Float[Array, "*A"]:
+def from_words(
+    high: UInt32[Array, "*A"], low: UInt32[Array, "*A"], dtype=jnp.float32
+) -> Float[Array, "*A"]:
     """Standard Gumbel noise from 64 random bits.
 
     The bits are v, uniform on (0, 1) in steps of 2**-64, so that the exponential variate E = -log(1

@@ -34,12 +34,16 @@ def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A
 
     if 0 < sampling.top_k < scaled.shape[-1]:
         ordered = ordered_bits(scaled)
-        border = largest_threshold(ordered, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= sampling.top_k)
+        border = largest_threshold(
+            ordered, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= sampling.top_k
+        )
         scaled = jnp.where(ordered >= border, scaled, -jnp.inf)
 
     if sampling.top_p < 1:
         ordered, probs = ordered_bits(scaled), jax.nn.softmax(scaled, axis=-1)
-        border = largest_threshold(ordered, lambda kept: jnp.sum(jnp.where(kept, probs, 0), axis=-1) >= sampling.top_p)
+        border = largest_threshold(
+            ordered, lambda kept: jnp.sum(jnp.where(kept, probs, 0), axis=-1) >= sampling.top_p
+        )
         scaled = jnp.where(ordered >= border, scaled, -jnp.inf)
     return scaled
 
@@ -80,9 +84,9 @@ def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
     as floats (exact up to 2**24): on CPUs a float maximum is 7 times faster than an integer one.
     """
     last = perturbed.shape[-1] - 1
-    reversed_ids = (last - jax.lax.broadcasted_iota(jnp.int32, perturbed.shape, perturbed.ndim - 1)).astype(
-        perturbed.dtype
-    )
+    reversed_ids = (
+        last - jax.lax.broadcasted_iota(jnp.int32, perturbed.shape, perturbed.ndim - 1)
+    ).astype(perturbed.dtype)
     best = jnp.max(perturbed, axis=-1, keepdims=True)
     return last - jnp.max(jnp.where(perturbed == best, reversed_ids, 0), axis=-1).astype(jnp.int32)
 

@@ -64,7 +64,9 @@ def measure(
 
     hits = jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32)
     if strategy.depth:
-        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(accepted.astype(jnp.int32))
+        hits = hits.at[tree.depths - 1, score_order(tree.scores) - 1, tree.ranks].add(
+            accepted.astype(jnp.int32)
+        )
 
     chance = jnp.where(drafted, jnp.exp(tree.scores), 0).astype(jnp.float32)
     which = jnp.clip((BINS * chance).astype(jnp.int32), 0, BINS - 1)
@@ -88,5 +90,7 @@ def score_order(scores: Float[Array, "B N"]) -> Int32[Array, "B N"]:
     The root, whose score is 0, has rank 0.
     """
     earlier = jnp.arange(scores.shape[1])[None, :] < jnp.arange(scores.shape[1])[:, None]
-    better = (scores[:, None, :] > scores[:, :, None]) | ((scores[:, None, :] == scores[:, :, None]) & earlier)
+    better = (scores[:, None, :] > scores[:, :, None]) | (
+        (scores[:, None, :] == scores[:, :, None]) & earlier
+    )
     return better.sum(axis=-1, dtype=jnp.int32)

@@ -12,7 +12,9 @@ RUNNING, STOPPED, TRUNCATED = 0, 1, 2
 
 
 @shaped
-def ends_sequence(params: DecodingParams, stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"]) -> Bool[Array, "B M"]:
+def ends_sequence(
+    params: DecodingParams, stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"]
+) -> Bool[Array, "B M"]:
     """True at each token that completes a stop sequence; `stop_window`: the W tokens before."""
     window = jnp.concatenate([stop_window, tokens], axis=1)
     hit = jnp.zeros(tokens.shape, bool)
@@ -26,7 +28,9 @@ def ends_sequence(params: DecodingParams, stop_window: Int32[Array, "B W"], toke
 
 
 @shaped
-def shift(stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]) -> Int32[Array, "B W"]:
+def shift(
+    stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]
+) -> Int32[Array, "B W"]:
     """The last W tokens once tokens[b, :counts[b]] are appended to the stop_window."""
     window = jnp.concatenate([stop_window, tokens], axis=1)
     return jnp.take_along_axis(window, counts[:, None] + jnp.arange(stop_window.shape[1]), axis=1)

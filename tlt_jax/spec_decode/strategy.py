@@ -42,7 +42,9 @@ def parse(text: str) -> Strategy:
         return PLAIN
     match = TEXT.fullmatch(text)
     if not match:
-        raise ValueError(f"strategy {text!r} is not depth_topk_nodes: write three whole numbers, as in 6_4_16, or {OFF}")
+        raise ValueError(
+            f"strategy {text!r} is not depth_topk_nodes: write three whole numbers, as in 6_4_16, or {OFF}"
+        )
     strategy = Strategy(*map(int, match.groups()))
     check(strategy)
     return strategy
@@ -59,11 +61,17 @@ def check(strategy: Strategy) -> None:
     text = f"strategy {depth}_{topk}_{nodes}"
     for what, number in (("depth", depth), ("topk", topk), ("nodes", nodes)):
         if number < 1:
-            raise ValueError(f"{text}: {what} is {number}: use at least 1, or {OFF} for plain decoding")
+            raise ValueError(
+                f"{text}: {what} is {number}: use at least 1, or {OFF} for plain decoding"
+            )
 
     if nodes <= depth:
-        raise ValueError(f"{text}: {nodes} nodes with the root never reach depth {depth}: use nodes {depth + 1} or more")
+        raise ValueError(
+            f"{text}: {nodes} nodes with the root never reach depth {depth}: use nodes {depth + 1} or more"
+        )
 
     most = topk + (depth - 1) * topk**2
     if nodes - 1 > most:
-        raise ValueError(f"{text}: {depth} levels of topk {topk} make {most} candidates: use nodes {most + 1} or fewer")
+        raise ValueError(
+            f"{text}: {depth} levels of topk {topk} make {most} candidates: use nodes {most + 1} or fewer"
+        )

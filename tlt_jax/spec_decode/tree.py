@@ -56,7 +56,9 @@ def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> Dra
     parents = jnp.where(here & (best.parents >= 0), parents, 0).astype(jnp.int32)
 
     def with_root(root: Array, rest: Array) -> Array:
-        return jnp.concatenate([jnp.broadcast_to(root, rest[:, :1].shape).astype(rest.dtype), rest], axis=1)
+        return jnp.concatenate(
+            [jnp.broadcast_to(root, rest[:, :1].shape).astype(rest.dtype), rest], axis=1
+        )
 
     return DraftTree(
         tokens=with_root(roots[:, None], jnp.where(here, best.tokens, ABSENT)),

@@ -56,7 +56,10 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
 
     def extend(weights: PyTree, state: LearnedState, context: Context, width: int) -> LearnedState:
         starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
-        tokens, features = window(context.history, starts + 1, width), window(context.features, starts, width)
+        tokens, features = (
+            window(context.history, starts + 1, width),
+            window(context.features, starts, width),
+        )
         last = jnp.clip(context.lengths - 1 - starts, 0, width - 1)
         cache, newest = network.extend(weights, state.cache, tokens, features, starts, last)
         behind = state.built < context.lengths
@@ -66,7 +69,9 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
             hidden=jnp.where(behind[:, None], newest, state.hidden),
         )
 
-    def catch_up(weights: PyTree, state: LearnedState, context: Context, live: Array, missing: Array) -> LearnedState:
+    def catch_up(
+        weights: PyTree, state: LearnedState, context: Context, live: Array, missing: Array
+    ) -> LearnedState:
         batch, slots = context.history.shape
 
         def lacking(state: LearnedState) -> Array:
@@ -87,21 +92,35 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
             sizes = {"rows": min(rows, batch), "width": min(width, slots - 1)}
             enough = 0 if is_last else sizes["rows"] * sizes["width"] // 4
             state = jax.lax.while_loop(
-                lambda state, enough=enough: lacking(state).sum() > enough, partial(step, **sizes), state
+                lambda state, enough=enough: lacking(state).sum() > enough,
+                partial(step, **sizes),
+                state,
             )
         return state
 
     def draft(
-        weights: PyTree, state: LearnedState, context: Context, strategy: Strategy, temperature: float
+        weights: PyTree,
+        state: LearnedState,
+        context: Context,
+        strategy: Strategy,
+        temperature: float,
     ) -> Candidates:
-        guess = partial(children, coupling=coupling, temperature=temperature or 1.0, k=strategy.topk, top=network.top)
+        guess = partial(
+            children,
+            coupling=coupling,
+            temperature=temperature or 1.0,
+            k=strategy.topk,
+            top=network.top,
+        )
         candidates = expand(network, guess, weights, state, context, strategy)
         knows = (context.lengths > 0)[:, None]  # the first token has no features before it
         return candidates.replace(scores=jnp.where(knows, candidates.scores, -jnp.inf))
 
     def resize(state: LearnedState, rows: Array, slots: int) -> LearnedState:
         source = jnp.maximum(rows, 0)
-        return LearnedState(network.resize(state.cache, rows, slots), state.built[source], state.hidden[source])
+        return LearnedState(
+            network.resize(state.cache, rows, slots), state.built[source], state.hidden[source]
+        )
 
     def empty(batch: int, slots: int) -> LearnedState:
         small, sharding = network.hidden, network.hidden.sharding
@@ -125,7 +144,9 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
 
 
 @shaped
-def window(array: Array, starts: Int32[Array, " R"], width: int, rows: Int32[Array, " R"] | None = None) -> Array:
+def window(
+    array: Array, starts: Int32[Array, " R"], width: int, rows: Int32[Array, " R"] | None = None
+) -> Array:
     """array[rows[r], starts[r] : starts[r] + width]; of every row when `rows` is None.
 
     Indices must be in bounds.
@@ -134,7 +155,11 @@ def window(array: Array, starts: Int32[Array, " R"], width: int, rows: Int32[Arr
     rows = jnp.arange(batch) if rows is None else rows
     index = (rows * slots + starts)[:, None] + jnp.arange(width)
     flat = array.reshape(batch * slots, *array.shape[2:])
-    return flat.at[index.reshape(-1)].get(mode="promise_in_bounds").reshape(len(rows), width, *array.shape[2:])
+    return (
+        flat.at[index.reshape(-1)]
+        .get(mode="promise_in_bounds")
+        .reshape(len(rows), width, *array.shape[2:])
+    )
 
 
 def expand(
@@ -145,15 +170,18 @@ def expand(
     context: Context,
     strategy: Strategy,
 ) -> Candidates:
-    """All candidates of a round: k children of the root and of the k best nodes of each level.
-    """
+    """All candidates of a round: k children of the root and of the k best nodes of each level."""
     B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
     ids = network.ids(weights)
     logits = network.logits(weights, state.hidden[:, None])
     tokens, scores = (found[:, 0] for found in guess(logits, noise_of(context, 0, ids), ids))
 
     ranks = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
-    levels = [Candidates(tokens, jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32), scores, ranks)]
+    levels = [
+        Candidates(
+            tokens, jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32), scores, ranks
+        )
+    ]
 
     beams, index = levels[0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
     hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
@@ -163,7 +191,15 @@ def expand(
         seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))], axis=2)
         positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
         scratch, hidden = network.step(
-            weights, state.cache, scratch, beams.tokens, hidden, positions, context.lengths, seen, level
+            weights,
+            state.cache,
+            scratch,
+            beams.tokens,
+            hidden,
+            positions,
+            context.lengths,
+            seen,
+            level,
         )
 
         found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
@@ -172,12 +208,16 @@ def expand(
         best = jax.lax.top_k(levels[-1].scores, k)[1]
         beams = chosen(levels[-1], best)
         row, index, offset = best // k, offset + best, offset + k * k
-        hidden, seen = (jnp.take_along_axis(leaf, row[:, :, None], axis=1) for leaf in (hidden, seen))
+        hidden, seen = (
+            jnp.take_along_axis(leaf, row[:, :, None], axis=1) for leaf in (hidden, seen)
+        )
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *levels)
 
 
 @shaped
-def noise_of(context: Context, level: int, ids: Int32[Array, " U"] | None) -> Float[Array, "B 1 U"] | None:
+def noise_of(
+    context: Context, level: int, ids: Int32[Array, " U"] | None
+) -> Float[Array, "B 1 U"] | None:
     """The noise with which the target will choose among the children of this level.
 
     At the token ids of the draft vocabulary; None when the target is greedy.

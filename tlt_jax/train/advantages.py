@@ -17,7 +17,9 @@ def zero_variance(rewards: np.ndarray) -> np.ndarray:
 
 def grpo_advantages(rewards: np.ndarray) -> np.ndarray:
     """(reward - group mean) / group sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
-    return (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR)
+    return (rewards - rewards.mean(axis=1, keepdims=True)) / (
+        rewards.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR
+    )
 
 
 def rloo_advantages(rewards: np.ndarray) -> np.ndarray:
@@ -42,9 +44,13 @@ def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"rewards have shape {rewards.shape}: advantages need [prompts, samples], at least 2 samples")
+        raise ValueError(
+            f"rewards have shape {rewards.shape}: advantages need [prompts, samples], at least 2 samples"
+        )
     if not np.isfinite(rewards).all():
-        raise ValueError(f"{np.sum(~np.isfinite(rewards))} of {rewards.size} rewards are not finite")
+        raise ValueError(
+            f"{np.sum(~np.isfinite(rewards))} of {rewards.size} rewards are not finite"
+        )
 
     return np.where(zero_variance(rewards)[:, None], 0.0, ADVANTAGES[kind](rewards))
 

@@ -44,13 +44,22 @@ def train(config: Config) -> int:
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
-    mesh, steps = meshes.make_mesh(config.mesh.data, config.mesh.model), config.drafter_training.steps
-    dataset = datasets.load(config, tokenizer) if config.sft.steps or not config.drafter_training.texts else None
+    mesh, steps = (
+        meshes.make_mesh(config.mesh.data, config.mesh.model),
+        config.drafter_training.steps,
+    )
+    dataset = (
+        datasets.load(config, tokenizer)
+        if config.sft.steps or not config.drafter_training.texts
+        else None
+    )
     run_folder.enter(config)
     with Store(config.run, config.checkpoint.keep) as store, Preemption() as preempted:
         resumed = store.latest()
         if resumed == steps and run_folder.export(config).is_dir():
-            print(f"{run_folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run.")
+            print(
+                f"{run_folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run."
+            )
             return DONE
         with Writer(config, steps, resumed) as writer:
             try:
@@ -60,7 +69,9 @@ def train(config: Config) -> int:
                 return PREEMPTED
             recipe, state = begin(config, model, mesh, examples, store, resumed)
             rows = corpus.PackedCorpus(examples, config)
-            state, code = train_drafter(config, recipe, state, params, rows, store, writer, preempted)
+            state, code = train_drafter(
+                config, recipe, state, params, rows, store, writer, preempted
+            )
         if code == DONE:
             write(config, recipe, state.params)
     return code
@@ -80,13 +91,22 @@ def gather(
     if not config.drafter_training.texts:
         sources = corpus.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
     encoder = Encoder(config, tokenizer)
-    examples = [example for source in sources for example in corpus.read(str(source), encoder, model.vocab_size)]
+    examples = [
+        example
+        for source in sources
+        for example in corpus.read(str(source), encoder, model.vocab_size)
+    ]
     examples = [example._replace(uid=uid) for uid, example in enumerate(examples)]
     return corpus.fit(examples, min(packing.row_tokens(config), model.max_positions))
 
 
 def begin(
-    config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example], store: Store, resumed: int | None
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    examples: list[Example],
+    store: Store,
+    resumed: int | None,
 ) -> tuple[Recipe, DrafterState]:
     """The recipe, and the state to go on from: of the checkpoint, of drafter_training.start, or new."""
     drafter, params = initial_drafter(config, model, mesh, examples)
@@ -109,7 +129,11 @@ def initial_drafter(
         directory = Path(parse.expand(start, "drafter_training.start"))
         return hf_drafter.load(directory, model, mesh, dtype, longest)
     drafter = from_config.new_drafter_config(config, model)
-    ids = None if drafter.whole else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
+    ids = (
+        None
+        if drafter.whole
+        else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
+    )
     init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
@@ -136,7 +160,14 @@ def train_drafter(
         state, metrics = update(state, params, drafter_update.make_batch(batch, recipe.mesh))
         step += 1
         if step % SAY_EVERY == 0 or step == steps:
-            report(writer, step, jax.device_get(metrics), tokens, step - reported, time.perf_counter() - begin)
+            report(
+                writer,
+                step,
+                jax.device_get(metrics),
+                tokens,
+                step - reported,
+                time.perf_counter() - begin,
+            )
             if int(state.skips) >= config.train.max_nonfinite:
                 print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
                       "drafter_training.learning_rate", file=sys.stderr)  # fmt: skip
@@ -147,18 +178,27 @@ def train_drafter(
     return state, DONE
 
 
-def report(writer: Writer, step: int, metrics: dict, tokens: int, steps: int, seconds: float) -> None:
+def report(
+    writer: Writer, step: int, metrics: dict, tokens: int, steps: int, seconds: float
+) -> None:
     """Writes and shows what the newest step measured, and the speed since the last report, `steps` ago."""
-    values = {f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"}
+    values = {
+        f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"
+    }
     writer.scalars(step, values | {"drafter/tokens_per_second": tokens / seconds})
-    writer.progress.step(step, values | {"perf/tokens_per_second": tokens / seconds, "timing_s/step": seconds / steps})
+    writer.progress.step(
+        step,
+        values | {"perf/tokens_per_second": tokens / seconds, "timing_s/step": seconds / steps},
+    )
 
 
 def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
     """Writes the drafter's directory."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
-    atomic.write_directory(directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner)
+    atomic.write_directory(
+        directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner
+    )
     print(f"{directory}: the drafter after {config.drafter_training.steps} steps")
 
 

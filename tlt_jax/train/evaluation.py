@@ -61,12 +61,16 @@ def evaluate(
     )
 
     results = scorer.collect()
-    scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(-1, settings.samples)
+    scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(
+        -1, settings.samples
+    )
     lengths = np.array([len(answer.tokens) for answer in rollout.completions])
     metrics = summarize(scores, settings.correct_at) | {
         "eval/response_length/mean": float(lengths.mean()),
         "eval/response_length/max": float(lengths.max()),
-        "eval/response_length/clip_ratio": float(np.mean([a.finish == "length" for a in rollout.completions])),
+        "eval/response_length/clip_ratio": float(
+            np.mean([a.finish == "length" for a in rollout.completions])
+        ),
     }
     return metrics, learned if sampling == Sampling.of(config.rollout) else tuner
 
@@ -87,7 +91,8 @@ def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
     correct = (scores >= correct_at).sum(axis=1)
     powers = [1 << i for i in range(samples.bit_length())]
     return {f"eval/mean@{samples}": float(scores.mean())} | {
-        f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct])) for k in powers
+        f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct]))
+        for k in powers
     }
 
 

@@ -30,7 +30,15 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.train import evaluation, memory, policy_update, run_state, sft, speculation_metrics, step_metrics
+from tlt_jax.train import (
+    evaluation,
+    memory,
+    policy_update,
+    run_state,
+    sft,
+    speculation_metrics,
+    step_metrics,
+)
 from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
 from tlt_jax.train.run_state import RunState
@@ -64,9 +72,20 @@ def train(config: Config) -> int:
     ):
         resumed = store.latest()
         # A checkpoint without metrics at a step with an evaluation: that was interrupted.
-        is_due = resumed is not None and evaluates(config, resumed, steps) and not store.index(resumed)["metrics"]
-        if resumed is not None and resumed >= steps and not is_due and run_folder.is_exported(config):
-            print(f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder.")
+        is_due = (
+            resumed is not None
+            and evaluates(config, resumed, steps)
+            and not store.index(resumed)["metrics"]
+        )
+        if (
+            resumed is not None
+            and resumed >= steps
+            and not is_due
+            and run_folder.is_exported(config)
+        ):
+            print(
+                f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder."
+            )
             return DONE
 
         with Writer(config, steps, resumed) as writer, step_metrics.Profiler(config) as profiler:
@@ -75,7 +94,9 @@ def train(config: Config) -> int:
             except Interrupted:
                 return PREEMPTED
 
-            reference = kl_reference(config, state.policy.params, model, mesh, is_new=resumed is None)
+            reference = kl_reference(
+                config, state.policy.params, model, mesh, is_new=resumed is None
+            )
             programs = policy_update.programs(recipe)
             while True:
                 watch = step_metrics.Stopwatch()
@@ -88,7 +109,14 @@ def train(config: Config) -> int:
                     if is_new and evaluates(config, state.step, steps):
                         with watch.phase("eval"):
                             measured, tuner = evaluation.evaluate(
-                                engine, weights, dataset, tokenizer, scorer, config, state.tuner, preempted
+                                engine,
+                                weights,
+                                dataset,
+                                tokenizer,
+                                scorer,
+                                config,
+                                state.tuner,
+                                preempted,
                             )
                         state = state.replace(tuner=tuner)
                         step_metrics.say_evaluation(writer, state.step, steps, measured, watch)
@@ -109,7 +137,15 @@ def train(config: Config) -> int:
                     prompts, texts = dataset.prompts(state.step), {}
                     with watch.phase("rollout"):
                         rollout, tuner = roll_out(
-                            config, engine, weights, prompts, state, tokenizer, scorer, texts, preempted
+                            config,
+                            engine,
+                            weights,
+                            prompts,
+                            state,
+                            tokenizer,
+                            scorer,
+                            texts,
+                            preempted,
                         )
                 except Interrupted:
                     run_state.save(store, state, engine.basis, measured)
@@ -122,7 +158,15 @@ def train(config: Config) -> int:
                 del weights  # they may share buffers with the policy, which the update donates
 
                 policy, learned = update_policy(
-                    config, recipe, programs, state.policy, reference, prompts, rollout, scores, watch
+                    config,
+                    recipe,
+                    programs,
+                    state.policy,
+                    reference,
+                    prompts,
+                    rollout,
+                    scores,
+                    watch,
                 )
                 state = RunState(state.step + 1, policy, state.drafter, engine.tuner.renew(tuner))
 
@@ -157,7 +201,9 @@ def total_steps(config: Config, dataset: Dataset) -> int:
     if config.train.steps:
         return config.train.steps
     if dataset.rows is None:
-        raise datasets.DataError("train.epochs counts passes over rows, and a generated task has no last row: set train.steps")
+        raise datasets.DataError(
+            "train.epochs counts passes over rows, and a generated task has no last row: set train.steps"
+        )
     return max(1, config.train.epochs * dataset.rows // config.rollout.prompts)
 
 
@@ -179,12 +225,16 @@ def begin(
     """The state of the checkpoint `resumed`; without one, that of the warm-started policy."""
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
-        return run_state.restore(store, run_state.abstract(resumed, recipe), engine.tuner, engine.basis)
+        return run_state.restore(
+            store, run_state.abstract(resumed, recipe), engine.tuner, engine.basis
+        )
     params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
     return RunState(0, policy_update.create(params, recipe), tuner=engine.tuner.init())
 
 
-def kl_reference(config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool) -> Params | None:
+def kl_reference(
+    config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool
+) -> Params | None:
     """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
 
     Saved once in the run folder, and read from there, so that it never shares buffers with the
@@ -221,7 +271,12 @@ def roll_out(
 
     rollout, tokens = config.rollout, [prompt.tokens for prompt in prompts]
     request = engine.request(
-        tokens, rollout.samples, Sampling.of(rollout), rollout.max_new_tokens, stream=TRAIN_STREAM, step=state.step
+        tokens,
+        rollout.samples,
+        Sampling.of(rollout),
+        rollout.max_new_tokens,
+        stream=TRAIN_STREAM,
+        step=state.step,
     )
     return engine.run(request, weights, state.tuner, on_finish=finished, interrupted=interrupted)
 
@@ -242,17 +297,27 @@ def update_policy(
     One step per minibatch. Of several minibatches all use the log-probs before the first step as
     the old ones.
     """
-    rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(len(prompts), -1)
+    rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(
+        len(prompts), -1
+    )
     advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
 
     parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
-    batches, fills = zip(*(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts), strict=True)
+    batches, fills = zip(
+        *(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts),
+        strict=True,
+    )
 
     with watch.phase("old_log_prob"):
         if len(batches) > 1:
-            batches = [batch.replace(old=programs.token_logprobs(state.params, batch)) for batch in batches]
+            batches = [
+                batch.replace(old=programs.token_logprobs(state.params, batch)) for batch in batches
+            ]
         if reference is not None:
-            batches = [batch.replace(reference=programs.token_logprobs(reference, batch)) for batch in batches]
+            batches = [
+                batch.replace(reference=programs.token_logprobs(reference, batch))
+                for batch in batches
+            ]
 
     updates = []
     with watch.phase("update"):
@@ -260,7 +325,9 @@ def update_policy(
             state, metrics = programs.update(state, batch)
             updates.append(jax.device_get(metrics))
 
-    return state, step_metrics.of_update(updates, rewards, advantages) | {"actor/packed_ratio": float(np.mean(fills))}
+    return state, step_metrics.of_update(updates, rewards, advantages) | {
+        "actor/packed_ratio": float(np.mean(fills))
+    }
 
 
 def make_batch(
@@ -273,8 +340,16 @@ def make_batch(
 ) -> tuple[Batch, float]:
     """The answers `part` as a minibatch of packed rows, and the share that is not padding."""
     answers = [rollout.completions[i] for i in part]
-    examples = [Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers]
-    packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
-    weights = answer_weights(packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens)
+    examples = [
+        Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers
+    ]
+    packed = packing.pack(
+        examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
+    )
+    weights = answer_weights(
+        packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens
+    )
     recorded = [answer.logprobs for answer in answers]
-    return policy_update.make_batch(packed, recipe.mesh, weights, advantages[part], recorded), packed.fill
+    return policy_update.make_batch(
+        packed, recipe.mesh, weights, advantages[part], recorded
+    ), packed.fill

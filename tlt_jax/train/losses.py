@@ -62,7 +62,9 @@ def kl_k3(logprobs: Float[Array, "*T"], reference: Float[Array, "*T"]) -> Float[
 
 
 @shaped
-def importance_weight(old_logprobs: Float[Array, "*T"], recorded: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
+def importance_weight(
+    old_logprobs: Float[Array, "*T"], recorded: Float[Array, "*T"], cap: float
+) -> Float[Array, "*T"]:
     """Truncated importance weight of the trainer's policy over the sampler's, at most `cap`.
 
     It carries no gradient.

@@ -21,7 +21,15 @@ from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import Recipe
 
 GIB = 2**30
-TPU_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32, "TPU v6e": 32}
+TPU_GIB = {
+    "TPU v4": 32,
+    "TPU v5 lite": 16,
+    "TPU v5e": 16,
+    "TPU v5": 95,
+    "TPU v5p": 95,
+    "TPU v6 lite": 32,
+    "TPU v6e": 32,
+}
 RESIDENT = ("weights", "optimizer", "drafter")
 ROLLOUT = ("rollout copy", "cache", "features", "states", "drafter copy", "drafter cache")
 UPDATE = ("gradients", "logits chunk")
@@ -56,7 +64,11 @@ def device_bytes(tree: Any) -> int:
 
 
 def budget(
-    config: Config, recipe: Recipe, shapes: GroupShapes, capacity: int, drafter: DrafterConfig | None
+    config: Config,
+    recipe: Recipe,
+    shapes: GroupShapes,
+    capacity: int,
+    drafter: DrafterConfig | None,
 ) -> dict[str, int]:
     """Bytes on one device of each kind of large array; programs' temporaries are not among them.
 
@@ -74,8 +86,13 @@ def budget(
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
     if drafter:
-        state = drafter_update.abstract_state(drafter_update.Recipe.of(config, model, drafter, mesh))
-        kinds["drafter"], kinds["drafter optimizer"] = device_bytes(state.params), device_bytes(state.opt_state)
+        state = drafter_update.abstract_state(
+            drafter_update.Recipe.of(config, model, drafter, mesh)
+        )
+        kinds["drafter"], kinds["drafter optimizer"] = (
+            device_bytes(state.params),
+            device_bytes(state.opt_state),
+        )
         kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
     return kinds
 
@@ -121,7 +138,11 @@ def pick(kinds: dict[str, int], *names: str) -> dict[str, int]:
 
 
 def preflight(
-    config: Config, recipe: Recipe, shapes: GroupShapes, capacity: int, drafter: DrafterConfig | None
+    config: Config,
+    recipe: Recipe,
+    shapes: GroupShapes,
+    capacity: int,
+    drafter: DrafterConfig | None,
 ) -> None:
     """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
     limit = device_memory(recipe.mesh)

@@ -127,23 +127,31 @@ def make_batch(
     if recorded is not None:
         rows["recorded"] = packed.place(recorded)
     rows = jax.device_put(rows, batch_sharding(mesh))
-    return Batch(**rows, count=jax.device_put(np.int32(packed.count), NamedSharding(mesh, PartitionSpec())))
+    return Batch(
+        **rows, count=jax.device_put(np.int32(packed.count), NamedSharding(mesh, PartitionSpec()))
+    )
 
 
-def abstract_batch(recipe: Recipe, steps: int, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Batch:
+def abstract_batch(
+    recipe: Recipe, steps: int, rows: int, row_tokens: int, given: tuple[str, ...] = ()
+) -> Batch:
     """ShapeDtypeStructs with shardings of a batch.
 
     `given`: names of the optional fields that are not None.
     """
 
     def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((steps, rows, row_tokens), dtype, sharding=batch_sharding(recipe.mesh))
+        return jax.ShapeDtypeStruct(
+            (steps, rows, row_tokens), dtype, sharding=batch_sharding(recipe.mesh)
+        )
 
     wide = jnp.asarray(0.0).dtype
     integers = {name: array(jnp.int32) for name in ("tokens", "positions", "segments", "targets")}
     floats = {name: array(wide) for name in ("weights", "advantages", *given)}
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    return Batch(**integers, **floats, count=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+    return Batch(
+        **integers, **floats, count=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    )
 
 
 def create(params: Params, recipe: Recipe) -> PolicyState:
@@ -187,7 +195,9 @@ def token_scores(
     )
 
 
-def loss(params: Params, batch: Batch, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+def loss(
+    params: Params, batch: Batch, recipe: Recipe
+) -> tuple[Float[Array, ""], tuple[dict, dict]]:
     """The loss of one accumulation step; for metrics, sums over its targets and maxima.
 
     The loss is sum(weights * token loss).
@@ -207,10 +217,15 @@ def loss(params: Params, batch: Batch, recipe: Recipe) -> tuple[Float[Array, ""]
         totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, batch.reference, 0))
         token_loss += objective.kl_coef * kl
     if batch.recorded is not None:
-        totals["rollout_logprob_diff_mean"] = difference = jnp.abs(logprobs - jnp.where(mask, batch.recorded, 0))
+        totals["rollout_logprob_diff_mean"] = difference = jnp.abs(
+            logprobs - jnp.where(mask, batch.recorded, 0)
+        )
         maxima["rollout_logprob_diff_max"] = difference
 
-    sums = {name: jnp.sum(jnp.where(mask, part, 0), dtype=token_loss.dtype) for name, part in totals.items()}
+    sums = {
+        name: jnp.sum(jnp.where(mask, part, 0), dtype=token_loss.dtype)
+        for name, part in totals.items()
+    }
     sums["pg_loss"] = jnp.sum(batch.weights * pg_loss)
     return jnp.sum(batch.weights * token_loss), (
         sums,
@@ -223,7 +238,9 @@ def policy_loss(
 ) -> tuple[Float[Array, "R T"], dict, dict]:
     """Policy-gradient loss of each token; per-token values to sum and to maximize for metrics."""
     old = jax.lax.stop_gradient(logprobs) if batch.old is None else jnp.where(mask, batch.old, 0)
-    policy = losses.policy_loss(logprobs, old, batch.advantages, objective.clip_low, objective.clip_high)
+    policy = losses.policy_loss(
+        logprobs, old, batch.advantages, objective.clip_low, objective.clip_high
+    )
     totals = {
         "ratio_mean": policy.ratio,
         "pg_clipfrac": policy.clipped_low | policy.clipped_high,
@@ -233,11 +250,19 @@ def policy_loss(
 
     if not objective.importance_cap:
         return policy.loss, totals, {"ratio_max": policy.ratio}
-    weight = losses.importance_weight(old, jnp.where(mask, batch.recorded, 0), objective.importance_cap)
-    return weight * policy.loss, totals | {"importance_weight_mean": weight}, {"ratio_max": policy.ratio}
+    weight = losses.importance_weight(
+        old, jnp.where(mask, batch.recorded, 0), objective.importance_cap
+    )
+    return (
+        weight * policy.loss,
+        totals | {"importance_weight_mean": weight},
+        {"ratio_max": policy.ratio},
+    )
 
 
-def update(state: PolicyState, batch: Batch, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
+def update(
+    state: PolicyState, batch: Batch, recipe: Recipe
+) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics.
 
     Gradients accumulate in at least float32 over the first batch.count accumulation steps. An
@@ -271,13 +296,22 @@ def update(state: PolicyState, batch: Batch, recipe: Recipe) -> tuple[PolicyStat
 
     tokens = sums.pop("tokens", None)
     means = {name: part if name == "pg_loss" else part / tokens for name, part in sums.items()}
-    return state, {"loss": total, "grad_norm": norm, "lr": rate, "nonfinite": state.skipped, **means, **maxima}
+    return state, {
+        "loss": total,
+        "grad_norm": norm,
+        "lr": rate,
+        "nonfinite": state.skipped,
+        **means,
+        **maxima,
+    }
 
 
 def check(batch: Batch, recipe: Recipe) -> None:
     """Raises ValueError when the batch lacks log-probs that the objective needs."""
     if recipe.objective.kl_coef and batch.reference is None:
-        raise ValueError(f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give batch.reference")
+        raise ValueError(
+            f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give batch.reference"
+        )
     if recipe.objective.importance_cap and batch.recorded is None:
         raise ValueError(
             f"importance_cap {recipe.objective.importance_cap} needs the sampler's log-probs: give batch.recorded"
@@ -315,6 +349,10 @@ def programs(recipe: Recipe) -> Programs:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
     return Programs(
-        jax.jit(partial(update, recipe=recipe), donate_argnames="state", out_shardings=(shardings, everywhere)),
+        jax.jit(
+            partial(update, recipe=recipe),
+            donate_argnames="state",
+            out_shardings=(shardings, everywhere),
+        ),
         jax.jit(partial(token_logprobs, recipe=recipe), out_shardings=batch_sharding(recipe.mesh)),
     )

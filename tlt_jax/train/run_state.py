@@ -40,7 +40,9 @@ class RunState:
 
 
 def abstract(
-    step: int, policy: policy_update.Recipe | None = None, drafter: drafter_update.Recipe | None = None
+    step: int,
+    policy: policy_update.Recipe | None = None,
+    drafter: drafter_update.Recipe | None = None,
 ) -> RunState:
     """ShapeDtypeStructs with shardings of what these recipes train: to restore, or to plan."""
     return RunState(
@@ -62,7 +64,9 @@ def save(
     """
     items = {"policy": state.policy, "drafter": state.drafter}
     meta = {} if state.tuner is None else {TUNER: {"basis": basis, "state": state.tuner}}
-    store.save(state.step, {name: item for name, item in items.items() if item is not None}, meta, metrics)
+    store.save(
+        state.step, {name: item for name, item in items.items() if item is not None}, meta, metrics
+    )
 
 
 def restore(
@@ -74,14 +78,18 @@ def restore(
     one, which is logged. Raises CheckpointError.
     """
     targets = {"policy": like.policy, "drafter": like.drafter}
-    restored = store.restore(like.step, {name: item for name, item in targets.items() if item is not None})
+    restored = store.restore(
+        like.step, {name: item for name, item in targets.items() if item is not None}
+    )
     state = RunState(like.step, restored.items.get("policy"), restored.items.get("drafter"))
     if tuner is None:
         return state
     return state.replace(tuner=resumed_tuner(restored.meta.get(TUNER), tuner, basis))
 
 
-def resumed_tuner(saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[str, Any]) -> TunerState:
+def resumed_tuner(
+    saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[str, Any]
+) -> TunerState:
     """The saved tuner state when its basis is this one; else an initial state."""
     fresh = tuner.init()
     if saved is None:
@@ -99,4 +107,6 @@ def resumed_tuner(saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[
 
 def is_due(config: Config, step: int, steps: int) -> bool:
     """True after every checkpoint.every-th step, and after the last."""
-    return step == steps or (config.checkpoint.every > 0 and step > 0 and step % config.checkpoint.every == 0)
+    return step == steps or (
+        config.checkpoint.every > 0 and step > 0 and step % config.checkpoint.every == 0
+    )

@@ -33,11 +33,18 @@ from tlt_jax.train.policy_update import Batch, Objective, Recipe
 FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25
 
-log = logging.getLogger("tlt_jax.train.sft")  # the name also of the main module: its messages are the progress
+log = logging.getLogger(
+    "tlt_jax.train.sft"
+)  # the name also of the main module: its messages are the progress
 
 
 def warm_start(
-    config: Config, model: ModelConfig, mesh: Mesh, dataset: Dataset, writer: Writer, interrupted: Callable[[], bool]
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+    dataset: Dataset,
+    writer: Writer,
+    interrupted: Callable[[], bool],
 ) -> Params:
     """The policy that RL starts from: the loaded or new one, after sft.steps on worked solutions.
 
@@ -81,7 +88,9 @@ def supervised(recipe: Recipe, config: Config) -> Recipe:
 def make_batch(config: Config, mesh: Mesh, solutions: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     """Worked solutions in packed rows; every solution token has the same weight."""
     examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
-    packed = packing.pack(examples, packing.row_tokens(config), packing.rows(config), config.mesh.data)
+    packed = packing.pack(
+        examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
+    )
     weights = answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
     return policy_update.make_batch(packed, mesh, weights, np.ones(len(examples)))
 
@@ -90,7 +99,11 @@ def cache_folder(config: Config, model: ModelConfig) -> Path | None:
     """Where a warm start with these settings is kept; None when sft.cache is off."""
     if config.sft.cache == "off":
         return None
-    root = Path(config.sft.cache).expanduser() if config.sft.cache else Path.home() / ".cache" / "tlt_jax" / "sft"
+    root = (
+        Path(config.sft.cache).expanduser()
+        if config.sft.cache
+        else Path.home() / ".cache" / "tlt_jax" / "sft"
+    )
     settings = {
         "format": FORMAT,
         "jax": jax.__version__,
@@ -112,7 +125,9 @@ def main() -> int:
     """Makes the warm start of a configuration and writes it, with its tokenizer, to --out."""
     arguments = sys.argv[1:]
     out = "" if "--help" in arguments else cli.take(arguments, "--out")
-    config = configuration.load(arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write")
+    config = configuration.load(
+        arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write"
+    )
     config = replace(config, run=out)
     with cli.prepared(config):
         tokenizer = datasets.tokenizer(config)

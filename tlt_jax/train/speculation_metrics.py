@@ -18,7 +18,9 @@ from tlt_jax.tuner.interface import Measurement
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
 
-def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]) -> dict[str, float]:
+def metrics(
+    drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]
+) -> dict[str, float]:
     """The metrics speculation/* of a rollout; none without a chunk that drafted.
 
     `drafting`: seconds of a round's drafting by shape.
@@ -39,7 +41,11 @@ def metrics(drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, 
         **parts(drafted, drafting),
     }
 
-    errors = [abs(math.log(one.predicted * one.seconds / one.tokens)) for one in rollout.measurements if one.predicted > 0]
+    errors = [
+        abs(math.log(one.predicted * one.seconds / one.tokens))
+        for one in rollout.measurements
+        if one.predicted > 0
+    ]
     if errors:
         found["prediction_error"] = float(np.median(errors))
     return {f"speculation/{name}": value for name, value in found.items()}
@@ -60,7 +66,9 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
     found = {}
     for batch in sorted({one.batch for one in measurements}):
         same = [one for one in measurements if one.batch == batch]
-        found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(one.rounds for one in same)
+        found[f"nodes@{batch}"] = sum(one.strategy.nodes * one.rounds for one in same) / sum(
+            one.rounds for one in same
+        )
 
         plain = [1e3 * one.seconds / one.rounds for one in same if one.strategy == PLAIN]
         drafting = [1e3 * one.seconds / one.rounds for one in same if one.strategy != PLAIN]
@@ -82,7 +90,11 @@ def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> di
     found = {}
     for shape, _ in reversed(rounds.most_common()):
         if shape in drafting:
-            same = [one.seconds / one.rounds for one in drafted if (one.batch, one.slots, one.strategy) == shape]
+            same = [
+                one.seconds / one.rounds
+                for one in drafted
+                if (one.batch, one.slots, one.strategy) == shape
+            ]
             found[f"draft_ms@{shape[0]}"] = 1e3 * drafting[shape]
             found[f"verify_ms@{shape[0]}"] = 1e3 * (float(np.median(same)) - drafting[shape])
     return found

@@ -62,8 +62,12 @@ def of_rollout(
             for kind in ("timeout", "crash", "error")
         },
         **statistics("prompt_length", prompt_lengths, ("mean", "max")),
-        **statistics("response_length", lengths, ("mean", "min", "max", "p50", "p75", "p90", "p99")),
-        "response_length/clip_ratio": float(np.mean([answer.finish == "length" for answer in rollout.completions])),
+        **statistics(
+            "response_length", lengths, ("mean", "min", "max", "p50", "p75", "p90", "p99")
+        ),
+        "response_length/clip_ratio": float(
+            np.mean([answer.finish == "length" for answer in rollout.completions])
+        ),
         "perf/tokens_per_second": rollout.stats["tokens_per_second"],
         "perf/total_num_tokens": int(lengths.sum() + prompt_lengths.sum() * config.rollout.samples),
         "perf/idle_ratio": idle_share(rollout.spans, config.mesh.data),
@@ -75,13 +79,18 @@ def of_rollout(
     }
 
 
-def of_update(updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray) -> dict[str, float]:
+def of_update(
+    updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray
+) -> dict[str, float]:
     """Metrics of the optimizer steps of one rollout.
 
     Means over the steps; of maxima the largest, of counters and the learning rate the last.
     """
     merge = {"ratio_max": max, "rollout_logprob_diff_max": max, "nonfinite": last, "lr": last}
-    merged = {name: merge.get(name, mean)([float(update[name]) for update in updates]) for name in updates[0]}
+    merged = {
+        name: merge.get(name, mean)([float(update[name]) for update in updates])
+        for name in updates[0]
+    }
     return {
         **{f"actor/{name}": value for name, value in merged.items()},
         "groups/zero_variance": float(zero_variance(rewards).mean()),
@@ -99,10 +108,14 @@ def of_step(
     return seconds | epoch | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
 
 
-def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float], watch: Stopwatch) -> None:
+def say_evaluation(
+    writer: Writer, step: int, steps: int, measured: Mapping[str, float], watch: Stopwatch
+) -> None:
     """Writes the metrics of an evaluation, and prints them above the progress display."""
     writer.scalars(step, {**measured, "timing_s/eval": watch.seconds["timing_s/eval"]})
-    shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items())
+    shown = "  ".join(
+        f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items()
+    )
     writer.progress.say(f"step {step}/{steps}  evaluation: {shown}")
 
 
@@ -139,7 +152,10 @@ class Profiler:
 
 
 def records(
-    prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score], texts: Mapping[int, str]
+    prompts: Sequence[Prompt],
+    rollout: RolloutResult,
+    scores: Mapping[int, Score],
+    texts: Mapping[int, str],
 ) -> list[Record]:
     """The lines of the completions file, one per answer."""
     return [
@@ -161,7 +177,9 @@ def statistics(prefix: str, values: np.ndarray, names: Sequence[str]) -> dict[st
     """Named statistics of the values: mean, std, min, max, or pNN for a percentile."""
     return {
         f"{prefix}/{name}": float(
-            np.percentile(values, int(name[1:])) if name[1:].isdigit() else getattr(np, name)(values)
+            np.percentile(values, int(name[1:]))
+            if name[1:].isdigit()
+            else getattr(np, name)(values)
         )
         for name in names
     }

@@ -62,11 +62,19 @@ def counterfactual(hits: np.ndarray, strategy: Strategy) -> float:
 
 def covers(source: Strategy, target: Strategy) -> bool:
     """True when every tree of the source contains one of the target."""
-    return source.depth >= target.depth and source.topk >= target.topk and source.nodes >= target.nodes
+    return (
+        source.depth >= target.depth and source.topk >= target.topk and source.nodes >= target.nodes
+    )
 
 
 def add(
-    evidence: Mapping, clock: float, batch: int, source: Strategy, row_rounds: float, hits: np.ndarray, arms: Sequence[Strategy]
+    evidence: Mapping,
+    clock: float,
+    batch: int,
+    source: Strategy,
+    row_rounds: float,
+    hits: np.ndarray,
+    arms: Sequence[Strategy],
 ) -> dict:
     """The evidence with one measurement, which counts for every arm that the source covers.
 
@@ -81,7 +89,9 @@ def add(
     for arm in arms:
         if arm != PLAIN and covers(source, arm):
             seen = float(hits.sum()) if arm == source else counterfactual(hits, arm)
-            accepted[name(arm)] = (before * old["accepted"].get(name(arm), seen / row_rounds) + seen) / after
+            accepted[name(arm)] = (
+                before * old["accepted"].get(name(arm), seen / row_rounds) + seen
+            ) / after
 
     entry = {"at": clock, "rounds": min(after, MEMORY), "accepted": accepted}
     return {**evidence, str(batch): {**rows, text: entry}}
@@ -92,7 +102,9 @@ def remaining(entry: Mapping, clock: float) -> float:
     return entry["rounds"] * 0.5 ** ((clock - entry["at"]) / HALF_LIFE)
 
 
-def estimate(evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy]) -> tuple[np.ndarray, np.ndarray]:
+def estimate(
+    evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy]
+) -> tuple[np.ndarray, np.ndarray]:
     """Accepted tokens per row and round [A], and the standard error of log(1 + accepted) [A].
 
     The prior is fitted to each arm's own measurements, weighted as of the newest of them: time
@@ -101,7 +113,9 @@ def estimate(evidence: Mapping, clock: float, batch: int, arms: Sequence[Strateg
     position = {name(arm): i for i, arm in enumerate(arms)}
     sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
     fresh_A = np.full(len(arms), -np.inf)
-    newest = max((entry["at"] for rows in evidence.values() for entry in rows.values()), default=clock)
+    newest = max(
+        (entry["at"] for rows in evidence.values() for entry in rows.values()), default=clock
+    )
 
     for where, rows in evidence.items():
         for source, entry in rows.items():
@@ -111,7 +125,9 @@ def estimate(evidence: Mapping, clock: float, batch: int, arms: Sequence[Strateg
                     continue
                 bias = OTHER_TREE**2 if source != target else 0.0
                 bias += OTHER_BATCH**2 if where != str(batch) else 0.0
-                weight, lasting = (1 / (REPEATS / max(remaining(entry, at), 1e-9) + bias) for at in (clock, newest))
+                weight, lasting = (
+                    1 / (REPEATS / max(remaining(entry, at), 1e-9) + bias) for at in (clock, newest)
+                )
                 sum_A[i] += weight * mean
                 weight_A[i] += weight
                 fresh_A[i] = max(fresh_A[i], entry["at"])
@@ -134,7 +150,9 @@ def prior(arms: Sequence[Strategy], mean_A: np.ndarray, weight_A: np.ndarray) ->
     The rate is the one of the grid that best fits the arms' measured means [A], with weights [A].
     """
     model_HA = np.stack([modelled(arm) for arm in arms], axis=1)
-    error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + GUESS_ROUNDS * (HITS - GUESS) ** 2
+    error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + GUESS_ROUNDS * (
+        HITS - GUESS
+    ) ** 2
     return model_HA[np.argmin(error_H)]
 
 
@@ -147,5 +165,5 @@ def modelled(arm: Strategy) -> np.ndarray:
     if arm == PLAIN:
         return np.zeros_like(HITS)
     width = min(arm.topk, max((arm.nodes - 1) / arm.depth, 1.0))
-    level = HITS ** width**-WIDTHS
+    level = HITS**width**-WIDTHS
     return sum(level**depth for depth in range(1, arm.depth + 1))

@@ -34,7 +34,9 @@ def beg_mab(
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         arms = (PLAIN, *strategies_for(buckets, batch))
         keys = [f"{batch}/{name(arm)}" for arm in arms]
-        worths = [median(state["rewards"][key]) if key in state["rewards"] else None for key in keys]
+        worths = [
+            median(state["rewards"][key]) if key in state["rewards"] else None for key in keys
+        ]
         fresh = [i for i, key in enumerate(keys) if worths[i] is None and key not in state["tried"]]
         known = [i for i, worth in enumerate(worths) if worth is not None]
 
@@ -48,7 +50,9 @@ def beg_mab(
 
         tried = list(dict.fromkeys([*state["tried"], keys[i]]))
         predicted = math.nan if worths[i] is None else worths[i] * live
-        return {**state, "choices": state["choices"] + 1, "tried": tried}, Choice(arms[i], predicted, reason)
+        return {**state, "choices": state["choices"] + 1, "tried": tried}, Choice(
+            arms[i], predicted, reason
+        )
 
     def renew(state: State) -> State:
         return {**state, "tried": []}  # arms without a reward are chosen again

@@ -36,7 +36,9 @@ TERMS, PLACE, WHICH = slice(0, 5), slice(5, 9), slice(9, 12)  # columns that des
 HERE, ARM, CELL = 0.08, 0.05, 0.02
 
 
-def note(cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool) -> dict:
+def note(
+    cells: Mapping, batch: int, slots: int, strategy: Strategy, seconds: float, is_cold: bool
+) -> dict:
     """The cells with one more sample, in seconds per round.
 
     A cold sample may include a compilation or copying of rows, or have too few rounds. The age of
@@ -118,7 +120,9 @@ def predict(
     """
     target_AX = np.array([described(batch, slots, arm) for arm in arms], float)
     if not cells:
-        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(len(arms), math.hypot(ALIKE, HERE))
+        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(
+            len(arms), math.hypot(ALIKE, HERE)
+        )
 
     cell_CX, log_C, noise_C = known(cells)
     if weights is None:
@@ -132,7 +136,9 @@ def predict(
     return np.log(target_AX[:, TERMS] @ weights) + gain_AC @ rest_C, sd_A
 
 
-def fit(terms_CF: np.ndarray, seconds_C: np.ndarray, noise_C: np.ndarray, units: np.ndarray) -> np.ndarray:
+def fit(
+    terms_CF: np.ndarray, seconds_C: np.ndarray, noise_C: np.ndarray, units: np.ndarray
+) -> np.ndarray:
     """Non-negative weights of the terms, by ridge regression on relative errors.
 
     Iteratively reweighted against outliers; the ridge pulls towards the prior weights `units`,
@@ -174,7 +180,9 @@ def kernel(left_CX: np.ndarray, right_CX: np.ndarray) -> np.ndarray:
     return near + HERE**2 * same_place + ARM**2 * same_arm + CELL**2 * (same_place & same_arm)
 
 
-def kriging(cell_CX: np.ndarray, target_AX: np.ndarray, noise_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def kriging(
+    cell_CX: np.ndarray, target_AX: np.ndarray, noise_C: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Weights [A, C] that map the cells' residuals to the targets', and the targets' std [A].
 
     `noise_C` are variances.

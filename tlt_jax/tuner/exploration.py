@@ -49,7 +49,9 @@ def decide(state: State, view: Outlook, batch: int) -> tuple[State, int, str]:
     sure_A[i] = view.speed[i] + HYSTERESIS
     best, trial = int(np.argmax(sure_A)), state["trial"]
 
-    is_waiting = trial and state["choices"] - trial["since"] < (EXPLORATION_TIMEOUT if trial["open"] else REST)
+    is_waiting = trial and state["choices"] - trial["since"] < (
+        EXPLORATION_TIMEOUT if trial["open"] else REST
+    )
     tried = i if best != i or is_waiting else worth_trying(state, view, i)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"

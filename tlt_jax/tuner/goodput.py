@@ -17,7 +17,14 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name, parse
 from tlt_jax.tuner import acceptance, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
 from tlt_jax.tuner.exploration import REST, Outlook, decide
-from tlt_jax.tuner.interface import EXPLORATION_ROUNDS, MOST_ROUNDS, Choice, Measurement, State, Tuner
+from tlt_jax.tuner.interface import (
+    EXPLORATION_ROUNDS,
+    MOST_ROUNDS,
+    Choice,
+    Measurement,
+    State,
+    Tuner,
+)
 
 VERSION = 3  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
@@ -50,7 +57,12 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
     def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
         state, place = {**state, "choices": state["choices"] + 1}, str(batch)
         plan = state["plans"].get(place)
-        if plan and plan["left"] > 0 and (arm := parse(plan["arm"])) in allowed and arm.nodes * batch <= MOST_NODES:
+        if (
+            plan
+            and plan["left"] > 0
+            and (arm := parse(plan["arm"])) in allowed
+            and arm.nodes * batch <= MOST_NODES
+        ):
             plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
             return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
 
@@ -62,11 +74,15 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
         state, i, reason = decide(state, view, batch)
 
         incumbent = state["incumbents"][str(batch)]
-        plans = planned(state, place, incumbent, float(view.speed[view.arms.index(parse(incumbent))]))
+        plans = planned(
+            state, place, incumbent, float(view.speed[view.arms.index(parse(incumbent))])
+        )
         is_exploring = name(view.arms[i]) != incumbent
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
-        return {**state, "plans": plans}, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
+        return {**state, "plans": plans}, Choice(
+            view.arms[i], predicted, reason, rounds, is_exploring
+        )
 
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return affordable(arms, batch, MOST_NODES)
@@ -112,7 +128,10 @@ def planned(state: State, place: str, arm: str, speed: float) -> State:
         hold, left = HOLD[0], 0
     else:
         hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
-    return {**state["plans"], place: {"arm": arm, "speed": speed, "hold": hold, "left": left, "drift": 0.0}}
+    return {
+        **state["plans"],
+        place: {"arm": arm, "speed": speed, "hold": hold, "left": left, "drift": 0.0},
+    }
 
 
 def watched(plans: State, place: str, arm: str, speed: float) -> State:
@@ -141,7 +160,9 @@ def refitted(state: State, node_cost: float) -> State:
 def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
     """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
     accepted, error = acceptance.estimate(state["evidence"], state["clock"], batch, arms)
-    seconds, doubt = cost_model.predict(state["cells"], batch, slots, arms, weights=state["law"]["weights"])
+    seconds, doubt = cost_model.predict(
+        state["cells"], batch, slots, arms, weights=state["law"]["weights"]
+    )
     return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
 
 
@@ -161,10 +182,14 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     if seen.strategy != PLAIN:
-        evidence = acceptance.add(evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms)
+        evidence = acceptance.add(
+            evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms
+        )
 
     is_tried = trial and (trial["batch"], trial["arm"], trial["open"]) == (seen.batch, text, True)
-    usual = seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
+    usual = (
+        seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
+    )
     trial = {**trial, "open": False} if is_tried else trial
     state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
 
@@ -176,7 +201,9 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         return {**state, "funds": state["funds"] - charge}
 
     per_round = seen.seconds / seen.rounds
-    plans = watched(plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round))
+    plans = watched(
+        plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round)
+    )
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if is_tried:
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual) + seen.catch_up
@@ -188,7 +215,9 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         **state,
         "funds": funds,
         "chunk": state["chunk"] if seen.is_exploring else int(seen.rounds),
-        "cells": cost_model.note(state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold),
+        "cells": cost_model.note(
+            state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold
+        ),
         "plans": plans,
         "seen": state["seen"] + 1,
     }

@@ -48,4 +48,8 @@ def largest_batches(tuner: Tuner, batches: Sequence[int]) -> dict[Strategy, int]
     `batches`: the batch buckets, ascending.
     """
     fewest = (1, *(size + 1 for size in batches))
-    return {arm: batch for batch, least in zip(batches, fewest, strict=False) for arm in tuner.usable(batch, least)}
+    return {
+        arm: batch
+        for batch, least in zip(batches, fewest, strict=False)
+        for arm in tuner.usable(batch, least)
+    }
