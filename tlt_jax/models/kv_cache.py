@@ -30,7 +30,7 @@ class KVCache:
     Keys hold slots on their last axis: the products with them then read the cache in order. Values hold them there on
     TPUs alone, where heads narrower than 128 lanes would be widened, a copy of the cache in every chunk; elsewhere they are
     [B, K, S, E], which a CPU reads 3 times faster. Slots past a sequence's length hold junk. S is the bucket plus the
-    widest path that `commit` writes. `states` are the normed last hidden states, None when nobody asked for them.
+    widest path that `commit` writes. `states` are the normed last hidden states, None when they are not captured.
     """
 
     keys: tuple[Float[Array, "B K E S"], ...]
@@ -113,7 +113,7 @@ def commit(
 ) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
-    Rows past the accepted ones are junk: they lie past the new length, and the next commit overwrites them.
+    Rows past the accepted ones lie past the new length: the next commit overwrites them.
     """
 
     def write(name: str, rows: Array, nodes: Array) -> Array:
@@ -176,7 +176,7 @@ def insert(
 
 @shaped
 def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
-    """The cache of the sequences `rows` (-1: a row of junk), cut or padded to this many slots."""
+    """The cache of the sequences `rows` (-1: undefined values), cut or padded to this many slots."""
 
     def fit(name: str, array: Array) -> Array:
         axis = cache.slot_axis(name)

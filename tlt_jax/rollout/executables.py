@@ -21,7 +21,7 @@ from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import DraftOnly, GroupShapes
 from tlt_jax.spec_decode.decode import Report, Weights
 
-MAX_PROGRAMS = 1024  # beyond this the one unused longest is dropped
+MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,9 @@ class Executables:
         return self.executables[program]
 
     def is_first_run(self, program: Program) -> bool:
-        """Whether the executable had not run before it was asked for now: backends load what a program calls when it does.
+        """Whether this is the first call with this program: a first run also loads its kernels.
 
-        On a CPU that is half a second for a chunk of 12 layers.
+        On a CPU loading takes half a second for a chunk of 12 layers.
         """
         is_first = program not in self.ran
         self.ran.add(program)
@@ -170,6 +170,6 @@ def use_compile_cache(folder: str) -> None:
     path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
     if jax.config.jax_compilation_cache_dir != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
-        compilation_cache.reset_cache()  # JAX settles at the first compilation whether and where it has a cache
+        compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,4 +1,4 @@
-"""The host's bounded memory of answers, by prompt, that n-gram drafts are cut from; losing it changes speed, never a token."""
+"""Bounded host memory of answers by prompt, the source of n-gram drafts; it affects speed, no token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NGramMemory:
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
-        """A rollout of so many samples of each prompt begins; the answers so far are of an earlier one."""
+        """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept."""
         self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
         self.keys = [
             blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
@@ -50,7 +50,7 @@ class NGramMemory:
             self.size += sum(len(text.tokens) for text in self.shelves[key])
 
     def write(self, uid: int, tokens: np.ndarray) -> None:
-        """More tokens of an answer; those of one that was dropped are dropped too."""
+        """Appends tokens int32[n] to an answer, unless it was dropped."""
         key = self.keys[uid // self.samples]
         if uid not in self.begun:
             prompt = np.asarray(self.prompts[uid // self.samples], np.int32)
@@ -65,7 +65,7 @@ class NGramMemory:
                 self.reserve(len(tokens))
 
     def reserve(self, tokens: int) -> None:
-        """Counts new tokens, and makes room for them."""
+        """Counts new tokens, and drops the prompts unused for longest until they fit."""
         self.size += tokens
         while self.size > self.capacity:
             _, shelf = self.shelves.popitem(last=False)

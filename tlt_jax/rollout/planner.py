@@ -1,4 +1,4 @@
-"""Who decides the shape of every chunk: buckets that fit, and the strategy that the tuner takes; knows no network."""
+"""Decides the shape of every chunk: buckets that fit, and the tuner's strategy; knows no network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt_jax.tuner.interface import Measurement, Tuner
 
 # Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
 ADMISSION_PATIENCE = 64
-FEW = 4  # rounds that a chunk should have room for before it needs a longer cache
+FEW = 4  # a chunk that could run fewer rounds than this is given a longer cache
 
 
 class Planner:
@@ -55,5 +55,5 @@ class Planner:
         )
 
     def observe(self, measurement: Measurement) -> None:
-        """What a chunk measured."""
+        """Updates the tuner with the measurement of a chunk."""
         self.state = self.tuner.observe(self.state, measurement)

@@ -1,4 +1,4 @@
-"""What the looks at the groups add up to: completions, timeline, measurements; the only part of a rollout that tells time."""
+"""Completions, timeline and measurements of a rollout, from its looks; the only part that reads times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Measurement, is_timed
 
-IDLE_ROUND = 0.01  # of a round: what a chunk takes that finds no live row
+IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RolloutResult:
 
 @dataclass
 class RolloutRecorder:
-    """Takes note of every look; `begin` is the rollout's first moment on its clock.
+    """Collects every look; `begin` is the time at which the rollout began, in seconds of its clock.
 
     `observe` gets what every chunk measured, `on_finish` every sequence that is complete. Programs of kinds that it does not
     know make spans of the timeline.
@@ -91,7 +91,7 @@ class RolloutRecorder:
         )  # by group
 
     def record(self, look: Look) -> None:
-        """Takes note of one look, which saw at `began` what is ready, and dispatched until `ended`."""
+        """Adds one look, which read what was ready at `began`, and dispatched programs until `ended`."""
         group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
         retired = [event for event in look.events if isinstance(event, Retired)]
         times, doubt = self.shares(group, retired, looked)
@@ -238,8 +238,10 @@ class RolloutRecorder:
 
 
 def expected_work(dispatched: Dispatched, retired: Retired) -> float:
-    """What a program is expected to take, up to a common factor; a prefill is a round of as many nodes as it has tokens,
-    catching up is taken for a plain round."""
+    """Expected time of a program, up to a common factor.
+
+    A prefill counts as a round with as many nodes as it has tokens, catching up as a plain round.
+    """
     strategy, rounds = dispatched.strategy, retired.rounds + IDLE_ROUND
     if retired.kind == "prefill":
         strategy, rounds = replace(PLAIN, nodes=dispatched.slots), 1

@@ -1,4 +1,4 @@
-"""What the host knows of one data group: the fixed context of a rollout, and the state that `advance` replaces."""
+"""Host state of one data group: the fixed context of a rollout, and the state that `advance` replaces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Decider(Protocol):
 class Harvester(Protocol):
     """Says which features of a finished sequence are copied out of the decoding state, in windows of `width` positions.
 
-    Every other width is another program; of one that is wider than a sequence only the beginning is its.
+    Each width compiles its own program. Positions beyond the sequence hold undefined values.
     """
 
     width: int
@@ -66,7 +66,7 @@ class Harvester(Protocol):
 
 
 def no_context(rows: Sequence[int | None]) -> PyTree:
-    """What a drafter is given that reads nothing of the host."""
+    """The host context of a drafter that needs none."""
     return ()
 
 
@@ -171,7 +171,7 @@ class GroupState:
     drafter_lag: int = 0
     unmarked: int = 0
     is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
-    is_released: bool = False  # nothing was left to do, and `device` is gone
+    is_released: bool = False  # nothing was left to do; `device` was freed
 
     @property
     def unawaited(self) -> int:
@@ -190,7 +190,7 @@ class GroupState:
 
 
 def queued(state: GroupState, flight: InFlight) -> GroupState:
-    """The state with one program more on its way, which takes the decoding state: those that made it end before."""
+    """The state with one more program in flight that consumes `device`; it ends after those before it."""
     flight = replace(flight, programs=1 + state.unmarked)
     return replace(
         state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0

@@ -1,4 +1,4 @@
-"""What runs on the devices of one data group: rounds of decoding, admission and compaction; knows no host, clock or queue."""
+"""Device code of one data group: rounds of decoding, admission, compaction; knows no host or clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DecodeState:
     """Sequences in decoding. The root is the newest token: its position is `lengths`, and the cache holds all before it.
 
     `limits` are the tokens of prompt and answer together; `history` the tokens themselves, the root too (S is 0 when no
-    drafter reads them). A row that is not live changes nothing that is ever read.
+    drafter reads them). A row that is not live changes nothing below its length.
     """
 
     roots: Int32[Array, " B"]
@@ -61,7 +61,7 @@ class DecodeState:
 class Admission:
     """R new sequences, each for another row, from a row of a prefill; `history` holds their prompts.
 
-    Rows from B on are nobody's: what is there is dropped.
+    Entries with rows >= B are padding and are dropped.
     """
 
     rows: Int32[Array, " R"]
@@ -215,7 +215,7 @@ def draft_alone(
 
     def step(_: Array, known: Known) -> Known:
         context = Context(known.history, known.lengths, known.features, host_context, noise)
-        roots = jnp.zeros_like(known.lengths)  # nobody reads them
+        roots = jnp.zeros_like(known.lengths)  # unused
         extended, tree = draft_tree(decoder, weights, known.drafter, context, roots)
         text = jnp.maximum(tree.tokens[:, 1 : decoder.strategy.path], 0)
         history = remember(known.history, text, known.lengths)
@@ -240,7 +240,7 @@ def noise_ahead(decoder: Decoder, state: DecodeState | Known, weights: Weights) 
 
 
 def float_type(weights: Weights) -> jnp.dtype:
-    """What probabilities are computed in: at least float32."""
+    """The dtype of probabilities: at least float32."""
     return jnp.result_type(jnp.float32, *jax.tree.leaves(weights.target))
 
 
@@ -254,7 +254,7 @@ def along(path: Int32[Array, "B M"], nodes: Float[Array, "B N X"]) -> Float[Arra
 def remember(
     history: Int32[Array, "B S"], tokens: Int32[Array, "B M"], lengths: Int32[Array, " B"]
 ) -> Int32[Array, "B S"]:
-    """The history with the tokens of a round after its roots; those past the emitted ones are junk that is overwritten."""
+    """The history with the tokens of a round after its roots; those past the emitted ones are overwritten later."""
     if not history.shape[1]:
         return history
     return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start + 1,)))(
