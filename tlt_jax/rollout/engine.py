@@ -156,24 +156,25 @@ class Engine:
         *,
         stream: int,
         step: int,
-        seed: int | None = None,
         eos_ids: Sequence[int] | None = None,
         stop_ids: Sequence[Sequence[int]] | None = None,
     ) -> RolloutRequest:
         """`samples` answers to each prompt int32[P]; `max_new_tokens` may differ by prompt.
 
-        The tokens of its rollout are a function of (weights, prompt, sampling, seed, stream, step, uid), where uid = position
-        of the prompt * samples + sample. Seed, EOS and stop sequences default to those of the configuration, the model and
-        the engine. Raises ConfigError for prompts that cannot be decoded.
+        The tokens of its rollout are a function of (weights, prompt, sampling, train.seed, stream,
+        step, uid), where uid = position of the prompt * samples + sample. EOS and stop sequences
+        default to those of the model and the engine. Raises ConfigError for prompts that cannot be
+        decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
         self.check(tokens, max_new_tokens)
-        seed = self.config.train.seed if seed is None else seed
         return RolloutRequest(
             prompts=tokens,
             samples=samples,
             max_new_tokens=tuple(np.broadcast_to(max_new_tokens, len(tokens)).tolist()),
-            keys=sequence_keys(seed, stream, step, np.arange(len(tokens) * samples)),
+            keys=sequence_keys(
+                self.config.train.seed, stream, step, np.arange(len(tokens) * samples)
+            ),
             params=DecodingParams(
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
