@@ -12,6 +12,7 @@ from tlt_jax.tuner.worlds import World, table
 
 BATCHES = (1, 4, 16, 64)
 SLOTS = (256, 512, 1024, 2048)
+CHUNK = 16  # rounds
 
 
 @dataclass
@@ -51,7 +52,7 @@ def rollout(
 
 
 def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
-    """Runs up to `chunk` rounds on the answers, in place; its seconds are those of a quiet clock."""
+    """Runs up to CHUNK rounds on the answers, in place; its seconds are those of a quiet clock."""
     arm, rows = choice.strategy, np.nonzero(left > 0)[0]
     hits, rounds, row_rounds, tokens = (
         np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int),
@@ -59,7 +60,7 @@ def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
         0,
         0,
     )
-    while rounds < min(world.chunk, choice.rounds) and len(rows):
+    while rounds < min(CHUNK, choice.rounds) and len(rows):
         accepted = np.zeros(len(rows), int)
         if arm != PLAIN:
             rank, sibling, _ = world.trees(arm)

@@ -1,4 +1,4 @@
-"""Worlds that tuners are tried in: calibrated drafts, laws of costs, stalls, long tails; no rollout."""
+"""Worlds that tuners are tried in: drafts, laws of costs, stalls, long tails; knows no rollout."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def cpu(batch: int, slots: int, arm: Strategy) -> float:
 class World:
     """A machine and a drafter, whose `quality` may change between rollouts.
 
-    Stalls and bursts are noise of the clock. `chunk`: rounds of a chunk.
+    Stalls and bursts are noise of the clock.
     """
 
     cost: Callable[[int, int, Strategy], float]
@@ -109,7 +109,6 @@ class World:
     noise: float = 0.04
     stalls: float = 0.02
     bursts: bool = False
-    chunk: int = 16
     library: dict = field(default_factory=dict)
 
     def trees(self, arm: Strategy) -> Trees:

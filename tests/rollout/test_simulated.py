@@ -1,0 +1,482 @@
+"""Rollouts in virtual time: the real scheduler, tuner and recorder, on programs that cost by law."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import toys
+
+from tlt_jax.config.schema import Speculation
+from tlt_jax.rollout import driver, simulated, simulated_rounds
+from tlt_jax.rollout.planner import Planner
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
+from tlt_jax.rollout.simulated import Marker, SimulatedPrograms, VirtualClock, WorldCosts, in_world
+from tlt_jax.rollout.state import GroupView
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import fixed, goodput, worlds
+from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.worlds import Trees, World
+
+SHIPPED = Speculation().strategies
+ARMS = parse_arms(SHIPPED)
+BATCHES, SLOTS = (1, 4, 16, 64), (256, 512, 1024, 2048)
+TREE = Strategy(6, 4, 16)
+LONGEST = 600
+HAND = {Start: 0.25, Prefill: 2.0, Admit: 0.5}
+
+
+def by_hand(program, rounds, at):
+    """Seconds that are easy to add up: one for each round."""
+    return HAND.get(type(program), rounds)
+
+
+def counted(*lengths, costs=by_hand):
+    """Programs of sequences with these lengths, by uid."""
+    return SimulatedPrograms(
+        costs, worlds.World(worlds.gpu, 0.5).trees, lambda key: lengths[key[1]], VirtualClock()
+    )
+
+
+def run(
+    programs,
+    request,
+    tuner=None,
+    state=None,
+    *,
+    batches=BATCHES,
+    slots=SLOTS,
+    groups=1,
+    listeners=(),
+):
+    """(result, state of the tuner) of a simulated rollout."""
+    planner = Planner(batches, slots, tuner or fixed.fixed("off"), state)
+    contexts = simulated.contexts(programs, request, planner, groups)
+    rollout = driver.start(contexts, listeners, clock=programs.clock)
+    return simulated.simulate(rollout, programs), planner.state
+
+
+def long_tail(seed=0, rounds=16, in_flight=2, capacity=48):
+    return simulated.request(
+        [64] * 12, 4, LONGEST, seed=seed, rounds=rounds, in_flight=in_flight, capacity=capacity
+    )
+
+
+def answers(result):
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+# Sequences
+
+
+def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
+    law, request = simulated.long_tailed(2000), long_tail()
+    result, _ = run(in_world(World(worlds.gpu, 0.7), law), request, fixed.fixed(TREE))
+    drawn = [law(key) for key in request.keys]
+    assert [len(one.tokens) for one in result.completions] == [
+        min(length, LONGEST) for length in drawn
+    ]
+    assert [one.finish for one in result.completions] == [
+        "stop" if n <= LONGEST else "length" for n in drawn
+    ]
+    assert min(drawn) < LONGEST < max(drawn) and not result.partial
+
+
+def test_a_sequence_that_ends_at_its_limit_has_stopped_and_a_longer_one_is_cut():
+    result, _ = run(counted(3, 4, 5), simulated.request([5], 3, 4, seed=0, capacity=3))
+    assert [(len(one.tokens), one.finish) for one in result.completions] == [
+        (3, "stop"),
+        (4, "stop"),
+        (4, "length"),
+    ]
+
+
+SCHEDULES = [
+    {}, {"tuner": fixed.fixed(TREE)}, {"tuner": goodput.goodput(SHIPPED)}, {"groups": 3},
+    {"batches": (64,), "slots": (2048,)},
+    {"groups": 2, "tuner": goodput.goodput(SHIPPED)},
+]  # fmt: skip
+
+
+def emitted(schedule):
+    """The answers under a schedule: its groups hold fewer rows."""
+    programs = in_world(World(worlds.cpu, 0.7), simulated.long_tailed(LONGEST))
+    request = long_tail(capacity=48 // (1 + schedule.get("groups", 1)), rounds=5 + len(schedule))
+    return answers(run(programs, request, **schedule)[0])
+
+
+def test_what_a_sequence_emits_depends_on_no_strategy_group_or_bucket(monkeypatch):
+    first, *others = map(emitted, SCHEDULES)
+    assert all(other == first for other in others)
+    assert len({tuple(tokens[:8]) for _, tokens, _ in first}) == 48
+    hashed = simulated_rounds.hashed  # the mistake: a row's number, not its key
+    monkeypatch.setattr(
+        simulated_rounds, "hashed", lambda a, b, n: hashed(np.arange(len(a)).reshape(a.shape), n)
+    )
+    assert emitted(SCHEDULES[3]) != emitted(SCHEDULES[0])
+
+
+def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
+    rounds = []
+    for groups, batches in ((1, BATCHES), (1, (48,)), (3, BATCHES)):
+        programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(LONGEST))
+        result, _ = run(programs, long_tail(), fixed.fixed(TREE), batches=batches, groups=groups)
+        rounds.append(sum(one.row_rounds for one in result.measurements))
+    assert len(set(rounds)) == 1
+
+
+def test_a_rollout_is_a_function_of_its_seeds():
+    def made(seed, noise):
+        programs = in_world(World(worlds.gpu, 0.6, seed=noise), simulated.long_tailed(LONGEST))
+        result, state = run(programs, long_tail(seed), goodput.goodput(SHIPPED), groups=2)
+        return answers(result), repr(result.spans), repr(result.decisions), state
+
+    assert made(0, 0) == made(0, 0)
+    assert made(0, 0)[0] == made(0, 1)[0] != made(1, 0)[0]
+    assert made(0, 0)[1] != made(0, 1)[1]
+
+
+def test_reports_count_what_verification_counts():
+    result, _ = run(
+        in_world(World(worlds.gpu, 0.7), simulated.long_tailed(LONGEST)),
+        long_tail(),
+        fixed.fixed(TREE),
+    )
+    rows = sum(one.row_rounds for one in result.measurements)
+    nodes, promised, held = result.reliability
+    assert (
+        held.sum()
+        == sum(one.hits.sum() for one in result.measurements)
+        == result.stats["tokens"] - rows
+    )
+    assert nodes.sum() == rows * (TREE.nodes - 1)
+    tenths = np.arange(10) / 10
+    assert (nodes * tenths <= promised).all() and (promised <= nodes * (tenths + 0.1)).all()
+    np.testing.assert_allclose(held[1:] / nodes[1:], promised[1:] / nodes[1:], atol=0.1)
+    assert result.measurements[0].hits.shape == (TREE.depth, TREE.nodes, TREE.topk)
+
+
+# The same scheduler as that of the devices
+
+V = 12
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [9, 8],
+    [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3],
+    [11, 10],
+]
+
+
+def certain(strategy):
+    """Every round accepts a whole path."""
+    levels = np.arange(strategy.depth)[None]
+    return Trees(levels, 0 * levels, np.ones((1, strategy.nodes - 1)))
+
+
+@pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
+def test_it_decides_and_counts_as_the_real_programs_with_the_same_answers(strategy, x64):
+    table, shape = toys.table(V, scale=1.0), {"capacity": 5, "rounds": 3, "in_flight": 1}
+    drafter = toys.no_drafter if strategy == PLAIN else toys.table_drafter()
+    rules, buckets = (
+        DecodingParams(Sampling(1.0), eos_ids=(0,)),
+        {"batches": (1, 2, 5), "slots": (32, 64)},
+    )
+    contexts = toys.contexts(
+        toys.executables(1, V, drafter),
+        table,
+        PROMPTS,
+        3,
+        rules,
+        strategy=strategy,
+        **shape,
+        **buckets,
+    )
+    real = driver.run(driver.start(contexts))
+    request = contexts[0].request
+    ends = {
+        tuple(request.keys[one.uid]): len(one.tokens) + (one.finish == "length")
+        for one in real.completions
+    }
+    programs = SimulatedPrograms(by_hand, certain, lambda key: ends[tuple(key)], VirtualClock())
+    result, _ = run(programs, request, fixed.fixed(strategy), **buckets)
+    assert repr(result.decisions) == repr(real.decisions)  # nan is not itself
+    assert [(one.kind, one.batch) for one in result.spans] == [
+        (one.kind, one.batch) for one in real.spans
+    ]
+    assert [(one.uid, len(one.tokens), one.finish) for one in result.completions] == [
+        (one.uid, len(one.tokens), one.finish) for one in real.completions
+    ]
+    assert {one.finish for one in real.completions} == {"stop", "length"}
+    for one, other in zip(result.measurements, real.measurements, strict=True):
+        assert one.hits.shape == other.hits.shape
+        assert one.hits.sum((1, 2)).tolist() == other.hits.sum((1, 2)).tolist()
+        for field in ("rounds", "row_rounds", "tokens", "batch", "slots", "number", "is_moved"):
+            assert getattr(one, field) == getattr(other, field)
+
+
+# Seconds
+
+
+def plain_seconds(programs):
+    """Two rows, three sequences: chunks of 3 rounds (one ends, another waits), 2, and 4."""
+    request = simulated.request([5], 3, 20, seed=0, rounds=4, in_flight=1, capacity=2)
+    return run(programs, request, batches=(2,), slots=(64,))[0]
+
+
+def test_the_seconds_of_a_plain_rollout_are_the_sum_of_its_programs():
+    result = plain_seconds(counted(3, 9, 2))
+    assert result.stats["seconds"] == 0.25 + 2.0 + (0.5 + 3) + (0.5 + 2) + 4
+    assert [(one.kind, one.start, one.end) for one in result.spans] == [
+        ("prefill", 0.0, 2.25), ("decode", 2.25, 5.75), ("decode", 5.75, 8.25),
+        ("decode", 8.25, 12.25),
+    ]  # fmt: skip
+    assert [(one.rounds, one.row_rounds, one.tokens) for one in result.measurements] == [
+        (3, 6, 6),
+        (2, 4, 4),
+        (4, 4, 4),
+    ]
+
+
+def test_programs_that_do_not_wait_for_those_before_are_noticed(monkeypatch):
+    def dispatch(self, program, rounds=0):
+        start = self.clock.now()
+        self.due.append(start + self.costs(program, rounds, start))
+        self.due.sort()
+        return Marker(self.clock, start + self.costs(program, rounds, start))
+
+    monkeypatch.setattr(SimulatedPrograms, "dispatch", dispatch)
+    assert plain_seconds(counted(3, 9, 2)).stats["seconds"] < 12.25
+
+
+def test_two_groups_take_as_long_as_the_longer_one_which_steals():
+    spent = {0: 0.0, 1: 0.0}
+
+    def costs(program, rounds, at):
+        spent[program.group] += by_hand(program, rounds, at)
+        return by_hand(program, rounds, at)
+
+    request = simulated.request([5, 5], 4, 50, seed=0, rounds=4, in_flight=1, capacity=2)
+    result, _ = run(
+        counted(40, 40, 40, 40, 4, 4, 4, 4, costs=costs),
+        request,
+        batches=(2,),
+        slots=(64,),
+        groups=2,
+    )
+    joined = [(one.group, one.joining) for one in result.decisions if one.joining]
+    assert joined == [(0, (0, 1)), (1, (4, 5)), (1, (6, 7)), (1, (2, 3))]
+    assert spent == {0: 0.25 + 2 + 0.5 + 40, 1: 0.25 + 2 + 2 * (0.5 + 4) + (2 + 0.5 + 40)}
+    assert result.stats["seconds"] == max(spent.values()) == 53.75
+    for group in (0, 1):
+        spans = [one for one in result.spans if one.group == group]
+        assert spans[0].start == 0 and spans[-1].end == spent[group], (
+            "a group that always has work is never idle"
+        )
+        assert all(one.end == other.start for one, other in zip(spans, spans[1:], strict=False))
+
+
+def test_jumping_finds_what_waiting_finds():
+    def made(wait):
+        programs = in_world(World(worlds.cpu, 0.8), simulated.long_tailed(LONGEST))
+        planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
+        rollout = driver.start(
+            simulated.contexts(programs, long_tail(), planner, 2), clock=programs.clock
+        )
+        return driver.run(rollout) if wait else simulated.simulate(rollout, programs)
+
+    jumped, waited = made(False), made(True)
+    assert answers(jumped) == answers(waited)
+    assert waited.stats["seconds"] == pytest.approx(jumped.stats["seconds"], rel=0.03)
+
+
+def test_measurements_are_known_to_the_moment_when_every_event_is_looked_at(monkeypatch):
+    def doubts():
+        programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
+        run(programs, long_tail(), groups=2)
+        return [one.doubt for one in run(programs, long_tail(), groups=2)[0].measurements]
+
+    assert max(doubts()) < 3 * simulated.GLANCE
+    monkeypatch.setattr(simulated, "GLANCE", math.inf)  # no look before an end
+    assert np.median(doubts()) > 0.1
+
+
+def test_compiling_takes_the_host_its_seconds_once():
+    programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST), lambda program: 3.0)
+    free = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
+    (paid, _), (fast, _) = (run(one, long_tail(), groups=2) for one in (programs, free))
+    total, extra = sum(programs.compiled.values()), paid.stats["seconds"] - fast.stats["seconds"]
+    assert answers(paid) == answers(fast) and total == 3.0 * len(programs.compiled)
+    assert 0.5 * total < extra < total, (
+        "one host compiles for both groups, whose devices run meanwhile"
+    )
+    assert not all(one.is_timed for one in paid.measurements)
+    compiled = len(programs.compiled)
+    again, _ = run(programs, long_tail(), groups=2)
+    assert len(programs.compiled) == compiled and all(one.is_timed for one in again.measurements)
+    assert again.stats["seconds"] == pytest.approx(fast.stats["seconds"], rel=0.1)
+
+
+def test_what_ended_while_the_host_was_compiling_for_another_group_is_read_at_once():
+    programs = counted(8, 4)
+    programs.compiling = lambda program: 10.0 * (isinstance(program, Decode) and program.group == 1)
+    request = simulated.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
+    result, _ = run(programs, request, batches=(1,), slots=(64,), groups=2)
+    ends = [(one.group, one.kind, one.end) for one in result.spans if one.kind == "decode"]
+    assert ends == [(0, "decode", 10.0), (0, "decode", 14.0), (1, "decode", 14.0)]
+
+
+def law(batch, slots, strategy):
+    """Milliseconds of a round: one for each node, depth, and slot."""
+    return batch * strategy.nodes + 1000 * strategy.depth + batch * slots
+
+
+SHAPE, PROMPT = StateShape(0, 32, 100), Prefill(0, 4, 64)
+EXPECTED = [
+    (Decode(SHAPE, 16, TREE), 5, 5 * (32 * 16 + 6000 + 3200)),
+    (Decode(SHAPE, 16), 0, 0.01 * (32 + 3200)),
+    (PROMPT, 0, 4 * 64 + 4 * 64), (CatchUp(SHAPE), 0, 2 * (32 + 3200)), (Start(SHAPE), 0, 3200),
+    (Admit(SHAPE, PROMPT), 0, 16 * 64), (Resize(SHAPE, 8, 200), 0, 2 * 8 * 200),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
+)
+def test_a_world_tells_what_every_program_costs(program, rounds, milliseconds):
+    assert simulated.quiet_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
+    quiet, loaded = (
+        WorldCosts(World(law, 0.5, stalls=0.0, bursts=bursts)) for bursts in (False, True)
+    )
+    spent = [[costs(program, rounds, 8.0) for _ in range(4)] for costs in (quiet, loaded)]
+    assert np.array(spent[1]) == pytest.approx(2 * np.array(spent[0])), "noise of the seed alone"
+    assert np.array(spent[0][1:]) == pytest.approx(np.full(3, milliseconds / 1e3), rel=0.2)
+    assert len(set(spent[0])) == 4 and spent[0][0] < 2 * milliseconds / 1e3
+
+
+# What tuners predict, and what they gain
+
+
+def told(world, costs=None):
+    """Predicted over measured speed of plain chunks whose rows stayed, by one who knows the costs."""
+    programs = in_world(world, simulated.long_tailed(LONGEST))
+    programs.costs = costs or programs.costs
+    result, _ = run(programs, long_tail(in_flight=1), worlds.oracle(world, []), groups=2)
+    joined = {(one.group, one.predicted) for one in result.decisions if one.joining}
+    ratios = []
+    for one in result.measurements:
+        decided = one.predicted / world.speed(one.batch, one.slots, PLAIN)
+        if one.live == pytest.approx(decided) and not (
+            one.is_moved or (one.group, one.predicted) in joined
+        ):
+            ratios.append(one.predicted * one.seconds / one.tokens)
+    assert len(ratios) > 8
+    return np.array(ratios)
+
+
+def test_the_predicted_speed_of_a_quiet_machine_comes_true_and_costs_of_another_bucket_do_not():
+    quiet = World(worlds.gpu, 0.6, noise=0.0, stalls=0.0)
+    quiet.slowed = lambda random, seconds, is_first: seconds
+    np.testing.assert_allclose(told(quiet), 1.0, atol=1e-6)
+
+    def of_another_bucket(program, rounds, at):
+        if isinstance(program, Decode):
+            program = replace(program, state=replace(program.state, slots=2 * program.state.slots))
+        return WorldCosts(quiet)(program, rounds, at)
+
+    assert np.abs(told(quiet, of_another_bucket) - 1).max() > 0.05
+
+
+def decoded(world, tuner, rollouts, seed=0, state=None, in_flight=2):
+    """(state, results) of some rollouts in two groups, an update of the weights after each."""
+    programs, results = in_world(world, simulated.long_tailed(1200)), []
+    state = tuner.init() if state is None else state
+    for number in range(rollouts):
+        request = simulated.request(
+            [64] * 12, 4, 1200, seed=100 * seed + number, capacity=32, in_flight=in_flight
+        )
+        result, state = run(programs, request, tuner, state, groups=2)
+        results.append(result)
+        state = tuner.renew(state)
+    return state, results
+
+
+def seconds(results):
+    return sum(one.stats["seconds"] for one in results)
+
+
+@pytest.mark.parametrize(
+    ("law", "node", "quality", "share", "gain"),
+    [
+        (worlds.gpu, 1 / 200, 0.8, 0.93, 2.0),
+        (worlds.gpu, 1 / 200, 0.5, 0.93, 1.5),
+        (worlds.cpu, 1 / 10, 0.8, 0.95, 1.02),
+    ],
+)
+def test_the_tuner_that_predicts_makes_long_tails_short_and_comes_close_to_knowing_everything(
+    law, node, quality, share, gain
+):
+    """The share of the oracle's speed is the one that it has without a scheduler."""
+    world, tuner = World(law, quality), goodput.goodput(SHIPPED, node_cost=node)
+    state, _ = decoded(world, tuner, 4)
+    _, results = decoded(world, tuner, 2, seed=1, state=state)
+    _, best = decoded(world, worlds.oracle(world, ARMS), 2, seed=1)
+    _, plain = decoded(world, fixed.fixed("off"), 2, seed=1)
+    assert seconds(best) / seconds(results) > share
+    assert seconds(plain) / seconds(results) > gain
+
+
+@pytest.mark.parametrize(("law", "node"), [(worlds.gpu, 1 / 200), (worlds.cpu, 1 / 10)])
+def test_predictions_of_a_tuner_that_learned_come_true(law, node):
+    """One chunk in flight: with more, rows that a chunk is predicted for may have ended before it."""
+    world, tuner = World(law, 0.7, stalls=0.0), goodput.goodput(SHIPPED, node_cost=node)
+    state, _ = decoded(world, tuner, 4, in_flight=1)
+    _, results = decoded(world, tuner, 2, seed=1, state=state, in_flight=1)
+    chunks = [
+        one
+        for result in results
+        for one in result.measurements
+        if one.live == int(one.live) and not one.is_moved
+    ]
+    ratio = [one.predicted * one.seconds / one.tokens for one in chunks]
+    assert len(ratio) > 30 and np.median(ratio) == pytest.approx(1.0, abs=0.1)
+
+
+# Ends
+
+
+def test_a_rollout_that_stops_leaves_what_its_sequences_have():
+    programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
+    contexts = simulated.contexts(
+        programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
+    )
+    rollout = driver.start(
+        contexts, [lambda look: look.began > 2.0 and rollout.stop()], clock=programs.clock
+    )
+    result = simulated.simulate(rollout, programs)
+    whole, _ = run(in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST)), long_tail())
+    full = {one.uid: one.tokens.tolist() for one in whole.completions}
+    assert rollout.is_done() and result.stats["seconds"] < 5
+    assert (
+        result.partial and result.completions and len(result.partial) + len(result.completions) < 48
+    )
+    for uid, tokens in result.partial.items():
+        assert 0 < len(tokens) < len(full[uid]) and tokens.tolist() == full[uid][: len(tokens)]
+
+
+def test_a_chunk_that_fills_more_than_its_cache_is_noticed(monkeypatch):
+    monkeypatch.setattr(GroupView, "need", lambda *_: 64)
+    with pytest.raises(ValueError, match="in a cache of 64"):
+        run(
+            counted(100),
+            simulated.request([5], 1, 200, seed=0, capacity=1),
+            batches=(1,),
+            slots=(64, 256),
+        )
+
+
+def test_a_rollout_that_waits_for_nothing_is_noticed():
+    with pytest.raises(RuntimeError, match="waits for nothing"):
+        run(counted(9, costs=lambda *_: math.inf), simulated.request([5], 1, 9, seed=0, capacity=1))

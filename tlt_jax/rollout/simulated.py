@@ -1,0 +1,292 @@
+"""Rollouts in virtual time: the real scheduler on programs that compute nothing and cost by law."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.rollout import simulated_rounds
+from tlt_jax.rollout.buckets import admission_size
+from tlt_jax.rollout.driver import Rollout
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
+from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.simulated_rounds import Acceptance, Lengths, Rows
+from tlt_jax.rollout.state import Decider, GroupContext
+from tlt_jax.spec_decode.decode import Admission, Report, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import worlds
+from tlt_jax.tuner.worlds import World
+
+GLANCE = 1e-6  # seconds before a program is done at which `simulate` looks too
+CATCHING_UP = 2  # plain rounds that a drafter takes to learn of what was decoded without it
+
+Costs = Callable[[Program, int, float], float]  # program, its rounds, when it starts -> seconds
+Compiling = Callable[[Program], float]  # program -> seconds of the host
+Law = Callable[[int, int, Strategy], float]  # rows, slots, strategy -> milliseconds of a round
+
+
+def at_once(program: Program) -> float:
+    """Compiling takes no time."""
+    return 0.0
+
+
+class VirtualClock:
+    """Time that passes when somebody says so; implements driver.Clock."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    def jump(self, to: float) -> None:
+        """It is this time now, or later already."""
+        self.time = max(self.time, to)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Ready from some time on."""
+
+    clock: VirtualClock
+    at: float
+
+    def is_ready(self) -> bool:
+        return self.clock.now() >= self.at
+
+
+@dataclass(frozen=True)
+class SimulatedState:
+    """A decoding state: its rows after all that was dispatched; `lengths` is ready with them."""
+
+    rows: Rows
+    lengths: Marker
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The report of a chunk, which may be read when `counts` is ready."""
+
+    report: Report
+    counts: Marker
+
+
+class SimulatedPrograms:
+    """Programs of all groups, of which those of one group run one by one; implements `Programs`.
+
+    What a sequence emits is a function of its key, and so is its length. What a round of it accepts
+    depends on its key, its tokens so far and the strategy; on rows, slots and groups nothing does.
+    The first `get` of a program takes the host its seconds of `compiling`, noted in `compiled`.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        acceptance: Acceptance,
+        lengths: Lengths,
+        clock: VirtualClock,
+        compiling: Compiling = at_once,
+    ):
+        self.costs, self.acceptance, self.lengths, self.clock = costs, acceptance, lengths, clock
+        self.compiling, self.compiled, self.ran = compiling, {}, set()
+        self.free_at: dict[int, float] = {}  # of each group, when all that was dispatched is done
+        self.due: list[float] = []  # a heap of the times at which programs are done
+
+    def get(self, program: Program) -> Callable[..., Any]:
+        """What dispatches the program; compiled now when it is not there."""
+        if program not in self.compiled:
+            self.compiled[program] = self.compiling(program)
+            self.clock.sleep(self.compiled[program])
+        kinds = {
+            Start: self.start,
+            Prefill: self.prefill,
+            Admit: self.admit,
+            Resize: self.resize,
+            CatchUp: self.catch_up,
+            Decode: self.decode,
+        }
+        return partial(kinds[type(program)], program)
+
+    def has(self, program: Program) -> bool:
+        return program in self.compiled
+
+    def is_ready(self, program: Program) -> bool:
+        """Always: compiling is waited for."""
+        return True
+
+    def is_first_run(self, program: Program) -> bool:
+        is_first = program not in self.ran
+        self.ran.add(program)
+        return is_first
+
+    def read(self, report: Pending) -> Report:
+        return report.report
+
+    def next_ready(self) -> float:
+        """When the next program is done that is not yet; infinity when all are."""
+        while self.due and self.due[0] <= self.clock.now():
+            heapq.heappop(self.due)
+        return self.due[0] if self.due else math.inf
+
+    def dispatch(self, program: Program, rounds: int = 0) -> Marker:
+        """The program runs when all before it in its group are done."""
+        start = max(self.clock.now(), self.free_at.get(program.group, 0.0))
+        end = self.free_at[program.group] = start + self.costs(program, rounds, start)
+        heapq.heappush(self.due, end)
+        return Marker(self.clock, end)
+
+    def start(self, program: Start) -> SimulatedState:
+        rows = simulated_rounds.empty(program.state.batch)
+        return SimulatedState(rows, self.dispatch(program))
+
+    def prefill(self, program: Prefill, *_: Any) -> tuple[Any, Marker]:
+        return (), self.dispatch(program)
+
+    def admit(
+        self, program: Admit, state: SimulatedState, prefilled: Any, new: Admission
+    ) -> SimulatedState:
+        rows = simulated_rounds.admit(state.rows, new, self.lengths)
+        return SimulatedState(rows, self.dispatch(program))
+
+    def resize(self, program: Resize, state: SimulatedState, rows: np.ndarray) -> SimulatedState:
+        return SimulatedState(simulated_rounds.resize(state.rows, rows), self.dispatch(program))
+
+    def catch_up(
+        self, program: CatchUp, state: SimulatedState, *_: Any
+    ) -> tuple[SimulatedState, Marker]:
+        marker = self.dispatch(program)
+        return replace(state, lengths=marker), marker
+
+    def decode(
+        self, program: Decode, state: SimulatedState, weights: Any, host: Any, bounds: np.ndarray
+    ) -> tuple[SimulatedState, Pending]:
+        rows, report = simulated_rounds.decode_chunk(
+            self.acceptance, program, state.rows, *bounds.tolist()
+        )
+        marker = self.dispatch(program, report.rounds)
+        return SimulatedState(rows, marker), Pending(report, marker)
+
+
+def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
+    """Seconds of a program when nothing disturbs it.
+
+    A prefill is a round of as many nodes as it has tokens, and what writes a cache takes as long as
+    reading it in rounds: twice when it reads one too.
+    """
+
+    def passing(batch: int, slots: int) -> float:
+        return law(batch, slots, PLAIN) - law(batch, 0, PLAIN)
+
+    match program:
+        case Decode(StateShape(_, batch, slots), _, strategy):
+            taken = max(rounds, IDLE_ROUND) * law(batch, slots, strategy)
+        case Prefill(_, prompts, width):
+            taken = law(prompts, width, replace(PLAIN, nodes=width))
+        case CatchUp(StateShape(_, batch, slots)):
+            taken = CATCHING_UP * law(batch, slots, PLAIN)
+        case Start(StateShape(_, batch, slots)):
+            taken = passing(batch, slots)
+        case Admit(StateShape(_, batch), Prefill(_, _, width)):
+            taken = passing(admission_size(batch), width)
+        case Resize(_, batch, slots):
+            taken = 2 * passing(batch, slots)
+    return taken / 1e3
+
+
+class WorldCosts:
+    """The law of costs of a world with the noise of its clock, of which each group has its own."""
+
+    def __init__(self, world: World):
+        self.world, self.random, self.seen = world, {}, set()
+
+    def __call__(self, program: Program, rounds: int, at: float) -> float:
+        is_first, group = program not in self.seen, program.group
+        self.seen.add(program)
+        seed = [self.world.seed, group]
+        random = self.random.setdefault(group, np.random.default_rng(seed))
+        quiet = quiet_seconds(self.world.cost, program, rounds)
+        return self.world.slowed(random, quiet, is_first) * self.world.load(at)
+
+
+def long_tailed(longest: int) -> Lengths:
+    """The law of answer lengths of tuner.worlds."""
+    return lambda key: int(worlds.lengths(np.random.default_rng(key.tolist()), 1, longest)[0])
+
+
+def in_world(world: World, lengths: Lengths, compiling: Compiling = at_once) -> SimulatedPrograms:
+    """Programs with the costs and drafts of a world, on a clock of their own."""
+    return SimulatedPrograms(WorldCosts(world), world.trees, lengths, VirtualClock(), compiling)
+
+
+def request(
+    prompts: Sequence[int],
+    samples: int,
+    max_new_tokens: int,
+    *,
+    seed: int,
+    capacity: int,
+    rounds: int = 16,
+    in_flight: int = 2,
+) -> RolloutRequest:
+    """Answers to prompts of so many tokens; a sequence is its seed and uid."""
+    uids = np.arange(len(prompts) * samples, dtype=np.uint32)
+    return RolloutRequest(
+        prompts=tuple(np.zeros(tokens, np.int32) for tokens in prompts),
+        samples=samples,
+        max_new_tokens=(max_new_tokens,) * len(prompts),
+        keys=np.stack([np.full_like(uids, seed), uids], axis=1),
+        params=DecodingParams(),
+        rounds=rounds,
+        in_flight=in_flight,
+        capacity=capacity,
+    )
+
+
+def contexts(
+    programs: SimulatedPrograms,
+    request: RolloutRequest,
+    planner: Decider,
+    groups: int = 1,
+    catches_up: bool = True,
+) -> list[GroupContext]:
+    """Groups that share one queue and one planner."""
+    queue = WorkQueue(LocalBoard(), "simulated", len(request.prompts), request.samples)
+    fixed = {"weights": Weights((), ()), "request": request, "queue": queue, "planner": planner}
+    return [
+        GroupContext(group, programs, **fixed, catches_up=catches_up) for group in range(groups)
+    ]
+
+
+def simulate(rollout: Rollout, programs: SimulatedPrograms) -> RolloutResult:
+    """The rollout until all groups are idle: whenever nothing happens, the next program is done.
+
+    A look just before tells that it was not done yet: without it no measurement would be known
+    better than to a chunk.
+    """
+    clock = programs.clock
+    while True:
+        happened = any(look.events for look in rollout.poll())
+        if rollout.is_done():
+            return rollout.result()
+        if happened:
+            continue
+        ready = programs.next_ready()
+        if math.isinf(ready):
+            raise RuntimeError("the rollout is not done, and waits for nothing")
+        clock.jump(ready - GLANCE)
+        rollout.poll()
+        clock.jump(ready)

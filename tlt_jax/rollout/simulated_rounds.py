@@ -1,0 +1,136 @@
+"""What simulated programs do to the rows of a group: counts, no network; knows no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tlt_jax.rollout.programs import Decode
+from tlt_jax.spec_decode.decode import Admission, Report
+from tlt_jax.spec_decode.stats import BINS, Stats
+from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner.worlds import Trees, table
+
+VOCAB = 1 << 15  # tokens are drawn from so many, and mean nothing
+
+Lengths = Callable[[np.ndarray], int]  # key uint32[2] of a sequence -> tokens of its answer
+Acceptance = Callable[[Strategy], Trees]  # many rounds of the strategy
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B sequences in decoding: keys[B, 2], tokens so far with the prompt's, how many they will be.
+
+    `finish` says why they end there. A row that is not live is nobody's.
+    """
+
+    keys: np.ndarray
+    tokens: np.ndarray
+    ends: np.ndarray
+    finish: np.ndarray
+    live: np.ndarray
+
+
+def empty(batch: int) -> Rows:
+    """Rows that nobody has."""
+    tokens, ends, finish = np.zeros((3, batch), np.int32)
+    return Rows(np.zeros((batch, 2), np.uint32), tokens, ends, finish, np.zeros(batch, bool))
+
+
+def resize(rows: Rows, kept: np.ndarray) -> Rows:
+    """The kept rows (-1: an empty one)."""
+    taken = {name: array[np.maximum(kept, 0)] for name, array in vars(rows).items()}
+    return Rows(**{**taken, "live": taken["live"] & (kept >= 0)})
+
+
+def admit(rows: Rows, new: Admission, lengths: Lengths) -> Rows:
+    """The rows with new sequences, whose answers are as long as the law says, or as they may be."""
+    rows = resize(rows, np.arange(len(rows.live)))
+    for at in np.flatnonzero(new.rows < len(rows.live)):
+        row, key, prompt = new.rows[at], new.keys[at], new.lengths[at] + 1  # with the root
+        end = prompt + lengths(key)
+        rows.keys[row], rows.tokens[row], rows.live[row] = key, prompt, True
+        rows.ends[row] = min(end, new.limits[at])
+        rows.finish[row] = STOPPED if end <= new.limits[at] else TRUNCATED
+    return rows
+
+
+def decode_chunk(
+    acceptance: Acceptance, program: Decode, rows: Rows, min_live: int, most: int
+) -> tuple[Rows, Report]:
+    """The rows after a chunk as spec_decode.decode has it, and its report.
+
+    The key of a row and how many tokens it has say which round of `acceptance` its next one is.
+    """
+    rounds = row_rounds = 0
+    tokens, live = rows.tokens.copy(), rows.live.copy()
+    trees = None if program.strategy == PLAIN else acceptance(program.strategy)
+    accepted = None if trees is None else (trees.rank >= 0).sum(1)
+    drawn, kept = [], []
+    while rounds < min(most, program.rounds) and live.sum() >= min_live:
+        at = np.flatnonzero(live)
+        left, held = rows.ends[at] - tokens[at], 0
+        if trees is not None:
+            which = (hashed(*rows.keys[at].T, tokens[at]) % len(accepted)).astype(int)
+            held = np.minimum(accepted[which], left - 1)
+            drawn.append(which), kept.append(held)
+        tokens[at] += held + 1
+        live[at] = left > held + 1
+        rounds, row_rounds = rounds + 1, row_rounds + len(at)
+
+    longest = tokens[rows.live].max(initial=0)
+    if longest > program.state.slots:
+        raise ValueError(f"{longest} tokens of a sequence in a cache of {program.state.slots}")
+    counts = tokens - rows.tokens
+    places = rows.tokens[:, None] + np.arange(counts.max())
+    emitted = hashed(*rows.keys.T[..., None], places) % VOCAB
+    report = Report(
+        tokens=emitted.astype(np.int32),
+        logprobs=np.zeros(emitted.shape, np.float32),
+        counts=counts,
+        finish=np.where(rows.live & ~live, rows.finish, RUNNING),
+        rounds=rounds,
+        stats=worth(program.strategy, row_rounds, trees, drawn, kept),
+    )
+    return replace(rows, tokens=tokens, live=live), report
+
+
+def worth(
+    strategy: Strategy,
+    row_rounds: int,
+    trees: Trees | None,
+    drawn: Sequence[np.ndarray],
+    kept: Sequence[np.ndarray],
+) -> Stats:
+    """What the drawn trees were worth, as spec_decode.stats counts it.
+
+    Of the accepted nodes of each the first `kept` were emitted.
+    """
+    nodes, promised, held = np.zeros((3, BINS))
+    hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
+    if drawn:
+        which, kept = np.concatenate(drawn), np.concatenate(kept)
+        is_held = np.arange(strategy.depth) < kept[:, None]
+        rank, chance = np.where(is_held, trees.rank[which], -1), trees.chance[which]
+        hits = table(rank, trees.sibling[which], strategy)
+        bins = np.minimum((BINS * chance).astype(int), BINS - 1)
+        nodes = np.bincount(bins.ravel(), minlength=BINS)
+        promised = np.bincount(bins.ravel(), chance.ravel(), BINS)
+        held = np.bincount(bins[np.nonzero(is_held)[0], rank[is_held]], minlength=BINS)
+    return Stats(
+        row_rounds=row_rounds, declined=0, hits=hits, nodes=nodes, promised=promised, accepted=held
+    )
+
+
+def hashed(*words: np.ndarray) -> np.ndarray:
+    """Numbers uint64 that look random, the same for the same words (splitmix64)."""
+    value = np.zeros(1, np.uint64)
+    for word in words:
+        value = (value ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        value = value ^ (value >> np.uint64(31))
+    return value
