@@ -11,11 +11,14 @@ import toys
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout import driver, simulated, simulated_rounds
+from tlt_jax.rollout.events import Harvested
+from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
 from tlt_jax.rollout.simulated import Marker, SimulatedPrograms, VirtualClock, WorldCosts, in_world
 from tlt_jax.rollout.state import GroupView
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import fixed, goodput, worlds
 from tlt_jax.tuner.arms import parse_arms
@@ -146,16 +149,16 @@ def test_reports_count_what_verification_counts():
         fixed.fixed(TREE),
     )
     rows = sum(one.row_rounds for one in result.measurements)
-    nodes, promised, held = result.reliability
+    nodes, promised, accepted = result.reliability
     assert (
-        held.sum()
+        accepted.sum()
         == sum(one.hits.sum() for one in result.measurements)
         == result.stats["tokens"] - rows
     )
     assert nodes.sum() == rows * (TREE.nodes - 1)
     tenths = np.arange(10) / 10
     assert (nodes * tenths <= promised).all() and (promised <= nodes * (tenths + 0.1)).all()
-    np.testing.assert_allclose(held[1:] / nodes[1:], promised[1:] / nodes[1:], atol=0.1)
+    np.testing.assert_allclose(accepted[1:] / nodes[1:], promised[1:] / nodes[1:], atol=0.1)
     assert result.measurements[0].hits.shape == (TREE.depth, TREE.nodes, TREE.topk)
 
 
@@ -339,6 +342,7 @@ EXPECTED = [
     (Decode(SHAPE, 16), 0, 0.01 * (32 + 3200)),
     (PROMPT, 0, 4 * 64 + 4 * 64), (CatchUp(SHAPE), 0, 2 * (32 + 3200)), (Start(SHAPE), 0, 3200),
     (Admit(SHAPE, PROMPT), 0, 16 * 64), (Resize(SHAPE, 8, 200), 0, 2 * 8 * 200),
+    (Harvest(SHAPE, 4, 64), 0, 2 * 4 * 64),
 ]  # fmt: skip
 
 
@@ -445,6 +449,30 @@ def test_predictions_of_a_tuner_that_learned_come_true(law, node):
 
 
 # Ends
+
+
+def test_windows_of_ended_sequences_are_harvested_and_cost_a_copy():
+    class Whole:
+        width = 64
+
+        def wanted(self, uid, length):
+            return range(0, length, self.width)
+
+    spent, found = [], []
+
+    def costs(program, rounds, at):
+        spent.extend([program] * isinstance(program, Harvest))
+        return by_hand(program, rounds, at)
+
+    programs = counted(3, 70, 5, costs=costs)
+    request = simulated.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
+    contexts = simulated.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
+    contexts = [replace(one, harvester=Whole()) for one in contexts]
+    rollout = driver.start(contexts, [lambda look: found.extend(look.events)], clock=programs.clock)
+    simulated.simulate(rollout, programs)
+    windows = [event.windows for event in found if isinstance(event, Harvested)]
+    assert sorted(sum(windows, ())) == [(0, 0), (1, 0), (1, 64), (2, 0)]
+    assert len(spent) == len(windows) == 4
 
 
 def test_a_rollout_that_stops_leaves_what_its_sequences_have():

@@ -15,6 +15,7 @@ from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.rollout import simulated_rounds
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.driver import Rollout
+from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
 from tlt_jax.rollout.queue import WorkQueue
@@ -24,6 +25,7 @@ from tlt_jax.rollout.simulated_rounds import Acceptance, Lengths, Rows
 from tlt_jax.rollout.state import Decider, GroupContext
 from tlt_jax.spec_decode.decode import Admission, Report, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import worlds
 from tlt_jax.tuner.worlds import World
@@ -118,6 +120,7 @@ class SimulatedPrograms:
             Resize: self.resize,
             CatchUp: self.catch_up,
             Decode: self.decode,
+            Harvest: self.harvest,
         }
         return partial(kinds[type(program)], program)
 
@@ -180,6 +183,9 @@ class SimulatedPrograms:
         marker = self.dispatch(program, report.rounds)
         return SimulatedState(rows, marker), Pending(report, marker)
 
+    def harvest(self, program: Harvest, *_: Any) -> Features:
+        return Features(self.dispatch(program), None)
+
 
 def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
     """Seconds of a program when nothing disturbs it.
@@ -204,6 +210,8 @@ def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
             taken = passing(admission_size(batch), width)
         case Resize(_, batch, slots):
             taken = 2 * passing(batch, slots)
+        case Harvest(_, windows, width):
+            taken = 2 * passing(windows, width)
     return taken / 1e3
 
 

@@ -72,13 +72,13 @@ def decode_chunk(
     drawn, kept = [], []
     while rounds < min(most, program.rounds) and live.sum() >= min_live:
         at = np.flatnonzero(live)
-        left, held = rows.ends[at] - tokens[at], 0
+        left, more = rows.ends[at] - tokens[at], 0
         if trees is not None:
             which = (hashed(*rows.keys[at].T, tokens[at]) % len(accepted)).astype(int)
-            held = np.minimum(accepted[which], left - 1)
-            drawn.append(which), kept.append(held)
-        tokens[at] += held + 1
-        live[at] = left > held + 1
+            more = np.minimum(accepted[which], left - 1)
+            drawn.append(which), kept.append(more)
+        tokens[at] += more + 1
+        live[at] = left > more + 1
         rounds, row_rounds = rounds + 1, row_rounds + len(at)
 
     longest = tokens[rows.live].max(initial=0)
@@ -109,19 +109,24 @@ def worth(
 
     Of the accepted nodes of each the first `kept` were emitted.
     """
-    nodes, promised, held = np.zeros((3, BINS))
+    nodes, promised, accepted = np.zeros((3, BINS))
     hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
     if drawn:
         which, kept = np.concatenate(drawn), np.concatenate(kept)
-        is_held = np.arange(strategy.depth) < kept[:, None]
-        rank, chance = np.where(is_held, trees.rank[which], -1), trees.chance[which]
+        is_kept = np.arange(strategy.depth) < kept[:, None]
+        rank, chance = np.where(is_kept, trees.rank[which], -1), trees.chance[which]
         hits = table(rank, trees.sibling[which], strategy)
         bins = np.minimum((BINS * chance).astype(int), BINS - 1)
         nodes = np.bincount(bins.ravel(), minlength=BINS)
         promised = np.bincount(bins.ravel(), chance.ravel(), BINS)
-        held = np.bincount(bins[np.nonzero(is_held)[0], rank[is_held]], minlength=BINS)
+        accepted = np.bincount(bins[np.nonzero(is_kept)[0], rank[is_kept]], minlength=BINS)
     return Stats(
-        row_rounds=row_rounds, declined=0, hits=hits, nodes=nodes, promised=promised, accepted=held
+        row_rounds=row_rounds,
+        declined=0,
+        hits=hits,
+        nodes=nodes,
+        promised=promised,
+        accepted=accepted,
     )
 
 
