@@ -68,7 +68,7 @@ def trained() -> eagle.DrafterParams:
             "tokens": texts,
             "positions": np.arange(32, dtype=np.int32) * ones,
             "segments": ones,
-            "answers": ones > 0,
+            "loss_mask": ones > 0,
         }
         state, _ = drafter_update.program(recipe)(
             state, policy, drafter_update.make_batch(rows, mesh)
