@@ -5,32 +5,34 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-# Sampling noise: fold_in(key(seed), stream), then the step, then the sequence's uid.
+# The root of a stream is fold_in(key(seed), stream): every number stands here once.
+# Sampling noise folds in the step, then the sequence's uid.
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
-# Initial weights: fold_in(key(seed), stream).
-POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
+# Initial weights are drawn from the root.
+POLICY_WEIGHTS, DRAFTER_WEIGHTS = 4, 5
+# The noise on the features that a drafter learns from folds in the optimizer step.
+FEATURE_NOISE = 6
 # Order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
 ROLLOUT_STREAM, SFT_STREAM = 0, 1
 
 
+def stream_key(seed: int, stream: int) -> jax.Array:
+    """The root key of a stream; the generator is named, so that no JAX option changes its numbers."""
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
+
+
 def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
     """Keys uint32[B, 2] of the sequences with uids [B], on the host."""
-    root_key = jax.random.key(seed, impl="threefry2x32")
-    step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
+    step_key = jax.random.fold_in(stream_key(seed, stream), step)
     keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(
         np.asarray(uids, np.uint32)
     )
     return np.asarray(keys)
 
 
-def weights_key(seed: int, stream: int) -> jax.Array:
-    """The key of the initial weights of a policy or drafter."""
-    return jax.random.fold_in(jax.random.key(seed), stream)
-
-
 def feature_noise_key(seed: int, step: jax.Array) -> jax.Array:
     """The key of the feature noise of this optimizer step of the drafter."""
-    return jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.fold_in(stream_key(seed, FEATURE_NOISE), step)
 
 
 def order_seed(seed: int, stream: int) -> int:

@@ -28,7 +28,7 @@ def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
     """The weights of the model directory, or new ones drawn from train.seed; "train" layout."""
     if config.model.path:
         return hf.load(policy_directory(config), model, mesh, config.model.param_dtype)
-    init_key = keys.weights_key(config.train.seed, keys.POLICY_WEIGHTS)
+    init_key = keys.stream_key(config.train.seed, keys.POLICY_WEIGHTS)
     return transformer.init(model, mesh, init_key, config.model.param_dtype)
 
 

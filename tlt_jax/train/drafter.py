@@ -134,7 +134,7 @@ def initial_drafter(
         if drafter.whole
         else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
     )
-    init_key = keys.weights_key(config.train.seed, keys.DRAFTER_WEIGHTS)
+    init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
 

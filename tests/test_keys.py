@@ -1,0 +1,42 @@
+"""Every random stream of a run has numbers of its own."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from tlt_jax import keys
+
+STREAMS = (
+    keys.TRAIN_STREAM,
+    keys.EVAL_STREAM,
+    keys.GENERATE_STREAM,
+    keys.DRAFTER_STREAM,
+    keys.POLICY_WEIGHTS,
+    keys.DRAFTER_WEIGHTS,
+    keys.FEATURE_NOISE,
+)
+
+
+def words(key: jax.Array) -> tuple[int, ...]:
+    return tuple(np.asarray(jax.random.key_data(key)).tolist())
+
+
+def test_no_two_streams_share_a_key():
+    """Roots, steps of the noise on features, and sequences, of the first steps and two seeds."""
+    found = []
+    for seed in (0, 1):
+        found += [words(keys.stream_key(seed, stream)) for stream in STREAMS]
+        found += [words(keys.feature_noise_key(seed, step)) for step in range(8)]
+        for stream in STREAMS[:4]:
+            for step in range(3):
+                found += map(tuple, keys.sequence_keys(seed, stream, step, np.arange(4)).tolist())
+    assert len(set(found)) == len(found) > 100
+
+
+def test_the_keys_of_sequences_are_those_of_earlier_versions():
+    """Runs that go on draw the same tokens: fold_in of stream, step and uid, one by one."""
+    key = jax.random.key(5, impl="threefry2x32")
+    for number in (keys.EVAL_STREAM, 7, 3):
+        key = jax.random.fold_in(key, number)
+    assert words(key) == tuple(keys.sequence_keys(5, keys.EVAL_STREAM, 7, np.array([3]))[0])
