@@ -35,7 +35,7 @@ def load(
     if "--help" in arguments or "-h" in arguments:
         print(f"usage: {command} --config FILE.yaml [--section.knob VALUE ...]\n{about}\n")
         print("Knobs, for the YAML file or the command line:\n")
-        print(parsing.describe(Config))
+        print(parsing.help_text(Config))
         raise SystemExit(0)
     try:
         return parse(arguments)

@@ -329,7 +329,7 @@ def plain(raw: Any) -> Any:
     return raw
 
 
-def describe(cls) -> str:
+def help_text(cls) -> str:
     """Every knob with its type, default and meaning, one section after the other."""
     lines, last = [], None
     for name, item in knobs(cls).items():

@@ -26,17 +26,22 @@ from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
 
 
 def bind_drafter(
-    settings: Speculation, config: DrafterConfig | None, target: Target, group: Mesh, dtype: str
+    speculation: Speculation,
+    config: DrafterConfig | None,
+    target: Target,
+    group_mesh: Mesh,
+    dtype: str,
 ) -> Drafter:
     """The drafter on one data group."""
     if config is not None:
         return learned_drafter(
-            network(config, target, group, dtype), Coupling(settings.coupling, settings.sharpness)
+            network(config, target, group_mesh, dtype),
+            Coupling(speculation.coupling, speculation.sharpness),
         )
-    if settings.drafter == NONE:
+    if speculation.drafter == NONE:
         return NO_DRAFTER
-    whole = NamedSharding(group, PartitionSpec())
-    search = ngram.Settings(settings.min_match, settings.max_match)
+    whole = NamedSharding(group_mesh, PartitionSpec())
+    search = ngram.Settings(speculation.min_match, speculation.max_match)
 
     def draft(weights, state, context, strategy: Strategy, temperature: float) -> Candidates:
         return ngram.propose(
@@ -44,14 +49,14 @@ def bind_drafter(
         )
 
     def host_context(batch: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, settings.pool), jnp.int32, sharding=whole)
+        return jax.ShapeDtypeStruct((batch, speculation.pool), jnp.int32, sharding=whole)
 
     return stateless(draft, host_context=host_context)
 
 
-def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> Network:
+def network(config: DrafterConfig, target: Target, group_mesh: Mesh, dtype: str) -> Network:
     """A learned drafter's network on one data group; embedding and LM head are the target's."""
-    whole = NamedSharding(group, PartitionSpec())
+    whole = NamedSharding(group_mesh, PartitionSpec())
 
     def with_windows(function: Callable) -> Callable:
         """A function of the weights, the cache, and tokens and features of windows."""
@@ -90,26 +95,26 @@ def network(config: DrafterConfig, target: Target, group: Mesh, dtype: str) -> N
         ids=lambda weights: weights.drafter.ids,
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.padded_slots(slots)),
         empty=lambda batch, slots: eagle.abstract_cache(
-            config, batch, target.padded_slots(slots), dtype, group
+            config, batch, target.padded_slots(slots), dtype, group_mesh
         ),
-        scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group.shape["model"]),
-        params=eagle.abstract(config, group, "rollout", dtype),
+        scratch=partial(eagle.scratch, config, dtype=dtype, model_axis=group_mesh.shape["model"]),
+        params=eagle.abstract(config, group_mesh, "rollout", dtype),
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
-        top=partial(top_k, group=group),
+        top=partial(top_k, group_mesh=group_mesh),
     )
 
 
-def top_k(values: jax.Array, k: int, group: Mesh) -> tuple[jax.Array, jax.Array]:
+def top_k(values: jax.Array, k: int, group_mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     """lax.top_k along an axis that may lie over `model`: every device looks through its own part first.
 
     Of lax.top_k alone XLA makes a sort, and deals rows of logits, and all that is computed from the result, to the devices.
     """
-    parts, width = group.shape["model"], values.shape[-1] // group.shape["model"]
+    parts, width = group_mesh.shape["model"], values.shape[-1] // group_mesh.shape["model"]
     if parts == 1 or values.shape[-1] % parts or width < k:
         return jax.lax.top_k(values, k)
     best, places = jax.lax.top_k(values.reshape(*values.shape[:-1], parts, width), k)
     places += width * jnp.arange(parts)[:, None]
-    whole = NamedSharding(group, PartitionSpec())
+    whole = NamedSharding(group_mesh, PartitionSpec())
     best, places = (
         jax.lax.with_sharding_constraint(array.reshape(*values.shape[:-1], parts * k), whole)
         for array in (best, places)
@@ -124,7 +129,7 @@ LANES = 128  # XLA:TPU stores an axis of another length along other axes, and th
 
 def bind_target(
     config: ModelConfig,
-    group: Mesh,
+    group_mesh: Mesh,
     dtype: str,
     captures: Captures,
     path: int,
@@ -137,11 +142,11 @@ def bind_target(
     def padded_slots(slots: int) -> int:
         """Slots of a cache for this many committed tokens: with the tail, and on accelerators whole lanes."""
         slots += max(SCRATCH_SLOTS, path)
-        return slots if is_cpu(group) else -(-slots // LANES) * LANES
+        return slots if is_cpu(group_mesh) else -(-slots // LANES) * LANES
 
     def whole(scratch: Scratch) -> Scratch:
         """Features on every device, as the states they are copies of: XLA would shard those too, in every layer."""
-        everywhere = NamedSharding(group, PartitionSpec())
+        everywhere = NamedSharding(group_mesh, PartitionSpec())
         captured = scratch.features, scratch.states
         features, states = jax.lax.with_sharding_constraint(captured, everywhere)
         return scratch.replace(features=features, states=states)
@@ -157,7 +162,7 @@ def bind_target(
 
     def empty(batch: int, slots: int) -> KVCache:
         return kv_cache.abstract(
-            config, batch, padded_slots(slots), width, dtype, group, captures_states
+            config, batch, padded_slots(slots), width, dtype, group_mesh, captures_states
         )
 
     return Target(
@@ -169,7 +174,7 @@ def bind_target(
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, padded_slots(slots)),
         empty=empty,
         padded_slots=padded_slots,
-        vocab=transformer.padded_vocab(config, group.shape["model"]),
-        params=transformer.abstract(config, group, "rollout", dtype),
+        vocab=transformer.padded_vocab(config, group_mesh.shape["model"]),
+        params=transformer.abstract(config, group_mesh, "rollout", dtype),
         states=(lambda cache: cache.states) if captures_states else None,
     )

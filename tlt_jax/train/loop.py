@@ -40,7 +40,7 @@ from tlt_jax.train import (
     step_metrics,
 )
 from tlt_jax.train.advantages import answer_weights, group_advantages
-from tlt_jax.train.policy_update import Batch, PolicyState, Programs, Recipe
+from tlt_jax.train.policy_update import Batch, PolicyState, Recipe, UpdatePrograms
 from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.interface import State as TunerState
 
@@ -284,7 +284,7 @@ def roll_out(
 def update_policy(
     config: Config,
     recipe: Recipe,
-    programs: Programs,
+    programs: UpdatePrograms,
     state: PolicyState,
     reference: Params | None,
     prompts: Sequence[Prompt],

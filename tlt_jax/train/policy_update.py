@@ -329,7 +329,7 @@ def token_logprobs(params: Params, batch: Batch, recipe: Recipe) -> Float[Array,
     return jax.lax.fori_loop(0, batch.count, one, jnp.zeros_like(batch.weights))
 
 
-class Programs(NamedTuple):
+class UpdatePrograms(NamedTuple):
     """The jitted functions of a recipe.
 
     update(state, batch) donates the state; token_logprobs(params, batch).
@@ -340,7 +340,7 @@ class Programs(NamedTuple):
 
 
 @cache
-def programs(recipe: Recipe) -> Programs:
+def programs(recipe: Recipe) -> UpdatePrograms:
     """The programs over the whole mesh.
 
     To compile them ahead of time, lower them with abstract_state and abstract_batch. `update`
@@ -348,7 +348,7 @@ def programs(recipe: Recipe) -> Programs:
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    return Programs(
+    return UpdatePrograms(
         jax.jit(
             partial(update, recipe=recipe),
             donate_argnames="state",

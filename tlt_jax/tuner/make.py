@@ -12,19 +12,19 @@ from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Tuner
 
 
-def arms(settings: Speculation) -> tuple[Strategy, ...]:
+def arms(speculation: Speculation) -> tuple[Strategy, ...]:
     """The strategies of speculation.strategies, without plain decoding; none without a drafter.
 
     Raises ConfigError.
     """
     try:
-        parsed = parse_arms(settings.strategies)
+        parsed = parse_arms(speculation.strategies)
     except ValueError as error:
         raise ConfigError(f"speculation.strategies: {error}") from error
-    return () if settings.drafter == NONE else parsed
+    return () if speculation.drafter == NONE else parsed
 
 
-def make_tuner(settings: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
+def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
     """The tuner named by speculation.tuner; without arms, one that always decodes plainly.
 
     The initial node cost of `goodput`, as a share of a plain round: 1/8 on CPUs (`is_cpu`), which
@@ -35,11 +35,11 @@ def make_tuner(settings: Speculation, arms: Sequence[Strategy], is_cpu: bool) ->
 
     makers = {
         "fixed": lambda: fixed.fixed(arms[0]),
-        "threshold": lambda: fixed.threshold(arms, settings.threshold),
+        "threshold": lambda: fixed.threshold(arms, speculation.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
         "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if is_cpu else 1 / 200),
     }
-    return makers[settings.tuner]()
+    return makers[speculation.tuner]()
 
 
 def largest_batches(tuner: Tuner, batches: Sequence[int]) -> dict[Strategy, int]:
