@@ -34,8 +34,8 @@ def test_no_two_streams_share_a_key():
     assert len(set(found)) == len(found) > 100
 
 
-def test_the_keys_of_sequences_are_those_of_earlier_versions():
-    """Runs that go on draw the same tokens: fold_in of stream, step and uid, one by one."""
+def test_the_key_of_a_sequence_is_folded_together_one_number_at_a_time():
+    """Of stream, step and uid, of a generator that is named."""
     key = jax.random.key(5, impl="threefry2x32")
     for number in (keys.EVAL_STREAM, 7, 3):
         key = jax.random.fold_in(key, number)

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 # The root of a stream is fold_in(key(seed), stream): every number stands here once.
-# Sampling noise folds in the step, then the sequence's uid.
-TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 0, 1, 2, 3
 # Initial weights are drawn from the root.
-POLICY_WEIGHTS, DRAFTER_WEIGHTS = 4, 5
+POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
 # The noise on the features that a drafter learns from folds in the optimizer step.
-FEATURE_NOISE = 6
+FEATURE_NOISE = 2
+# Sampling noise folds in the step, then the sequence's uid.
+TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 3, 4, 5, 6
 # Order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
 ROLLOUT_STREAM, SFT_STREAM = 0, 1
 

@@ -19,7 +19,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
-TRAINING, EVALUATION = 0, 1  # streams of the noise
+TRAINING, EVALUATION = 3, 4  # streams of the noise
 
 
 def sequence_keys(seed: int, stream: int, step: int, count: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from tlt_jax.train import policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_update import Batch, Objective, Recipe
 
-FORMAT = 2  # of what the cache holds; another one whenever a key stream changes
+FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25
 
 log = logging.getLogger(
