@@ -102,7 +102,11 @@ NAMES = tuple(
             "largest |log-prob in the rollout - log-prob in the update|",
         ),
         # time and speed
-        ("timing_s/step", "scalar", "seconds of the whole step"),
+        (
+            "timing_s/step",
+            "scalar",
+            "seconds of the step: from the metrics of the last one to its own; the sum of the others",
+        ),
         (
             "timing_s/update_weights",
             "scalar",
@@ -115,9 +119,20 @@ NAMES = tuple(
             "scalar",
             "seconds of the trainer's pass for old (and reference) log-probs",
         ),
-        ("timing_s/update", "scalar", "seconds of the policy update"),
-        ("timing_s/eval", "scalar", "seconds of the evaluation"),
+        ("timing_s/update", "scalar", "seconds of the policy update, packing its rows included"),
+        ("timing_s/eval", "scalar", "seconds of the evaluation before the step"),
         ("timing_s/save_checkpoint", "scalar", "seconds that saving held up the run"),
+        (
+            "timing_s/time_drafting",
+            "scalar",
+            "seconds of timing drafting alone; only with speculation.time_drafting",
+        ),
+        (
+            "timing_s/metrics",
+            "scalar",
+            "seconds of making the step's metrics, and of writing those of the step before",
+        ),
+        ("timing_s/other", "scalar", "seconds of the step that belong to none of these"),
         (
             "perf/tokens_per_second",
             "scalar",
@@ -131,8 +146,23 @@ NAMES = tuple(
             "share of the data groups' rollout time in which they had no work",
         ),
         ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
-        ("perf/compiles", "scalar", "programs compiled during the step"),
-        ("perf/compile_s", "scalar", "seconds of compiling during the step"),
+        (
+            "perf/row_rounds",
+            "scalar",
+            "rows of the batch summed over the decoding rounds of the step",
+        ),
+        ("perf/padding_ratio", "scalar", "share of these rows that held no live sequence"),
+        (
+            "perf/compiles",
+            "scalar",
+            "programs compiled, or read from the cache, during the step: all of the process",
+        ),
+        (
+            "perf/compile_s",
+            "scalar",
+            "seconds of the step in which a program was traced, lowered, compiled or read",
+        ),
+        ("perf/compile_s/{phase}", "scalar", "the same by phase: these are in timing_s/{phase}"),
         ("perf/programs", "scalar", "compiled programs of the rollout that are held"),
         (
             "perf/max_memory_gib",
@@ -267,8 +297,13 @@ NAMES = tuple(
     ]
 )
 
-# Placeholders in names: a number, the name of a reward, a kind of drafter.
-HOLES = {"{k}": r"\d+", "{term}": r"[\w.:/-]+", "{drafter}": "eagle3?|ngram"}
+# Placeholders in names: a number, the name of a reward, a kind of drafter, the <phase> of a timing_s/<phase>.
+HOLES = {
+    "{k}": r"\d+",
+    "{term}": r"[\w.:/-]+",
+    "{drafter}": "eagle3?|ngram",
+    "{phase}": r"\w+",
+}
 
 
 def pattern(name: str) -> re.Pattern[str]:

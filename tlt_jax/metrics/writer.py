@@ -48,6 +48,7 @@ class ChunkRecord:
 
     `predicted` (None: no prediction) and `measured` are tokens per second; `reason` is why the
     strategy was chosen. accepted[i]: row rounds of drafting that accepted i drafted tokens.
+    `is_timed`: nothing that the host did, such as compiling, makes `seconds` uncertain.
     """
 
     group: int
@@ -63,6 +64,7 @@ class ChunkRecord:
     rounds: int
     seconds: float
     accepted: Sequence[int] = ()
+    is_timed: bool = True
 
 
 class Writer:

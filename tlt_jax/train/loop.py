@@ -39,6 +39,7 @@ from tlt_jax.train import (
     speculation_metrics,
     step_metrics,
 )
+from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_update import Batch, PolicyState, Recipe, UpdatePrograms
 from tlt_jax.train.run_state import RunState
@@ -88,7 +89,11 @@ def train(config: Config) -> int:
             )
             return DONE
 
-        with Writer(config, steps, resumed) as writer, step_metrics.Profiler(config) as profiler:
+        with (
+            Writer(config, steps, resumed) as writer,
+            step_metrics.Profiler(config) as profiler,
+            Stopwatch() as watch,
+        ):
             try:
                 state = begin(config, recipe, engine, dataset, store, writer, resumed, preempted)
             except Interrupted:
@@ -98,8 +103,8 @@ def train(config: Config) -> int:
                 config, state.policy.params, model, mesh, is_new=resumed is None
             )
             programs = policy_update.programs(recipe)
+            watch.lap()  # what came before belongs to no step
             while True:
-                watch = step_metrics.Stopwatch()
                 with watch.phase("update_weights"):
                     weights = engine.publish(state.policy.params, drafter_params)
 
@@ -119,7 +124,7 @@ def train(config: Config) -> int:
                                 preempted,
                             )
                         state = state.replace(tuner=tuner)
-                        step_metrics.say_evaluation(writer, state.step, steps, measured, watch)
+                        step_metrics.say_evaluation(writer, state.step, steps, measured)
 
                     if is_new and (
                         state.step == resumed
@@ -154,30 +159,33 @@ def train(config: Config) -> int:
                 with watch.phase("reward"):
                     scores = scorer.collect()
 
-                drafting = engine.time_drafting(weights, rollout)
+                with watch.phase("time_drafting"):
+                    drafting = engine.time_drafting(weights, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
 
-                policy, learned = update_policy(
-                    config,
-                    recipe,
-                    programs,
-                    state.policy,
-                    reference,
-                    prompts,
-                    rollout,
-                    scores,
-                    watch,
-                )
+                with watch.phase("update"):
+                    policy, learned = update_policy(
+                        config,
+                        recipe,
+                        programs,
+                        state.policy,
+                        reference,
+                        prompts,
+                        rollout,
+                        scores,
+                        watch,
+                    )
                 state = RunState(state.step + 1, policy, state.drafter, engine.tuner.renew(tuner))
 
                 profiler.leave(state.step)
-                scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
-                scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
-                scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
+                with watch.phase("metrics"):
+                    scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
+                    scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
+                    scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
 
-                answers = step_metrics.records(prompts, rollout, scores, texts)
-                chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
-                writer.step(state.step, scalars, answers, rollout.spans, chunks)
+                    answers = step_metrics.records(prompts, rollout, scores, texts)
+                    chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
+                    writer.step(state.step, scalars, answers, rollout.spans, chunks)
 
                 if int(state.policy.skips) >= config.train.max_nonfinite:
                     print(
@@ -290,7 +298,7 @@ def update_policy(
     prompts: Sequence[Prompt],
     rollout: RolloutResult,
     scores: Mapping[int, Score],
-    watch: step_metrics.Stopwatch,
+    watch: Stopwatch,
 ) -> tuple[PolicyState, dict[str, float]]:
     """The policy after the optimizer steps on one rollout, and their metrics.
 
@@ -320,10 +328,9 @@ def update_policy(
             ]
 
     updates = []
-    with watch.phase("update"):
-        for batch in batches:
-            state, metrics = programs.update(state, batch)
-            updates.append(jax.device_get(metrics))
+    for batch in batches:
+        state, metrics = programs.update(state, batch)
+        updates.append(jax.device_get(metrics))
 
     return state, step_metrics.of_update(updates, rewards, advantages) | {
         "actor/packed_ratio": float(np.mean(fills))

@@ -124,6 +124,7 @@ def line(one: Measurement) -> ChunkRecord:
         one.rounds,
         one.seconds,
         accepted(one),
+        one.is_timed,
     )
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -18,26 +16,8 @@ from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.metrics import Record, Writer, idle_share
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import zero_variance
-
-
-class Stopwatch:
-    """Seconds of the phases of a step."""
-
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Context that adds its duration to timing_s/name."""
-        begin = time.perf_counter()
-        yield
-        self.seconds[f"timing_s/{name}"] += time.perf_counter() - begin
-
-    def totals(self) -> dict[str, float]:
-        """Seconds of every phase, and timing_s/step, since construction."""
-        return {**self.seconds, "timing_s/step": time.perf_counter() - self.begin}
 
 
 def of_rollout(
@@ -72,8 +52,8 @@ def of_rollout(
         "perf/total_num_tokens": int(lengths.sum() + prompt_lengths.sum() * config.rollout.samples),
         "perf/idle_ratio": idle_share(rollout.spans, config.mesh.data),
         "perf/rounds": rollout.stats["rounds"],
-        "perf/compiles": rollout.stats["compiles"],
-        "perf/compile_s": rollout.stats["compile_seconds"],
+        "perf/row_rounds": rollout.stats["row_rounds"],
+        "perf/padding_ratio": padding(rollout),
         "perf/programs": rollout.stats["programs"],
         "perf/max_memory_gib": peak_memory() / 2**30,
     }
@@ -101,18 +81,16 @@ def of_update(
 def of_step(
     dataset: Dataset, config: Config, step: int, scalars: Mapping[str, float], watch: Stopwatch
 ) -> dict[str, float]:
-    """Seconds of the phases and of the step, throughput in tokens per second, epochs so far."""
-    seconds = watch.totals()
+    """The accounts of the step, which end here; throughput in tokens per second, epochs so far."""
+    seconds = watch.lap()
     training = seconds["timing_s/step"] - seconds.get("timing_s/eval", 0.0)
     epoch = {"training/epoch": step * config.rollout.prompts / dataset.rows} if dataset.rows else {}
     return seconds | epoch | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
 
 
-def say_evaluation(
-    writer: Writer, step: int, steps: int, measured: Mapping[str, float], watch: Stopwatch
-) -> None:
+def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float]) -> None:
     """Writes the metrics of an evaluation, and prints them above the progress display."""
-    writer.scalars(step, {**measured, "timing_s/eval": watch.seconds["timing_s/eval"]})
+    writer.scalars(step, measured)
     shown = "  ".join(
         f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items()
     )
@@ -171,6 +149,12 @@ def records(
         )
         for answer in rollout.completions
     ]
+
+
+def padding(rollout: RolloutResult) -> float:
+    """Share of the row-rounds that no live sequence used."""
+    rows = sum(one.batch * one.rounds for one in rollout.measurements)
+    return 1.0 - sum(one.row_rounds for one in rollout.measurements) / rows if rows else 0.0
 
 
 def statistics(prefix: str, values: np.ndarray, names: Sequence[str]) -> dict[str, float]:

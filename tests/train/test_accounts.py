@@ -1,0 +1,174 @@
+"""Where the seconds of the loop go: every one to one phase, and compiling is counted once, whoever compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from observed import configure
+from runs import events
+
+from tlt_jax import cli
+from tlt_jax.metrics import Writer, names
+from tlt_jax.rewards import Scorer
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.train import accounts, evaluation, loop, run_state, step_metrics
+from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
+
+TRACING, LOWERING, _ = COMPILING
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_each_second_belongs_to_one_phase_and_those_of_an_inner_one_to_that(clock):
+    watch = Stopwatch(clock)
+    clock.now += 1
+    with watch.phase("update"):
+        clock.now += 2
+        with watch.phase("old_log_prob"):
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    with pytest.raises(KeyError), watch.phase("eval"):
+        clock.now += 32
+        raise KeyError
+    first = watch.lap()
+    assert {name.removeprefix("timing_s/"): seconds for name, seconds in first.items() if "timing_s" in name} == {
+        "other": 17, "update": 10, "old_log_prob": 4, "eval": 32, "step": 63,
+    }  # fmt: skip
+    clock.now += 64
+    with watch.phase("update"):
+        clock.now += 128
+    assert watch.lap()["timing_s/step"] == 192, "a lap begins where the one before ended"
+
+
+def test_a_lap_inside_a_phase_cuts_it_in_two(clock):
+    watch = Stopwatch(clock)
+    with watch.phase("metrics"):
+        clock.now += 1
+        first = watch.lap()
+        clock.now += 2
+    clock.now += 4
+    assert (first["timing_s/metrics"], first["timing_s/step"]) == (1, 1)
+    second = watch.lap()
+    assert (second["timing_s/metrics"], second["timing_s/other"]) == (2, 4)
+
+
+def test_a_second_in_which_several_programs_compile_counts_once_in_its_phase(clock):
+    watch = Stopwatch(clock)
+    with watch.phase("rollout"):
+        clock.now += 10
+        watch.hear(TRACING, 4.0)  # from 106 to 110
+        watch.hear(COMPILATION, 2.0)  # inside it
+        watch.hear("/jax/checkpoint/write/durations_sec", 9.0)
+    with watch.phase("update"):
+        clock.now += 3
+        watch.hear(LOWERING, 5.0)  # 2 s of it were in the rollout, counted already
+        watch.hear(COMPILATION, 0.5)
+    found = watch.lap()
+    assert {name: value for name, value in found.items() if name.startswith("perf/")} == {
+        "perf/compiles": 2,
+        "perf/compile_s": 7,
+        "perf/compile_s/rollout": 4,
+        "perf/compile_s/update": 3,
+    }
+    clock.now += 1
+    assert watch.lap()["perf/compile_s"] == 0 == watch.lap()["perf/compiles"]
+
+
+def test_merged_spans_are_disjoint_and_cover_the_same_time():
+    spans = [Span(5, 6), Span(0, 3), Span(1, 2), Span(3, 4)]
+    assert merged(spans) == [Span(0, 4), Span(5, 6)] and merged([]) == []
+
+
+def test_every_program_of_the_process_is_noticed_however_it_is_compiled():
+    values = jnp.arange(7.0)
+    with Stopwatch() as watch:
+        watch.lap()
+        with watch.phase("update"):
+            function = jax.jit(lambda x: x * 2.5 + 1)
+            function(values)
+        with watch.phase("rollout"):
+            jax.jit(lambda x: x * 3.5 + 1).lower(values).compile()
+        found = watch.lap()
+        function(values)
+        again = watch.lap()
+    assert found["perf/compiles"] == 2 and again["perf/compiles"] == 0
+    assert 0 < found["perf/compile_s/update"] <= found["timing_s/update"]
+    assert 0 < found["perf/compile_s/rollout"] <= found["timing_s/rollout"]
+    jax.jit(lambda x: x * 4.5 + 1)(values)
+    assert watch.lap()["perf/compiles"] == 0, "it listens only inside its context"
+
+
+COSTS = {
+    (Engine, "publish"): 1,
+    (evaluation, "evaluate"): 2,
+    (run_state, "save"): 4,
+    (loop, "roll_out"): 8,
+    (Scorer, "collect"): 16,
+    (loop, "update_policy"): 32,
+    (step_metrics, "of_rollout"): 64,
+    (step_metrics, "records"): 128,
+    (Writer, "step"): 256,
+}
+
+
+def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, monkeypatch):
+    def costly(function, seconds):
+        def call(*args, **kwargs):
+            clock.now += seconds
+            return function(*args, **kwargs)
+
+        return call
+
+    for (owner, name), seconds in COSTS.items():
+        monkeypatch.setattr(owner, name, costly(getattr(owner, name), seconds))
+    monkeypatch.setattr(loop, "Stopwatch", partial(Stopwatch, clock))
+    knobs = {"train.steps": 3, "eval.every": 2, "eval.prompts": 2, "checkpoint.every": 1,
+             "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_new_tokens": 8}  # fmt: skip
+    config = configure(tmp_path, knobs)
+    assert loop.train(config) == cli.DONE
+
+    written = events(config)
+    steps = [
+        {name: dict(written[name]).get(step, 0) for name in written if name.startswith("timing_s/")}
+        for step in (1, 2, 3)
+    ]
+    expected = {
+        "update_weights": [1] * 3,
+        "eval": [2 + 16, 0, 2 + 16],
+        "save_checkpoint": [0, 4, 4],
+        "rollout": [8] * 3,
+        "reward": [16] * 3,
+        "update": [32] * 3,
+        "old_log_prob": [0] * 3,
+        "metrics": [64, 64 + 128 + 256, 64 + 128 + 256],
+        "other": [0] * 3,
+        "time_drafting": [0] * 3,
+    }
+    for name, seconds in expected.items():
+        assert [step.pop(f"timing_s/{name}") for step in steps] == seconds, name
+    whole = [sum(each) for each in zip(*expected.values(), strict=True)]
+    assert steps == [{"timing_s/step": seconds} for seconds in whole], "no other phase"
+    assert [step for step, _ in written["timing_s/eval"]] == [1, 3], "an evaluation counts once"
+
+
+def test_the_names_of_all_phases_are_in_the_list():
+    for name in ("rollout", "update", "time_drafting", accounts.OTHER):
+        names.find(f"timing_s/{name}", "scalar")
+        names.find(f"perf/compile_s/{name}", "scalar")
