@@ -353,6 +353,7 @@ def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monk
         ("devices", "of another devices"),
         ("version", "of another version"),
         ("absence", "not in the checkpoint"),
+        ({"time_drafting": True}, ""),
         (None, ""),
     ],
 )

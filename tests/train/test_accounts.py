@@ -159,7 +159,6 @@ def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, m
         "old_log_prob": [0] * 3,
         "metrics": [64, 64 + 128 + 256, 64 + 128 + 256],
         "other": [0] * 3,
-        "time_drafting": [0] * 3,
     }
     for name, seconds in expected.items():
         assert [step.pop(f"timing_s/{name}") for step in steps] == seconds, name

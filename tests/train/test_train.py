@@ -318,8 +318,9 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
         "train.steps": 2,
         "eval.every": 0,
     }
+    timed = DRAFTED | {"speculation.time_drafting": True}
     plain, speculated = (
-        configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, DRAFTED)
+        configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, timed)
     )
     assert loop.train(plain) == loop.train(speculated) == cli.DONE
     assert completions(plain) == completions(speculated)
@@ -336,6 +337,10 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
         "pool_mib",
     ):
         assert measured[f"speculation/{name}"], "some chunk drafted"
+    spent, compiled = (
+        dict(measured[f"{kind}/time_drafting"]) for kind in ("timing_s", "perf/compile_s")
+    )
+    assert 0 < compiled[1] < spent[1], "timing compiles what it times, in a phase of its own"
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +386,13 @@ def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, mo
     assert chosen(config)["000002.jsonl"] == chosen(drafted)["000002.jsonl"]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
     assert completions(config) == completions(drafted)
+
+
+def test_drafting_is_not_timed_alone_unless_it_is_asked_for(drafted):
+    measured = events(drafted)
+    assert measured["speculation/round_ms@3"], "some chunk drafted"
+    unwanted = ("draft_ms", "verify_ms", "time_drafting")
+    assert not [name for name in measured if any(part in name for part in unwanted)]
 
 
 def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(drafted, whole):

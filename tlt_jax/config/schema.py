@@ -157,6 +157,11 @@ class Speculation:
     memory: int = knob(
         4_000_000, "ngram: tokens of answers that are remembered in all", at_least=16
     )
+    time_drafting: bool = knob(
+        False,
+        "time the drafting of each step's most used shape alone, for the metrics speculation/draft_ms and verify_ms: a "
+        "compilation and a few rounds whenever that shape was not timed yet",
+    )
 
 
 @dataclass(frozen=True)

@@ -219,12 +219,12 @@ NAMES = tuple(
         (
             "speculation/draft_ms@{k}",
             "scalar",
-            "milliseconds of a round's drafting, timed alone: most used shape of bucket k",
+            "ms of a round's drafting, timed alone: most used shape of bucket k; only with speculation.time_drafting",
         ),
         (
             "speculation/verify_ms@{k}",
             "scalar",
-            "milliseconds of what is not drafting in the rounds of that shape",
+            "ms of what is not drafting in the rounds of that shape; only with speculation.time_drafting",
         ),
         (
             "speculation/pool_programs",

@@ -159,8 +159,10 @@ def train(config: Config) -> int:
                 with watch.phase("reward"):
                     scores = scorer.collect()
 
-                with watch.phase("time_drafting"):
-                    drafting = engine.time_drafting(weights, rollout)
+                drafting = {}
+                if config.speculation.time_drafting:
+                    with watch.phase("time_drafting"):
+                        drafting = engine.time_drafting(weights, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
 
                 with watch.phase("update"):
