@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 
@@ -137,3 +138,27 @@ def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compile
         assert len(programs.executables) <= 2 and programs.ran <= programs.executables.keys()
     times = Counter(one.program for one in programs.compiles)
     assert len(times) > 2 and max(times.values()) > 1
+
+
+def test_the_log_of_a_compilation_names_the_strategy_and_counts_mebibytes(caplog):
+    program = Decode(StateShape(1, 8, 256), 16, WANTED, RULES)
+    sizes = [int(size * 2**20) for size in (3.5, 2.25, 1.5, 0.5)]
+    with caplog.at_level(logging.INFO, "tlt_jax"):
+        executables.log_compile(executables.Compiled(program, 1.25, *sizes, code=7))
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiled chunk of 16 rounds, 2_2_4, of 8 x 256, group 1 in 1.25 s: "
+        "3.5 MiB in, 2.2 out (1.5 in place), 0.5 temporary"
+    ]
+
+
+def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(monkeypatch):
+    slow = Slow(monkeypatch)
+    program = Decode(StateShape(0, 6, 64), 2, WANTED, RULES)
+    assert not slow.executables.is_ready(program)
+    ((begin, end),) = slow.executables.waited
+    assert 0 < end - begin
+    slow.allowed.set()
+    slow.executables.ahead[program].result()
+    slow.executables.get(program)
+    first, second = slow.executables.waited
+    assert first == (begin, end) and second[1] - second[0] < slow.executables.compiles[0].seconds

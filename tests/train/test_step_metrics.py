@@ -11,7 +11,7 @@ import pytest
 from tlt_jax.metrics import names
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import speculation_metrics
+from tlt_jax.train import speculation_metrics, step_metrics
 from tlt_jax.tuner.interface import Measurement
 
 TREE = strategies.parse("2_2_4")
@@ -121,3 +121,23 @@ def test_chunks_become_lines_whose_accepted_rounds_add_up(kind):
         pytest.approx(55 / 0.5),
     )
     assert (plain.accepted, plain.predicted, plain.strategy) == ([], None, "off")
+
+
+def test_padding_is_the_share_of_row_rounds_without_a_live_sequence():
+    measured = [chunk(batch=16, rounds=10), chunk(PLAIN, batch=4, rounds=40)]
+    rollout = SimpleNamespace(measurements=measured)
+    assert step_metrics.padding(rollout) == pytest.approx(1 - (40 + 160) / (160 + 160))
+    assert step_metrics.padding(SimpleNamespace(measurements=[])) == 0
+
+
+def test_the_seconds_of_every_group_add_up_to_the_rollout_under_names_of_the_list():
+    spans = [SimpleNamespace(group=0, kind="decode", start=1.0, end=6.0),
+             SimpleNamespace(group=1, kind="decode", start=4.0, end=5.0)]  # fmt: skip
+    rollout = SimpleNamespace(spans=spans, compile_waits=[(0.0, 2.0)], stats={"seconds": 8.0})
+    found = step_metrics.of_groups(rollout, 2)
+    assert found == {
+        "group/busy_s@0": 4, "group/compile_wait_s@0": 2, "group/idle_s@0": 2,
+        "group/busy_s@1": 1, "group/compile_wait_s@1": 2, "group/idle_s@1": 5,
+    }  # fmt: skip
+    for name in found:
+        names.find(name, "scalar")

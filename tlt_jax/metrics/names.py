@@ -143,8 +143,15 @@ NAMES = tuple(
         (
             "perf/idle_ratio",
             "scalar",
-            "share of the data groups' rollout time in which they had no work",
+            "share of the data groups' rollout time without work, or compiling to wait for",
         ),
+        ("group/busy_s@{k}", "scalar", "seconds of the rollout in which data group k had work"),
+        (
+            "group/compile_wait_s@{k}",
+            "scalar",
+            "seconds in which the host waited for a compilation, and gave data group k nothing",
+        ),
+        ("group/idle_s@{k}", "scalar", "seconds of the rollout left to data group k"),
         ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
         (
             "perf/row_rounds",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -22,6 +22,9 @@ OTHER = (150, 150, 150)
 WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
 
 
+Interval = tuple[float, float]  # start and end
+
+
 class Span(Protocol):
     """The activity of one data group from start to end, in seconds of any clock."""
 
@@ -31,25 +34,50 @@ class Span(Protocol):
     end: float
 
 
-def idle_share(spans: Sequence[Span], groups: int) -> float:
+class GroupSeconds(NamedTuple):
+    """How a data group spent some time, in seconds; they add up to it."""
+
+    busy: float
+    compile_wait: float
+    idle: float
+
+
+def group_seconds(
+    spans: Sequence[Span], waits: Sequence[Interval], group: int, window: Interval
+) -> GroupSeconds:
+    """How a group spent the window, in which the host `waits` for compilations now and then.
+
+    While the host waits it gives no group work, and sees no program end: this time is neither busy
+    nor idle.
+    """
+    first, last = window
+    work = [(one.start, one.end) for one in spans if one.group == group and one.kind != "wait"]
+    waited, both = (
+        covered([(max(first, start), min(last, end)) for start, end in intervals])
+        for intervals in (waits, [*work, *waits])
+    )
+    return GroupSeconds(both - waited, waited, last - first - both)
+
+
+def idle_share(spans: Sequence[Span], groups: int, waits: Sequence[Interval] = ()) -> float:
     """Share of the groups' time during which a group has no span other than "wait".
 
-    The time is from the first start to the last end.
+    The time is from the first start to the last end. A group is not idle while the host `waits`
+    for a compilation.
     """
     if not spans:
         return 0.0
-    first, last = min(span.start for span in spans), max(span.end for span in spans)
-    work = [span for span in spans if span.kind != "wait"]
-    busy = sum(covered([span for span in work if span.group == group]) for group in range(groups))
-    return 1.0 - busy / (groups * (last - first)) if last > first else 0.0
+    window = min(span.start for span in spans), max(span.end for span in spans)
+    idle = sum(group_seconds(spans, waits, group, window).idle for group in range(groups))
+    return idle / (groups * (window[1] - window[0])) if idle else 0.0
 
 
-def covered(spans: Sequence[Span]) -> float:
-    """Seconds during which at least one span runs."""
+def covered(intervals: Iterable[Interval]) -> float:
+    """Seconds that at least one interval covers."""
     total, until = 0.0, -np.inf
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(until, span.start))
-        until = max(until, span.end)
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(until, start))
+        until = max(until, end)
     return total
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
@@ -209,7 +209,7 @@ class Engine:
         planner = Planner(self.batches, slots, self.tuner, tuner)
         if self.ngram_memory:
             self.ngram_memory.begin(request.prompts, request.samples)
-        before = len(self.programs.compiles)
+        before, waited = len(self.programs.compiles), len(self.programs.waited)
         try:
             contexts = self.contexts(request, weights, queue, planner, harvester)
             rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
@@ -217,6 +217,9 @@ class Engine:
         finally:
             queue.close()
 
+        began = rollout.recorder.begin
+        waits = [(start - began, end - began) for start, end in self.programs.waited[waited:]]
+        result = replace(result, compile_waits=waits)
         new = self.programs.compiles[before:]
         result.stats.update(
             programs=len(self.programs.executables),

@@ -42,6 +42,8 @@ class Compiled:
 class Executables:
     """The executables of every data group; `compiles` is the log. Implements the port `Programs`.
 
+    `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
+
     On accelerators programs that can be waited for are compiled in a thread, one at a time: compiling occupies the host
     there, not the devices. On a CPU it would take the rollout's own cores.
     """
@@ -51,6 +53,7 @@ class Executables:
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
+        self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
         self.waits = is_cpu(shapes[0].mesh)
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
@@ -68,6 +71,7 @@ class Executables:
             else:
                 executable, compiled = compile_now(program, self.lower(program), begin)
 
+            self.waited.append((begin, time.perf_counter()))
             self.compiles.append(compiled)
             self.log(compiled)
             self.executables[program] = executable
@@ -102,6 +106,7 @@ class Executables:
             self.ahead[program] = self.thread.submit(
                 compile_now, program, self.lower(program), begin
             )
+            self.waited.append((begin, time.perf_counter()))
         return False
 
     def read(self, report: Report) -> Report:
@@ -135,12 +140,11 @@ def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
 
 
 def log_compile(compiled: Compiled) -> None:
-    """One line per executable."""
-    mib = 2**-20
+    """One line per executable; a chunk's name has its strategy."""
+    sizes = (compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary)
     log.info(
         "compiled %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
-        compiled.program, compiled.seconds, compiled.arguments * mib, compiled.outputs * mib, compiled.aliased * mib,
-        compiled.temporary * mib,
+        compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset, Prompt
-from tlt_jax.metrics import Record, Writer, idle_share
+from tlt_jax.metrics import Record, Writer, group_seconds, idle_share
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.train.accounts import Stopwatch
@@ -50,13 +50,24 @@ def of_rollout(
         ),
         "perf/tokens_per_second": rollout.stats["tokens_per_second"],
         "perf/total_num_tokens": int(lengths.sum() + prompt_lengths.sum() * config.rollout.samples),
-        "perf/idle_ratio": idle_share(rollout.spans, config.mesh.data),
+        "perf/idle_ratio": idle_share(rollout.spans, config.mesh.data, rollout.compile_waits),
+        **of_groups(rollout, config.mesh.data),
         "perf/rounds": rollout.stats["rounds"],
         "perf/row_rounds": rollout.stats["row_rounds"],
         "perf/padding_ratio": padding(rollout),
         "perf/programs": rollout.stats["programs"],
         "perf/max_memory_gib": peak_memory() / 2**30,
     }
+
+
+def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
+    """Busy, idle and compile-wait seconds of every data group, which add up to the rollout's."""
+    window, found = (0.0, rollout.stats["seconds"]), {}
+    for group in range(groups):
+        seconds = group_seconds(rollout.spans, rollout.compile_waits, group, window)
+        for name, value in seconds._asdict().items():
+            found[f"group/{name}_s@{group}"] = value
+    return found
 
 
 def of_update(
