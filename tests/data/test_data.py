@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, tasks
 from tlt_jax.data.dataset import DataError
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}{{ mark }}"
@@ -219,6 +220,53 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
         ("someone/set", "dataset", ["*.jsonl", "*.parquet"]),
         ("someone/set", "dataset", ["main/train-*"]),
     ]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """The folder of openai/gsm8k as the hub lays it out, each question under the name of its file."""
+    import huggingface_hub
+    import pyarrow
+    import pyarrow.parquet
+
+    for subset in ("main", "socratic"):
+        (tmp_path / subset).mkdir()
+        for split, count in (("train", 5), ("test", 3)):
+            rows = [
+                {"question": f"{subset} {split} {n}", "answer": f"#### {n}"} for n in range(count)
+            ]
+            at = tmp_path / subset / f"{split}-00000-of-00001.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), at)
+
+    def download(repo_id, repo_type, allow_patterns):
+        assert (repo_id, repo_type) == ("openai/gsm8k", "dataset")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return tmp_path
+
+
+def test_the_shipped_gsm8k_trains_on_the_train_split_and_evaluates_on_the_other(hub):
+    shipped = configuration.read(CONFIGS / "gsm8k_qwen2.5_0.5b.yaml")
+    data = replace(shipped.data, chat_template=False, prompt_suffix="")
+    rollout = replace(shipped.rollout, prompts=5)
+    loaded = datasets.load(replace(shipped, data=data, rollout=rollout), make_tokenizer())
+    assert {prompt.row["question"] for prompt in loaded.prompts(0)} == {
+        f"main train {n}" for n in range(5)
+    }
+    assert [prompt.row["question"] for prompt in loaded.eval_prompts()] == [
+        f"main test {n}" for n in range(3)
+    ]
+    bare = replace(shipped.data, train="openai/gsm8k", eval="", eval_size=0, chat_template=False)
+    assert datasets.load(replace(shipped, data=bare), make_tokenizer()).rows == 16, "all of it"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_shipped_configuration_reads_a_whole_data_set_of_the_hub(path):
+    data = configuration.read(path).data
+    for source in (data.train, data.eval):
+        assert not parse.HUB_ID.fullmatch(source), f"{source}: which split and subset?"
+    assert not data.train or data.eval not in ("", data.train), "rows to evaluate on of their own"
 
 
 def test_a_hub_that_does_not_answer_is_a_data_error(monkeypatch):
