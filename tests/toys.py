@@ -23,7 +23,7 @@ from tlt_jax.rollout.programs import GroupShapes
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, GroupView
+from tlt_jax.rollout.state import GroupContext, GroupView, Offers
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
@@ -210,7 +210,13 @@ def bucketed(batches, slots, strategy: Strategy = PLAIN):
 class Decided:
     """A planner that decides with a function and learns nothing."""
 
-    decide: Callable[[GroupView], Decision]
+    given: Callable[[GroupView], Decision]
+
+    def worth_compiling(self, view: GroupView, offers: Offers) -> None:
+        return None
+
+    def decide(self, view: GroupView, offers: Offers) -> Decision:
+        return self.given(view)
 
     def observe(self, measurement: Measurement) -> None:
         pass
@@ -234,7 +240,7 @@ def placed(
 def contexts(
     programs: Executables, weights: np.ndarray, prompts: list[list[int]], samples: int, params: DecodingParams, *,
     max_new_tokens=24, capacity=8, batches=(8,), slots=(64,), rounds=4, in_flight=2, strategy=PLAIN, decide=None, seed=0,
-    guess=None,
+    guess=None, planner=None,
 ) -> list[GroupContext]:  # fmt: skip
     """The fixed side of every group for a rollout of the table target; the drafter's table is `guess`, or the target's."""
     tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
@@ -242,7 +248,7 @@ def contexts(
     limits = (max_new_tokens,) * len(tokens)
     request = RolloutRequest(tokens, samples, limits, keys, params, rounds, in_flight, capacity)
     queue = WorkQueue(LocalBoard(), "test", len(prompts), samples)
-    planner = Decided(decide or bucketed(batches, slots, strategy))
+    planner = planner or Decided(decide or bucketed(batches, slots, strategy))
     return [
         GroupContext(
             i, programs, placed(programs, i, weights, guess), request, queue, planner,

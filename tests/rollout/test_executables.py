@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout import executables
+from tlt_jax.rollout import executables, prices, relocation
+from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Decode, Start, StateShape
+from tlt_jax.rollout.programs import Decode, Start, StateShape, of_group
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import fixed
 
 V = 12
 TABLE = toys.table(V, scale=1.0)
@@ -40,25 +42,35 @@ class Slow:
         )
         self.executables.waits, compile_now = False, executables.compile_now
 
-        def gated(program: Program, lowered, begin):
+        def gated(program: Program, *rest):
             if threading.current_thread() is not threading.main_thread() and is_held(program):
                 self.asked.append(program)
                 assert self.allowed.wait(20)
-            return compile_now(program, lowered, begin)
+            return compile_now(program, *rest)
 
         monkeypatch.setattr(executables, "compile_now", gated)
 
 
-def play(programs, first: Strategy, after=lambda: None, **rest):
-    """A rollout that wants `first` for its first chunk and WANTED from then on; `after` is called before each choice."""
+class Scripted(Planner):
+    """Wants `first` for its first chunk and WANTED from then on; `after` is called before each choice."""
 
-    def decide(view):
-        after()
-        batch = next(size for size in rest.get("batches", (6,)) if size >= view.live)
-        return toys.bucketed((batch,), (64,), first if view.retired == 0 else WANTED)(view)
+    def __init__(self, first: Strategy, after, batches):
+        super().__init__(batches, (64,), fixed.fixed(first))
+        self.after = after
 
-    shape = {"capacity": 6, "batches": (6,), "rounds": 2, "in_flight": 1, "decide": decide} | rest
-    return toys.play(programs, TABLE, PROMPTS, 3, RULES, **shape)
+    def worth_compiling(self, view, offers):
+        self.after()
+        if view.retired:
+            self.tuner = fixed.fixed(WANTED)
+        return super().worth_compiling(view, offers)
+
+
+def play(programs, first: Strategy, after=lambda: None, batches=(6,), **rest):
+    """A rollout by a Scripted planner."""
+    shape = {"capacity": 6, "rounds": 2, "in_flight": 1} | rest
+    return toys.play(
+        programs, TABLE, PROMPTS, 3, RULES, planner=Scripted(first, after, batches), **shape
+    )
 
 
 def answers(result):
@@ -117,9 +129,10 @@ def test_without_anything_else_the_program_is_waited_for(monkeypatch):
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
     programs = toys.executables(1, V)
     programs.waits = False
-    monkeypatch.setattr(executables, "compile_now", lambda program, lowered, begin: np.zeros(0)[1])
+    monkeypatch.setattr(executables, "compile_now", lambda *arguments: np.zeros(0)[1])
     start = Start(StateShape(0, 2, 64))
-    while not programs.is_ready(start):
+    programs.prepare([start])
+    while programs.price(start):
         pass
     with pytest.raises(IndexError):
         programs.get(start)
@@ -154,7 +167,8 @@ def test_the_log_of_a_compilation_names_the_strategy_and_counts_mebibytes(caplog
 def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(monkeypatch):
     slow = Slow(monkeypatch)
     program = Decode(StateShape(0, 6, 64), 2, WANTED, RULES)
-    assert not slow.executables.is_ready(program)
+    slow.executables.prepare([program])
+    assert slow.executables.price(program)
     ((begin, end),) = slow.executables.waited
     assert 0 < end - begin
     slow.allowed.set()
@@ -162,3 +176,54 @@ def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(mon
     slow.executables.get(program)
     first, second = slow.executables.waited
     assert first == (begin, end) and second[1] - second[0] < slow.executables.compiles[0].seconds
+
+
+def test_a_group_loads_the_programs_that_another_has_and_they_compute_the_same():
+    programs = toys.executables(2, V, toys.table_drafter())
+    rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
+    result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
+    alone = toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+    assert answers(result) == answers(alone)
+    assert {decision.group for decision in result.decisions} == {0, 1}
+
+    compiled, loaded = [
+        {one.program for one in programs.compiles if one.is_loaded == kind}
+        for kind in (False, True)
+    ]
+    assert loaded and {of_group(one, 1 - one.group) for one in loaded} <= compiled
+    for one in loaded:
+        devices = programs.get(one).runtime_executable().local_devices()
+        assert devices == list(programs.shapes[one.group].mesh.devices.flat)
+    assert programs.prices.alike.keys() == {prices.kind(one) for one in compiled}
+
+
+def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(relocation, "PLATFORMS", ("cuda",))
+    programs = toys.executables(2, V)
+    with caplog.at_level(logging.INFO, "tlt_jax"):
+        toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
+    assert not any(one.is_loaded for one in programs.compiles)
+    said = [one for one in caplog.records if "every data group compiles" in one.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_others():
+    known, shape = prices.Prices(), StateShape(0, 6, 64)
+    plain, drafting = (Decode(shape, 2, arm, RULES) for arm in (PLAIN, WANTED))
+    assert known.of(plain) == prices.FIRST
+    known.note(plain, 8.0)
+    assert known.of(drafting) == 8.0 * (prices.DRAFTS + 2 * prices.LEVEL)
+    assert known.of(Start(shape)) == 8.0 * prices.RELATIVE[Start]
+    known.note(drafting, 1.0)
+    assert known.of(Decode(StateShape(1, 2, 128), 9, WANTED, RULES)) == 1.0
+
+
+def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little():
+    programs = toys.executables(2, V)
+    ours, theirs = (Start(StateShape(group, 2, 64)) for group in (0, 1))
+    price, version = programs.price(theirs), programs.version
+    programs.get(ours)
+    assert programs.price(ours) == 0 and programs.version != version
+    assert 0 < programs.price(theirs) == prices.LOADING * programs.prices.of(theirs) < price

@@ -16,7 +16,7 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make, worlds
 from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
-from tlt_jax.tuner.interface import Measurement
+from tlt_jax.tuner.interface import Cell, Measurement
 
 ARMS = parse_arms(EXAMPLE_ARMS)
 MAKERS = {
@@ -165,7 +165,7 @@ def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(law):
         for _ in range(3):
             cells = cost_model.note(cells, batch, 512, PLAIN, law(batch, 512, PLAIN), False)
     for batch, text in ((1, "2_2_4"), (1, "6_4_16"), (4, "4_2_8")):
-        log, error = cost_model.predict(cells, batch, 512, (strategies.parse(text),))
+        log, error = cost_model.predict(cells, [Cell(batch, 512, strategies.parse(text))])
         assert abs(log[0] - math.log(law(batch, 512, strategies.parse(text)))) < 2 * error[0] < 0.8
 
 
@@ -174,7 +174,7 @@ def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
     for number in range(9):
         cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
         cells = cost_model.note(cells, 4, 512, arm, 40.0 if number in (2, 5) else 4.0, False)
-    log, error = cost_model.predict(cells, 4, 512, (arm,))
+    log, error = cost_model.predict(cells, [Cell(4, 512, arm)])
     assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.05
 
 
@@ -182,9 +182,9 @@ def test_one_slow_first_call_does_not_condemn_an_arm():
     arm, cells = strategies.parse("4_2_8"), {}
     for _ in range(9):
         cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
-    before, _ = cost_model.predict(cells, 4, 512, (arm,))
+    before, _ = cost_model.predict(cells, [Cell(4, 512, arm)])
     after, error = cost_model.predict(
-        cost_model.note(cells, 4, 512, arm, 30.0, True), 4, 512, (arm,)
+        cost_model.note(cells, 4, 512, arm, 30.0, True), [Cell(4, 512, arm)]
     )
     assert after[0] - before[0] < 0.3 and error[0] > 0.15
 
@@ -196,7 +196,7 @@ def test_seconds_of_what_is_not_used_are_known_less_and_less_and_then_replaced()
             cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 4, 512, arm, 4.0, False
         )
     for _ in range(cost_model.LIFE + 1):
-        errors.append(cost_model.predict(cells, 4, 512, (arm,))[1][0])
+        errors.append(cost_model.predict(cells, [Cell(4, 512, arm)])[1][0])
         cells = cost_model.note(
             cost_model.note(cells, 4, 512, PLAIN, 1.0, False), 16, 512, arm, 16.0, False
         )

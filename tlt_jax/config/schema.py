@@ -102,10 +102,12 @@ class Rollout:
         0, "sequences decoded at once by a data group; 0: all of its share", at_least=0
     )
     batch_buckets: list[int] = knob(
-        [], "batch sizes to compile; empty: 1, then slots divided by 4 again and again", at_least=1
+        [], "batch sizes to compile when they pay; empty: powers of two, and slots", at_least=1
     )
     cache_buckets: list[int] = knob(
-        [], "cache lengths to compile; empty: doubling from 256 to prompt + answer", at_least=1
+        [],
+        "cache lengths to compile when they pay; empty: doubling from 256 to prompt + answer",
+        at_least=1,
     )
     chunk: int = knob(16, "most decoding rounds between two looks of the host", at_least=1)
     in_flight: int = knob(2, "chunks a data group may have queued", at_least=1)

@@ -8,11 +8,8 @@ FIRST_CACHE_BUCKET = 256
 
 
 def batch_buckets(slots: int) -> list[int]:
-    """1, and the slots divided by 4 again and again (nothing between 1 and 4: a program costs a second of compilation)."""
-    sizes = {1, slots}
-    while (slots := -(-slots // 4)) >= 4:
-        sizes.add(slots)
-    return sorted(sizes)
+    """Powers of two below the slots, and the slots. Which of them are compiled is decided by what they save."""
+    return doubling(1, slots)
 
 
 def doubling(first: int, last: int) -> list[int]:

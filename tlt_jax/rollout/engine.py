@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -48,6 +48,7 @@ from tlt_jax.rollout.programs import (
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.savings import Savings
 from tlt_jax.rollout.state import GroupContext, Harvester, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -115,6 +116,7 @@ class Engine:
         self.basis["devices"] = meshes.device_kind(mesh)
 
         self.board, self.rollouts = LocalBoard(), itertools.count()
+        self.savings: dict[DecodingParams, Savings] = defaultdict(Savings)
         self.capacity = config.rollout.slots or self.share(
             config.rollout.prompts, config.rollout.samples
         )
@@ -159,12 +161,14 @@ class Engine:
         step: int,
         eos_ids: Sequence[int] | None = None,
         stop_ids: Sequence[Sequence[int]] | None = None,
+        rollouts_left: float = 0,
     ) -> RolloutRequest:
         """`samples` answers to each prompt int32[P]; `max_new_tokens` may differ by prompt.
 
         The tokens of its rollout are a function of (weights, prompt, sampling, train.seed, stream,
         step, uid), where uid = position of the prompt * samples + sample. EOS and stop sequences
-        default to those of the model and the engine. Raises ConfigError for prompts that cannot be
+        default to those of the model and the engine. `rollouts_left`: how many like it the run
+        decodes after it, for which programs may pay. Raises ConfigError for prompts that cannot be
         decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
@@ -184,6 +188,7 @@ class Engine:
             rounds=self.config.rollout.chunk,
             in_flight=self.config.rollout.in_flight,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
+            rollouts_left=rollouts_left,
         )
 
     def run(
@@ -206,7 +211,15 @@ class Engine:
             self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples
         )
         slots = self.cache_buckets(request.prompts, request.max_new_tokens)
-        planner = Planner(self.batches, slots, self.tuner, tuner)
+        longest = max(
+            len(prompt) + limit
+            for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
+        )
+        savings = self.savings[request.params]
+        savings.begin(request.rollouts_left, len(request.keys))
+        planner = Planner(
+            self.batches, slots, self.tuner, tuner, savings, longest, len(self.groups)
+        )
         if self.ngram_memory:
             self.ngram_memory.begin(request.prompts, request.samples)
         before, waited = len(self.programs.compiles), len(self.programs.waited)

@@ -21,7 +21,8 @@ class Decision:
 
     The chunk ends once fewer than `min_live` sequences are live, as others may then take their
     rows, or fewer rows do, and after `rounds` if those are fewer than the request's. It is data: a
-    rollout can be replayed from its decisions. `predicted`: tokens per second, nan when unknown.
+    rollout can be replayed from its decisions. `least_slots`: of the smallest cache bucket that would
+    do. `predicted`: tokens per second, nan when unknown.
     """
 
     group: int
@@ -32,6 +33,7 @@ class Decision:
     min_live: int = 1
     rounds: int = MOST_ROUNDS
     joining: tuple[int, ...] = ()
+    least_slots: int = 0
     predicted: float = math.nan
     reason: str = ""
     is_exploring: bool = False
@@ -68,7 +70,8 @@ class Dispatched:
 class Retired:
     """A program is done and was read.
 
-    Of a chunk: its rounds, the tokens that it emitted, what its trees were worth, and whether no round of it had run before.
+    Of a chunk: its rounds, the tokens that it emitted, what its trees were worth, and whether its time tells nothing: no round
+    of it had run before, or something was compiled on its processors.
     """
 
     number: int
@@ -76,7 +79,7 @@ class Retired:
     rounds: int = 0
     tokens: int = 0
     stats: Stats | None = None
-    is_first: bool = False
+    is_untimed: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,17 +19,26 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import DraftOnly, GroupShapes
+from tlt_jax.rollout.prices import LOADING, Prices
+from tlt_jax.rollout.programs import DraftOnly, GroupShapes, of_group
+from tlt_jax.rollout.relocation import RelocationError, relocated
 from tlt_jax.spec_decode.decode import Report, Weights
 
 MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
+# Kernels of the rollout's programs run as fast (0.98 to 1.05) with less of LLVM's optimization, and
+# compile in four fifths of the time: what takes their time is matrix products, which come from libraries.
+CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+BACKGROUND = 0.3  # what a compilation costs a rollout that goes on meanwhile, over one that waits
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A line of the compile log: seconds of lowering and compilation, and bytes on one device."""
+    """A line of the compile log: seconds of lowering and compilation, and bytes on one device.
+
+    `is_loaded`: it was not compiled, but loaded from another data group.
+    """
 
     program: Program
     seconds: float
@@ -37,6 +47,7 @@ class Compiled:
     aliased: int
     temporary: int
     code: int
+    is_loaded: bool = False
 
 
 class Executables:
@@ -44,8 +55,9 @@ class Executables:
 
     `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
 
-    On accelerators programs that can be waited for are compiled in a thread, one at a time: compiling occupies the host
-    there, not the devices. On a CPU it would take the rollout's own cores.
+    A program that another group has is loaded from there where the backend can do that. Others are
+    compiled in the background, one at a time, on accelerators, whose host is free, and on a CPU with
+    more cores than devices; elsewhere compiling takes the rollout's own cores, and is waited for.
     """
 
     def __init__(self, shapes: Sequence[GroupShapes], log: Callable[[Compiled], None]):
@@ -54,9 +66,11 @@ class Executables:
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
         self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
-        self.waits = is_cpu(shapes[0].mesh)
+        self.is_cpu, self.relocates, self.prices = is_cpu(shapes[0].mesh), True, Prices()
+        self.waits = self.is_cpu and cores() <= jax.local_device_count()
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
+        self.changes = 0  # of `executables`
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """The program for the devices (or device descriptions) of its group's mesh."""
@@ -69,17 +83,57 @@ class Executables:
             if program in self.ahead:
                 executable, compiled = self.ahead.pop(program).result()
             else:
-                executable, compiled = compile_now(program, self.lower(program), begin)
+                executable, compiled = self.load(program, begin) or compile_now(
+                    program, self.lower(program), begin, self.options
+                )
 
             self.waited.append((begin, time.perf_counter()))
-            self.compiles.append(compiled)
-            self.log(compiled)
-            self.executables[program] = executable
-            if len(self.executables) > MAX_PROGRAMS:
-                self.ran.discard(self.executables.popitem(last=False)[0])
-
+            self.hold(program, executable, compiled)
         self.executables.move_to_end(program)
         return self.executables[program]
+
+    def hold(self, program: Program, executable: Callable[..., Any], compiled: Compiled) -> None:
+        """Keeps an executable, with its line of the log; drops the one unused longest when there are too many."""
+        self.compiles.append(compiled)
+        self.log(compiled)
+        if not compiled.is_loaded:
+            self.prices.note(program, compiled.seconds)
+        self.executables[program] = executable
+        if len(self.executables) > MAX_PROGRAMS:
+            self.ran.discard(self.executables.popitem(last=False)[0])
+        self.changes += 1
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with the programs that are there."""
+        return self.changes, sum(future.done() for future in self.ahead.values())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options of a compilation."""
+        return CPU_OPTIONS if self.is_cpu else {}
+
+    def load(self, program: Program, begin: float) -> tuple[Callable[..., Any], Compiled] | None:
+        """The executable of another group, for this group's devices, when there is one and the backend can."""
+        twin = self.twin(program)
+        if twin is None:
+            return None
+        ours, theirs = (self.shapes[one.group].mesh.devices.flat for one in (program, twin))
+        try:
+            executable = relocated(self.executables[twin], dict(zip(theirs, ours, strict=True)))
+        except RelocationError as error:
+            log.info("every data group compiles its programs: %s", error)
+            self.relocates = False
+            return None
+        seconds = time.perf_counter() - begin
+        line = compile_record(program, seconds, executable.memory_analysis())
+        return executable, replace(line, is_loaded=True)
+
+    def twin(self, program: Program) -> Program | None:
+        """The same program of another group, if it is there."""
+        others = range(len(self.shapes)) if self.relocates else ()
+        twins = (of_group(program, other) for other in others if other != program.group)
+        return next((one for one in twins if one in self.executables), None)
 
     def is_first_run(self, program: Program) -> bool:
         """Whether this is the first call with this program: a first run also loads its kernels.
@@ -90,38 +144,49 @@ class Executables:
         self.ran.add(program)
         return is_first
 
-    def has(self, program: Program) -> bool:
-        """Whether `get` returns at once."""
-        return program in self.executables or (program in self.ahead and self.ahead[program].done())
+    def price(self, program: Program) -> float:
+        """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
+        if program in self.executables or (program in self.ahead and self.ahead[program].done()):
+            return 0.0
+        share = 1.0 if self.waits else BACKGROUND
+        return share * self.prices.of(program) * (LOADING if self.twin(program) else 1.0)
 
-    def is_ready(self, program: Program) -> bool:
-        """Whether to use the executable now. Else it is being compiled, or will be when asked again; ask for another one.
+    def prepare(self, programs: Iterable[Program]) -> None:
+        """Compiles what is not there: now, or in the background, where it is one program at a time."""
+        for program in programs:
+            if self.waits or self.twin(program):
+                self.get(program)
+            elif self.price(program) and all(future.done() for future in self.ahead.values()):
+                begin = time.perf_counter()
+                lowered = self.lower(program)
+                self.ahead[program] = self.thread.submit(
+                    compile_now, program, lowered, begin, self.options
+                )
+                self.waited.append((begin, time.perf_counter()))
 
-        Always true where compiling is waited for.
-        """
-        if self.waits or self.has(program):
-            return True
-        if all(future.done() for future in self.ahead.values()):
-            begin = time.perf_counter()
-            self.ahead[program] = self.thread.submit(
-                compile_now, program, self.lower(program), begin
-            )
-            self.waited.append((begin, time.perf_counter()))
-        return False
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether something is compiled in the background that takes the devices' own cores."""
+        return self.is_cpu and not all(future.done() for future in self.ahead.values())
 
     def read(self, report: Report) -> Report:
         """The report of a chunk that is done, as NumPy arrays."""
         return jax.device_get(report)
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def compile_now(
-    program: Program, lowered: jax.stages.Lowered, begin: float
+    program: Program, lowered: jax.stages.Lowered, begin: float, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Compiled]:
     """The executable, and its line of the log, with seconds since lowering began.
 
     Lowering is not done here: in a thread it would miss JAX's local settings.
     """
-    executable = lowered.compile()
+    executable = lowered.compile(compiler_options=dict(options) or None)
     seconds, memory = time.perf_counter() - begin, executable.memory_analysis()
     return executable, compile_record(program, seconds, memory)
 
@@ -143,8 +208,8 @@ def log_compile(compiled: Compiled) -> None:
     """One line per executable; a chunk's name has its strategy."""
     sizes = (compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary)
     log.info(
-        "compiled %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
-        compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
+        "%s %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
+        "loaded" if compiled.is_loaded else "compiled", compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import numpy as np
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
 from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
-from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.offers import GroupOffers, most_lag
 from tlt_jax.rollout.programs import (
     Admit,
     CatchUp,
@@ -36,8 +35,7 @@ from tlt_jax.rollout.state import (
 )
 from tlt_jax.spec_decode.decode import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
-from tlt_jax.tuner.interface import MOST_ROUNDS
+from tlt_jax.spec_decode.strategy import PLAIN
 
 # Un-awaited programs of one group, whatever they are: more than about 30 on fake CPU devices abort the process.
 MAX_UNAWAITED = 16
@@ -95,8 +93,9 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     report = context.programs.read(flight.report)
     tokens, rounds = int(report.counts.sum()), int(report.rounds)
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
+    is_untimed = is_first or flight.is_disturbed or context.programs.is_disturbed
     events: list[Event] = [
-        Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_first)
+        Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)
     ]
 
     news = {}
@@ -124,7 +123,8 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         return replace(running, tokens=running.tokens + len(new.tokens))
 
     rows = tuple(settle(running) for running in state.rows)
-    return replace(state, rows=rows, retired=state.retired + 1), events
+    finished = state.finished + sum(new.finish != RUNNING for new in news.values())
+    return replace(state, rows=rows, retired=state.retired + 1, finished=finished), events
 
 
 def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -158,8 +158,13 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         batch=state.batch,
         slots=state.slots,
         waiting=not state.is_exhausted,
+        sources=tuple(sorted({source.sizes for source in sources})),
+        finished=state.finished,
     )
-    decision = available(context, view, context.planner.decide(view))
+    offers = GroupOffers(context, view)
+    if cell := context.planner.worth_compiling(view, offers):
+        context.programs.prepare(offers.needed(cell))
+    decision = context.planner.decide(view, offers)
     decision = replace(decision, joining=tuple(running.uid for running in new))
     state = move(context, replace(state, decision=decision), decision)
 
@@ -174,42 +179,6 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         for source in sources
     )
     return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
-
-
-def available(context: GroupContext, view: GroupView, wanted: Decision) -> Decision:
-    """The decision, or while its programs are compiled in the background, the nearest one whose programs are there.
-
-    Without any it is the decision itself, and is waited for. Plain decoding in place of an exploration is none.
-    """
-    plain = replace(wanted, strategy=PLAIN)
-    if wanted.is_exploring:
-        plain = replace(plain, is_exploring=False, rounds=MOST_ROUNDS)
-
-    options = [wanted, plain]
-    for option in (wanted, plain):
-        if view.live <= view.batch and view.need(option.strategy, option.rounds) <= view.slots:
-            options.append(replace(option, batch=view.batch, slots=view.slots))
-
-    ready = [
-        option
-        for option in options
-        if all(map(context.programs.has, needed(context, view, option)))
-    ]
-    if all(map(context.programs.is_ready, needed(context, view, wanted))) or not ready:
-        return wanted
-    reason = f"{wanted.reason}, while {name(wanted.strategy)} is compiled"
-    return replace(ready[0], predicted=math.nan, reason=reason)
-
-
-def needed(context: GroupContext, view: GroupView, decision: Decision) -> list[Program]:
-    """What a decision needs: the chunk, and the move to another number of rows or slots."""
-    request, shape = context.request, shape_of(context, decision)
-    programs: list[Program] = [Decode(shape, request.rounds, decision.strategy, request.params)]
-    if most_lag(context, decision.strategy) < math.inf:
-        programs.append(CatchUp(shape))
-    if view.batch and (decision.batch, decision.slots) != (view.batch, view.slots):
-        programs.append(Resize(shape_of(context, view), decision.batch, decision.slots))
-    return programs
 
 
 def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
@@ -336,11 +305,6 @@ def admission(
     return Admission(rows=rows, keys=keys, history=history, **small)
 
 
-def most_lag(context: GroupContext, strategy: Strategy) -> float:
-    """How many tokens the drafter may lack when a chunk of this strategy begins."""
-    return strategy.path if strategy != PLAIN and context.catches_up else math.inf
-
-
 def catch_up(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The drafter is given the tokens that it lacks for the decided chunk."""
     missing = state.decision.strategy.path
@@ -369,6 +333,7 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         report=report,
         most=most,
         program=program,
+        is_disturbed=context.programs.is_disturbed,
     )
     event = Dispatched(flight.number, "decode", state.batch, state.slots, decision, state.is_moved)
     lag = state.drafter_lag + most if decision.strategy == PLAIN else decision.strategy.path

@@ -1,59 +1,217 @@
-"""Decides the shape of every chunk: buckets that fit, and the tuner's strategy; knows no network."""
+"""Decides the shape of every chunk: buckets that fit, the tuner's strategy, and what is worth compiling; knows no network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.state import GroupView
-from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.tuner.interface import Measurement, Tuner
+from tlt_jax.rollout.savings import MARGIN, Savings, smallest
+from tlt_jax.rollout.state import GroupView, Offers
+from tlt_jax.spec_decode.strategy import PLAIN, name
+from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
 
 # Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
 ADMISSION_PATIENCE = 64
 FEW = 4  # a chunk that could run fewer rounds than this is given a longer cache
+WEIGHED = 0.5  # measured seconds after which it is weighed again what is worth compiling
+LASTS = 2.0  # rollouts' worth of a saved share that pay for one program more
+
+
+class AllThere:
+    """Every program is there."""
+
+    version = None
+
+    def price(self, cell: Cell) -> float:
+        return 0.0
+
+
+ALL_THERE = AllThere()
 
 
 class Planner:
-    """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them."""
+    """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them.
+
+    `savings` say what the run still has to decode, `longest` how many slots its sequences may need,
+    `groups` how many data groups decode it side by side.
+    """
 
     def __init__(
-        self, batches: Sequence[int], slots: Sequence[int], tuner: Tuner, state: Any = None
+        self,
+        batches: Sequence[int],
+        slots: Sequence[int],
+        tuner: Tuner,
+        state: Any = None,
+        savings: Savings | None = None,
+        longest: int = 0,
+        groups: int = 1,
     ):
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
+        self.savings, self.longest, self.groups = savings or Savings(), longest, groups
+        self.seconds, self.weighed = 0.0, -math.inf  # measured, and when programs were last weighed
+        self.known: dict[Hashable, list[Cell]] = {}
 
-    def decide(self, view: GroupView) -> Decision:
-        """The smallest buckets that fit, and a strategy for them; the cache shrinks only together with the batch.
+    def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None:
+        """The cell for which something is to be compiled before the next chunk; None when nothing is.
 
-        A chunk that could fill more slots than one of plain decoding has fewer rounds, as long as these are not few.
+        What the tuner's rule demands is; otherwise the cell, usable now, whose expected saving over
+        the rest of the run exceeds its price by most.
         """
-        batch = next(size for size in self.batches if size >= view.live)
-        least = view.slots if batch == view.batch else 0
+        self.savings.progress(view.group, view.finished)
+        there = self.fitting(view, self.there(view, offers))
+        least = self.least(view)
+        if not there:
+            return self.first(view)
+        arms = (PLAIN, *self.tuner.usable(least[0], view.live))
+        if self.tuner.goes_by_rule:
+            arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
+            there = [cell for cell in there if cell.strategy in arms]
+            if not there:
+                return Cell(*self.first(view)[:2], *arms)
+        if self.seconds < self.weighed + WEIGHED:
+            return None
 
-        def room(*chunk: Any) -> int:
-            return next(size for size in self.slots if size >= max(view.need(*chunk), least))
+        self.weighed = self.seconds
+        cells = self.fitting(
+            view,
+            [
+                Cell(batch, slots, arm)
+                for batch in self.batches
+                for slots in self.slots
+                for arm in arms
+                if arm == PLAIN or arm in self.tuner.usable(batch, view.live)
+            ],
+        )
+        cells = [cell for cell in cells if cell not in there]
+        if not cells:
+            return None
+        saved = self.savings.expected(cells, there, self.speeds) / self.groups
+        prices = np.array([offers.price(cell) for cell in cells])
+        best = int(np.argmax(saved - MARGIN * prices))
+        return cells[best] if saved[best] > MARGIN * prices[best] else None
 
-        slots = room(PLAIN)
-        self.state, choice = self.tuner.choose(self.state, view.live, batch, slots)
-        rounds, fit = choice.rounds, (slots - view.tokens) // choice.strategy.path
-        if fit >= FEW and room(choice.strategy, rounds) > slots:
-            rounds = fit
-        slots = room(choice.strategy, rounds)
-        fewer = max((size for size in self.batches if size < batch), default=0)
+    def decide(self, view: GroupView, offers: Offers = ALL_THERE) -> Decision:
+        """Buckets that hold the live rows, and a strategy for them, of the programs that are there.
+
+        The cache shrinks only together with the batch. A chunk that could fill more slots than its
+        cache has gets fewer rounds, as long as these are not few.
+        """
+        every = self.there(view, offers)
+        there = nearest(self.fitting(view, every)) or [self.first(view)]
+        batch, slots = self.shape(there)
+        arms = tuple(cell.strategy for cell in there if cell[:2] == (batch, slots))
+        self.state, choice = self.tuner.choose(self.state, view.live, batch, slots, arms)
+        reason = choice.reason
+        if choice.strategy not in arms:
+            wanted = [cell for cell in there if cell.strategy == choice.strategy]
+            if wanted:
+                batch, slots = self.shape(wanted)
+            elif self.fitting(view, every):
+                batch, slots, arm = next((c for c in there if c.strategy == PLAIN), there[0])
+                reason = f"{reason}, while {name(choice.strategy)} is compiled"
+                choice = choice._replace(strategy=arm, predicted=math.nan, is_exploring=False)
+
+        fewer = max((cell.batch for cell in every if cell.batch < batch), default=0)
         min_live = max(
             view.live - view.live // ADMISSION_PATIENCE if view.waiting else 1, fewer + 1
         )
-        expected = {
-            "predicted": choice.predicted,
-            "reason": choice.reason,
-            "is_exploring": choice.is_exploring,
-        }
         return Decision(
-            view.group, view.retired, batch, slots, choice.strategy, min_live, rounds, **expected
+            view.group,
+            view.retired,
+            batch,
+            slots,
+            choice.strategy,
+            min_live,
+            rounds_that_fit(view, slots, choice),
+            least_slots=self.least(view)[1],
+            predicted=choice.predicted,
+            reason=reason,
+            is_exploring=choice.is_exploring,
         )
 
     def observe(self, measurement: Measurement) -> None:
-        """Updates the tuner with the measurement of a chunk."""
+        """Updates the tuner, and what is decoded where, with the measurement of a chunk."""
         self.state = self.tuner.observe(self.state, measurement)
+        batch = smallest(self.batches, measurement.live)
+        where = (batch, measurement.least_slots or measurement.slots)
+        self.savings.add(where, measurement.tokens / max(measurement.live, 1.0))
+        self.seconds += measurement.seconds
+
+    def there(self, view: GroupView, offers: Offers) -> list[Cell]:
+        """The cells whose programs are there, from the rows and slots that the group has now."""
+        key = (view.group, view.batch, view.slots, view.sources, offers.version)
+        if key not in self.known:
+            self.known = {one: cells for one, cells in self.known.items() if one[-1] == key[-1]}
+            self.known[key] = [
+                cell
+                for batch in self.batches
+                for slots in self.slots
+                for arm in (PLAIN, *self.tuner.usable(batch, 1))
+                if not offers.price(cell := Cell(batch, slots, arm))
+            ]
+        return self.known[key]
+
+    def fitting(self, view: GroupView, cells: Sequence[Cell]) -> list[Cell]:
+        """Those that hold the live rows, and a few rounds more of their tokens."""
+        return [
+            cell
+            for cell in cells
+            if cell.batch >= view.live
+            and cell.slots >= view.need(PLAIN)
+            and cell.slots >= view.need(cell.strategy, FEW)
+            and (cell.batch != view.batch or cell.slots >= view.slots)
+        ]
+
+    def least(self, view: GroupView) -> tuple[int, int]:
+        """The smallest buckets that hold the live rows and a chunk of plain decoding."""
+        batch = smallest(self.batches, view.live)
+        kept = view.slots if batch == view.batch else 0
+        return batch, smallest(self.slots, max(view.need(PLAIN), kept))
+
+    def first(self, view: GroupView) -> Cell:
+        """The cell of plain decoding to begin with: with slots for all sequences, or the fewest where these pay.
+
+        How long rollouts take is not known yet; one takes about half as long as compiling a chunk.
+        """
+        batch, slots = self.least(view)
+        most = max(slots, smallest(self.slots, max(self.longest, view.limit)))
+        speed, _ = self.speeds([Cell(batch, slots, PLAIN), Cell(batch, most, PLAIN)])
+        share = 1 - math.exp(speed[1] - speed[0])
+        return Cell(batch, slots if share * self.savings.left > LASTS else most, PLAIN)
+
+    def shape(self, cells: Sequence[Cell]) -> tuple[int, int]:
+        """Rows and slots of the cell with the highest predicted speed."""
+        if len({cell[:2] for cell in cells}) == 1:
+            return cells[0][:2]
+        return cells[int(np.argmax(self.speeds(cells)[0]))][:2]
+
+    def speeds(self, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+        """What the tuner expects of these cells."""
+        return self.tuner.outlook(self.state, cells)
+
+
+def nearest(cells: Sequence[Cell]) -> list[Cell]:
+    """Without those for which there is one of the same strategy with no more rows and slots."""
+    return [
+        cell
+        for cell in cells
+        if not any(
+            other != cell
+            and other.strategy == cell.strategy
+            and other.batch <= cell.batch
+            and other.slots <= cell.slots
+            for other in cells
+        )
+    ]
+
+
+def rounds_that_fit(view: GroupView, slots: int, choice: Choice) -> int:
+    """Rounds of the chunk: those of the choice, or as many as the slots are sure to hold."""
+    if view.need(choice.strategy, choice.rounds) <= slots:
+        return choice.rounds
+    return (slots - view.tokens) // choice.strategy.path

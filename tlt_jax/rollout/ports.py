@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -29,11 +29,19 @@ class Programs(Protocol):
     def get(self, program: Program) -> Callable[..., Any]:
         """The executable; compiled now when it is not there."""
 
-    def has(self, program: Program) -> bool:
-        """Whether `get` returns at once."""
+    @property
+    def version(self) -> Hashable:
+        """Changes with the programs that are there."""
 
-    def is_ready(self, program: Program) -> bool:
-        """False: it is being compiled, or will be when asked again; use another one meanwhile."""
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether compiling takes processors from what the programs run on."""
+
+    def price(self, program: Program) -> float:
+        """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
+
+    def prepare(self, programs: Iterable[Program]) -> None:
+        """Compiles what is not there, now or in the background; whether it is there then `price` tells."""
 
     def is_first_run(self, program: Program) -> bool:
         """Whether it had not run before it was asked for now."""

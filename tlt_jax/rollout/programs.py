@@ -7,7 +7,7 @@ through a `Programs` port, which compiles or simulates it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -278,6 +278,19 @@ class DraftOnly:
 
     def __str__(self) -> str:
         return f"drafting of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
+
+
+def of_group(program: Program, group: int) -> Program:
+    """The same program of another data group."""
+    if isinstance(program, (Prefill, StateShape)):
+        return replace(program, group=group)
+    named = {field.name: getattr(program, field.name) for field in fields(program)}
+    moved = {
+        name: of_group(part, group)
+        for name, part in named.items()
+        if isinstance(part, (Prefill, StateShape))
+    }
+    return replace(program, **moved)
 
 
 def history_width(width: int, remembers: bool) -> int:

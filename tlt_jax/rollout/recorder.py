@@ -15,7 +15,7 @@ from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
-from tlt_jax.tuner.interface import Measurement, is_timed
+from tlt_jax.tuner.interface import Cell, Measurement, is_timed
 
 IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
 
@@ -175,13 +175,14 @@ class RolloutRecorder:
             row_rounds=live_rounds,
             tokens=retired.tokens,
             seconds=end - start,
-            doubt=math.inf if retired.is_first else doubt,
+            doubt=math.inf if retired.is_untimed else doubt,
             hits=np.asarray(retired.stats.hits),
             number=retired.number,
             predicted=decision.predicted,
             reason=decision.reason,
             is_moved=dispatched.is_moved,
             catch_up=self.catch_up[group],
+            least_slots=decision.least_slots,
             is_exploring=decision.is_exploring,
         )
         self.catch_up[group] = 0.0
@@ -250,5 +251,5 @@ def expected_work(dispatched: Dispatched, retired: Retired) -> float:
     if retired.kind == "catch_up":
         rounds = 1
     return rounds * math.exp(
-        cost_model.predict({}, dispatched.batch, dispatched.slots, [strategy])[0][0]
+        cost_model.predict({}, [Cell(dispatched.batch, dispatched.slots, strategy)])[0][0]
     )

@@ -15,7 +15,8 @@ class RolloutRequest:
 
     prompts: int32[P] each, with at least one token. max_new_tokens: longest answer to each prompt.
     keys: uint32[prompts * samples, 2], the key of each sequence's noise. rounds: most rounds of a
-    chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group.
+    chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group. rollouts_left: how
+    many rollouts like it the run still decodes after it.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -26,3 +27,4 @@ class RolloutRequest:
     rounds: int
     in_flight: int
     capacity: int
+    rollouts_left: float = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,12 +124,21 @@ class SimulatedPrograms:
         }
         return partial(kinds[type(program)], program)
 
-    def has(self, program: Program) -> bool:
-        return program in self.compiled
+    @property
+    def version(self) -> int:
+        return len(self.compiled)
 
-    def is_ready(self, program: Program) -> bool:
-        """Always: compiling is waited for."""
-        return True
+    @property
+    def is_disturbed(self) -> bool:
+        return False
+
+    def price(self, program: Program) -> float:
+        return 0.0 if program in self.compiled else self.compiling(program)
+
+    def prepare(self, programs: Iterable[Program]) -> None:
+        """Compiling is waited for."""
+        for program in programs:
+            self.get(program)
 
     def is_first_run(self, program: Program) -> bool:
         is_first = program not in self.ran

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.tuner.interface import MOST_ROUNDS, Measurement
+from tlt_jax.tuner.interface import MOST_ROUNDS, Cell, Measurement
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class GroupView:
     """What a decision is made from.
 
     `tokens`: most that a sequence may have when the chunk begins, `limit`: that any may ever have; `widest`: slots of the
-    prefills that join; `rounds`: of a chunk; `waiting`: whether samples wait.
+    prefills that join; `rounds`: of a chunk; `waiting`: whether samples wait; `sources`: prompts and width of the prefills
+    that sequences join from; `finished`: sequences that ended here.
     """
 
     group: int
@@ -37,6 +38,8 @@ class GroupView:
     batch: int
     slots: int
     waiting: bool = False
+    sources: tuple[tuple[int, int], ...] = ()
+    finished: int = 0
 
     def need(self, strategy: Strategy, rounds: int = MOST_ROUNDS) -> int:
         """Cache slots that a chunk of this strategy and so many rounds may fill."""
@@ -45,10 +48,23 @@ class GroupView:
         )
 
 
+class Offers(Protocol):
+    """The programs that a group may go on with."""
+
+    @property
+    def version(self) -> Hashable:
+        """Changes with the prices."""
+
+    def price(self, cell: Cell) -> float:
+        """What compiling costs before a chunk of this cell, in seconds; 0: all its programs are there."""
+
+
 class Decider(Protocol):
     """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
 
-    def decide(self, view: GroupView) -> Decision: ...
+    def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None: ...
+
+    def decide(self, view: GroupView, offers: Offers) -> Decision: ...
 
     def observe(self, measurement: Measurement) -> None: ...
 
@@ -142,6 +158,7 @@ class InFlight:
     report: Report | None = None
     most: int = 0
     program: Program | None = None
+    is_disturbed: bool = False
     windows: tuple[Window, ...] = ()
     values: Features | None = None
 
@@ -170,6 +187,7 @@ class GroupState:
     is_exhausted: bool = False
     drafter_lag: int = 0
     unmarked: int = 0
+    finished: int = 0  # sequences that ended here
     is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
     is_released: bool = False  # nothing was left to do; `device` was freed
 

@@ -35,6 +35,7 @@ def evaluate(
     config: Config,
     tuner: TunerState | None = None,
     interrupted: Callable[[], bool] | None = None,
+    evaluations_left: int = 0,
 ) -> tuple[dict[str, float], TunerState]:
     """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
 
@@ -51,7 +52,15 @@ def evaluate(
     sampling = Sampling.of(settings)
     limit = settings.max_new_tokens or config.rollout.max_new_tokens
     tokens = [prompt.tokens for prompt in prompts]
-    request = engine.request(tokens, settings.samples, sampling, limit, stream=EVAL_STREAM, step=0)
+    request = engine.request(
+        tokens,
+        settings.samples,
+        sampling,
+        limit,
+        stream=EVAL_STREAM,
+        step=0,
+        rollouts_left=evaluations_left,
+    )
     rollout, learned = engine.run(
         request,
         weights,

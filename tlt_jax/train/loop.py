@@ -122,6 +122,7 @@ def train(config: Config) -> int:
                                 config,
                                 state.tuner,
                                 preempted,
+                                -(-(steps - state.step) // config.eval.every),
                             )
                         state = state.replace(tuner=tuner)
                         step_metrics.say_evaluation(writer, state.step, steps, measured)
@@ -151,6 +152,7 @@ def train(config: Config) -> int:
                             scorer,
                             texts,
                             preempted,
+                            steps - state.step - 1,
                         )
                 except Interrupted:
                     run_state.save(store, state, engine.basis, measured)
@@ -269,6 +271,7 @@ def roll_out(
     scorer: Scorer,
     texts: dict[int, str],
     interrupted: Callable[[], bool],
+    rollouts_left: int,
 ) -> tuple[RolloutResult, TunerState]:
     """The answers of a step, and the tuner's state after them.
 
@@ -287,6 +290,7 @@ def roll_out(
         rollout.max_new_tokens,
         stream=TRAIN_STREAM,
         step=state.step,
+        rollouts_left=rollouts_left,
     )
     return engine.run(request, weights, state.tuner, on_finish=finished, interrupted=interrupted)
 

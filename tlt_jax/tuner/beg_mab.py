@@ -9,11 +9,13 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
+from tlt_jax.tuner.fixed import begin, costs_alone, learn_costs
 from tlt_jax.tuner.interface import Choice, Measurement, State, Tuner
 
 EPSILON, WINDOW = 0.1, 300  # defaults of the paper's reference implementation
@@ -31,7 +33,7 @@ def beg_mab(
     """
     buckets = bucketed(parse_arms(strategies))
 
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+    def choose(state: State, live: int, batch: int, slots: int, *_: Any) -> tuple[State, Choice]:
         arms = (PLAIN, *strategies_for(buckets, batch))
         keys = [f"{batch}/{name(arm)}" for arm in arms]
         worths = [
@@ -60,7 +62,8 @@ def beg_mab(
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)
 
-    return Tuner(begin_beg_mab, choose, partial(observe_beg_mab, window=window), renew, usable)
+    observe = partial(observe_beg_mab, window=window)
+    return Tuner(begin_beg_mab, choose, observe, renew, usable, costs_alone, goes_by_rule=True)
 
 
 def begin_beg_mab() -> State:
@@ -68,8 +71,9 @@ def begin_beg_mab() -> State:
 
     rewards: by "batch/strategy", tokens per second of a row. tried: the "batch/strategy" chosen
     since the last update of weights. choices: their number, from which random numbers derive.
+    cells: as in fixed.begin.
     """
-    return {"choices": 0, "tried": [], "rewards": {}}
+    return {"choices": 0, "tried": [], "rewards": {}, **begin()}
 
 
 def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
@@ -80,6 +84,7 @@ def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:
     if min(seen.rounds, seen.row_rounds) <= 0:
         return state
 
+    state = learn_costs(state, seen)
     key = f"{seen.batch}/{name(seen.strategy)}"
     if not seen.is_timed:
         return {**state, "tried": [other for other in state["tried"] if other != key]}

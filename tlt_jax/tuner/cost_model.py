@@ -16,7 +16,9 @@ from functools import lru_cache
 import numpy as np
 
 from tlt_jax.spec_decode.strategy import Strategy, name, parse
+from tlt_jax.tuner.interface import Cell, Measurement
 
+SHORT = 4, 0.1  # rounds and seconds below both of which a chunk's fixed overhead distorts its time
 SAMPLES = 9  # samples kept of a cell, the latest; its cost is their median
 CELLS = 96  # cells kept, the latest
 # Prior weights of the terms, in units of a round's fixed cost: the round itself, a node, a draft
@@ -59,6 +61,17 @@ def note(
         for other, value in kept
     }
     return {**aged, key: {**cell, kind: found, "age": age}}
+
+
+def measured(cells: Mapping, seen: Measurement) -> dict:
+    """The cells with the seconds of a measurement, if they are reliable."""
+    if min(seen.rounds, seen.row_rounds, seen.tokens) <= 0 or not seen.is_timed:
+        return dict(cells)
+    key = f"{seen.batch}/{seen.slots}/{name(seen.strategy)}"
+    is_short = seen.rounds < SHORT[0] and seen.seconds < SHORT[1]
+    is_cold = is_short or seen.is_moved or key not in cells
+    per_round = seen.seconds / seen.rounds
+    return note(cells, seen.batch, seen.slots, seen.strategy, per_round, is_cold)
 
 
 def settled(cell: Mapping) -> tuple[float, float]:
@@ -108,20 +121,18 @@ def law(cells: Mapping, node: float = NODE) -> np.ndarray:
 
 def predict(
     cells: Mapping,
-    batch: int,
-    slots: int,
-    arms: Sequence[Strategy],
+    targets: Sequence[Cell],
     weights: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log seconds of a round of each arm [A], and their standard errors [A].
+    """Log seconds of a round of each target [A], and their standard errors [A].
 
     `weights`: the result of `law` for nearly the same cells; None: fitted here. Without cells the
     result is the prior, correct up to one unknown common factor.
     """
-    target_AX = np.array([described(batch, slots, arm) for arm in arms], float)
+    target_AX = np.array([described(*target) for target in targets], float)
     if not cells:
         return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(
-            len(arms), math.hypot(ALIKE, HERE)
+            len(targets), math.hypot(ALIKE, HERE)
         )
 
     cell_CX, log_C, noise_C = known(cells)

@@ -36,23 +36,25 @@ class Outlook(NamedTuple):
     seconds: np.ndarray
 
 
-def decide(state: State, view: Outlook, batch: int) -> tuple[State, int, str]:
+def decide(state: State, view: Outlook, batch: int, is_there: np.ndarray) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
-    The arm is the best one, or one to explore at a cost that the budget covers.
+    The arm is the best one, or one to explore at a cost that the budget covers; of those whose
+    programs are there (`is_there`: bool[A]).
     """
     texts = [name(arm) for arm in view.arms]
+    sure_A = np.where(is_there, view.speed - CAUTION * view.error, -np.inf)
     incumbent = state["incumbents"].get(str(batch), name(PLAIN))
     i = texts.index(incumbent) if incumbent in texts else 0
+    i = i if is_there[i] else int(np.argmax(sure_A))
 
-    sure_A = view.speed - CAUTION * view.error
     sure_A[i] = view.speed[i] + HYSTERESIS
     best, trial = int(np.argmax(sure_A)), state["trial"]
 
     is_waiting = trial and state["choices"] - trial["since"] < (
         EXPLORATION_TIMEOUT if trial["open"] else REST
     )
-    tried = i if best != i or is_waiting else worth_trying(state, view, i)
+    tried = i if best != i or is_waiting else worth_trying(state, view, i, is_there)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
 
@@ -64,7 +66,7 @@ def decide(state: State, view: Outlook, batch: int) -> tuple[State, int, str]:
     return {**state, "incumbents": {**state["incumbents"], str(batch): texts[best]}}, j, reason
 
 
-def worth_trying(state: State, view: Outlook, i: int) -> int:
+def worth_trying(state: State, view: Outlook, i: int, is_there: np.ndarray) -> int:
     """The arm whose exploration has the largest expected net saving over HORIZON chunks.
 
     i when no exploration has a positive one at a cost within the budget.
@@ -74,7 +76,8 @@ def worth_trying(state: State, view: Outlook, i: int) -> int:
     prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
     funds = state["funds"] + CREDIT * math.exp(view.seconds[0])
 
-    worth_A = np.where((price_A <= funds) & (saved_A > WORTHWHILE), prize_A - price_A, -np.inf)
+    is_worth_A = is_there & (price_A <= funds) & (saved_A > WORTHWHILE)
+    worth_A = np.where(is_worth_A, prize_A - price_A, -np.inf)
     worth_A[i] = 0.0
     return int(np.argmax(worth_A))
 
@@ -86,13 +89,15 @@ def stakes(view: Outlook, i: int) -> tuple[np.ndarray, np.ndarray]:
     are E[max(0, 1 - exp(-x))], a share of arm i's time, and E[max(0, 1 - exp(x))], a share of its
     own.
     """
-    apart_A, error_A = view.speed - view.speed[i], np.maximum(view.error, 1e-6)
+    apart_A = view.speed - view.speed[i]
+    return saving(apart_A, view.error), saving(-apart_A, view.error)
 
-    def share(apart_A: np.ndarray) -> np.ndarray:
-        above_A = normal(apart_A / error_A)
-        return above_A - np.exp(error_A**2 / 2 - apart_A) * normal(apart_A / error_A - error_A)
 
-    return share(apart_A), share(-apart_A)
+def saving(apart: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """E[max(0, 1 - exp(-x))] for x normal with mean `apart` and standard deviation `error`."""
+    error = np.maximum(error, 1e-6)
+    above = normal(apart / error)
+    return above - np.exp(error**2 / 2 - apart) * normal(apart / error - error)
 
 
 def normal(x: np.ndarray) -> np.ndarray:

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
-from tlt_jax.tuner.interface import Choice, State, Tuner, unchanged
+from tlt_jax.tuner.interface import Cell, Choice, Measurement, State, Tuner, unchanged
+
+
+def begin() -> State:
+    """The initial state: `cells` as in cost_model, by which a program's price is weighed."""
+    return {"cells": {}}
+
+
+def learn_costs(state: State, seen: Measurement) -> State:
+    """The state with the seconds of one measurement more."""
+    return {**state, "cells": cost_model.measured(state["cells"], seen)}
+
+
+def costs_alone(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+    """Log rounds per second in each cell, and their standard errors: what one strategy accepts is unknown, and alike."""
+    seconds, error = cost_model.predict(state["cells"], cells)
+    return -seconds, error
 
 
 def fixed(strategy: Strategy | str) -> Tuner:
     """A tuner that always returns this strategy, which may be plain decoding."""
     arm = (parse_arms([strategy]) or (PLAIN,))[0]
 
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+    def choose(state: State, live: int, batch: int, slots: int, *_: Any) -> tuple[State, Choice]:
         return state, Choice(arm, math.nan, "fixed")
 
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return () if arm == PLAIN else (arm,)
 
-    return Tuner(dict, choose, unchanged, unchanged, usable)
+    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)
 
 
 def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
@@ -30,7 +50,7 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     """
     buckets = bucketed(parse_arms(strategies))
 
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+    def choose(state: State, live: int, batch: int, slots: int, *_: Any) -> tuple[State, Choice]:
         if live > limit:
             return state, Choice(PLAIN, math.nan, f"more than {limit} live")
         return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
@@ -38,4 +58,4 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
 
-    return Tuner(dict, choose, unchanged, unchanged, usable)
+    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)

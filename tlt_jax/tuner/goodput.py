@@ -20,19 +20,19 @@ from tlt_jax.tuner.exploration import REST, Outlook, decide
 from tlt_jax.tuner.interface import (
     EXPLORATION_ROUNDS,
     MOST_ROUNDS,
+    Cell,
     Choice,
     Measurement,
     State,
     Tuner,
 )
 
-VERSION = 3  # of the state's format
+VERSION = 4  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
 REFIT = 1.1  # growth of the number of measurements after which the cost weights are fitted again
 HOLD = (1, 16)  # choices for which a decision is reused: at first, and at most
-SHORT = 4, 0.1  # rounds and seconds below both of which a chunk's fixed overhead distorts its time
 SURPRISE = 0.15  # running mean of the error in log speed above which a decision is dropped
 MOST_NODES = 1024  # limit on batch x nodes of a strategy
 
@@ -51,32 +51,35 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
     accelerator. Raises ValueError as arms.parse_arms does.
     """
     arms = parse_arms(strategies)
-    allowed = {PLAIN, *arms}
     learn = partial(observe_goodput, arms=arms)
 
-    def choose(state: State, live: int, batch: int, slots: int) -> tuple[State, Choice]:
+    def choose(
+        state: State, live: int, batch: int, slots: int, there: Sequence[Strategy] = ()
+    ) -> tuple[State, Choice]:
         state, place = {**state, "choices": state["choices"] + 1}, str(batch)
+        offered = (PLAIN, *affordable(arms, batch, MOST_NODES))
+        known = [arm for arm in offered if not there or arm in there]
         plan = state["plans"].get(place)
         if (
             plan
             and plan["left"] > 0
-            and (arm := parse(plan["arm"])) in allowed
-            and arm.nodes * batch <= MOST_NODES
+            and plan["offered"] == len(known)
+            and (arm := parse(plan["arm"])) in known
         ):
             plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
             return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
 
         if not state["cells"]:
-            return state, Choice(PLAIN, math.nan, "baseline")
+            return state, Choice(PLAIN if PLAIN in known else known[0], math.nan, "baseline")
 
         state = refitted(state, node_cost)
-        view = outlook(state, (PLAIN, *affordable(arms, batch, MOST_NODES)), batch, slots)
-        state, i, reason = decide(state, view, batch)
+        view = outlook(state, offered, batch, slots)
+        is_there = np.array([arm in known for arm in offered])
+        state, i, reason = decide(state, view, batch, is_there)
 
         incumbent = state["incumbents"][str(batch)]
-        plans = planned(
-            state, place, incumbent, float(view.speed[view.arms.index(parse(incumbent))])
-        )
+        speed = float(view.speed[view.arms.index(parse(incumbent))])
+        plans = planned(state, place, incumbent, speed, len(known))
         is_exploring = name(view.arms[i]) != incumbent
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
@@ -87,7 +90,10 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
     def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
         return affordable(arms, batch, MOST_NODES)
 
-    return Tuner(begin, choose, learn, renew_goodput, usable)
+    def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+        return outlook_of(refitted(state, node_cost) if state["cells"] else state, cells)
+
+    return Tuner(begin, choose, learn, renew_goodput, usable, speeds, goes_by_rule=False)
 
 
 def begin() -> State:
@@ -97,7 +103,7 @@ def begin() -> State:
     speed of the best arm over that of plain decoding. chunk: rounds of the last chunk that did not
     explore. incumbents: batch -> arm. trial: the last exploration; open until measured. plans:
     batch -> its decision: arm, log speed, number of choices to reuse it for (hold) and still left,
-    running mean of the error in log speed (drift). seen: timed measurements. law: weights of the
+    running mean of the error in log speed (drift), from how many arms it was known (offered). seen: timed measurements. law: weights of the
     cost model, and the number of measurements they are fitted to. evidence, cells: see acceptance,
     cost_model.
     """
@@ -117,7 +123,7 @@ def begin() -> State:
     }
 
 
-def planned(state: State, place: str, arm: str, speed: float) -> State:
+def planned(state: State, place: str, arm: str, speed: float, offered: int) -> State:
     """The plans with this decision for a batch.
 
     It is not reused while a recent exploration is still open; else for HOLD[0] choices, and twice
@@ -130,7 +136,14 @@ def planned(state: State, place: str, arm: str, speed: float) -> State:
         hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
     return {
         **state["plans"],
-        place: {"arm": arm, "speed": speed, "hold": hold, "left": left, "drift": 0.0},
+        place: {
+            "arm": arm,
+            "speed": speed,
+            "hold": hold,
+            "left": left,
+            "drift": 0.0,
+            "offered": offered,
+        },
     }
 
 
@@ -160,10 +173,23 @@ def refitted(state: State, node_cost: float) -> State:
 def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
     """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
     accepted, error = acceptance.estimate(state["evidence"], state["clock"], batch, arms)
-    seconds, doubt = cost_model.predict(
-        state["cells"], batch, slots, arms, weights=state["law"]["weights"]
-    )
+    targets = [Cell(batch, slots, arm) for arm in arms]
+    seconds, doubt = cost_model.predict(state["cells"], targets, state["law"]["weights"])
     return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
+
+
+def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+    """Log tokens per second of one live row in each cell, and their standard errors."""
+    weights = state["law"]["weights"] if state["law"] else None
+    seconds, doubt = cost_model.predict(state["cells"], cells, weights)
+    accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
+    for batch in {cell.batch for cell in cells}:
+        here = [i for i, cell in enumerate(cells) if cell.batch == batch]
+        arms = [cells[i].strategy for i in here]
+        accepted[here], error[here] = acceptance.estimate(
+            state["evidence"], state["clock"], batch, arms
+        )
+    return np.log1p(accepted) - seconds, np.hypot(error, doubt)
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
@@ -175,10 +201,6 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         return state
 
     text = name(seen.strategy)
-    key = f"{seen.batch}/{seen.slots}/{text}"
-    is_short = seen.rounds < SHORT[0] and seen.seconds < SHORT[1]
-    is_cold = is_short or seen.is_moved or key not in state["cells"]
-
     clock = state["clock"] + int(seen.rounds)
     evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
     if seen.strategy != PLAIN:
@@ -215,9 +237,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         **state,
         "funds": funds,
         "chunk": state["chunk"] if seen.is_exploring else int(seen.rounds),
-        "cells": cost_model.note(
-            state["cells"], seen.batch, seen.slots, seen.strategy, per_round, is_cold
-        ),
+        "cells": cost_model.measured(state["cells"], seen),
         "plans": plans,
         "seen": state["seen"] + 1,
     }

@@ -38,7 +38,8 @@ class Measurement(NamedTuple):
     chunk, or the program before it, was done; inf for the first run of a program.
     `is_moved`: `seconds` includes copying the rows to another batch size or cache size.
     `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
-    without it; 0 when that time is unreliable.
+    without it; 0 when that time is unreliable. `least_slots`: slots that the rows needed at least,
+    as a cache bucket; 0: not known.
     """
 
     group: int
@@ -57,6 +58,7 @@ class Measurement(NamedTuple):
     doubt: float = 0.0
     is_moved: bool = False
     catch_up: float = 0.0
+    least_slots: int = 0
     is_exploring: bool = False
 
     @property
@@ -79,22 +81,35 @@ class Choice(NamedTuple):
     is_exploring: bool = False
 
 
+class Cell(NamedTuple):
+    """A compiled round: rows, cache slots, strategy."""
+
+    batch: int
+    slots: int
+    strategy: Strategy
+
+
 class Tuner(NamedTuple):
     """A tuner as pure functions.
 
-    init() -> state. choose(state, live rows, batch, cache slots) -> (state, Choice).
-    observe(state, Measurement) -> state. renew(state) -> state, after the weights of the policy or
-    the drafter changed. usable(batch, fewest_live) -> the strategies, plain decoding left out,
-    that `choose` may return for this batch size when at least `fewest_live` rows are unfinished.
+    init() -> state. choose(state, live rows, batch, cache slots, arms) -> (state, Choice); `arms`
+    are the strategies whose programs are there, () when all are. observe(state, Measurement) ->
+    state. renew(state) -> state, after the weights of the policy or the drafter changed.
+    usable(batch, fewest_live) -> the strategies, plain decoding left out, that `choose` may return
+    for this batch size when at least `fewest_live` rows are unfinished. outlook(state, cells) ->
+    log tokens per second of one live row, and their standard errors: float[C] each.
+    `goes_by_rule`: `choose` may return a strategy that is not among `arms`, and wants no other.
     """
 
     init: Callable[[], State]
-    choose: Callable[[State, int, int, int], tuple[State, Choice]]
+    choose: Callable[..., tuple[State, Choice]]
     observe: Callable[[State, Measurement], State]
     renew: Callable[[State], State]
     usable: Callable[[int, int], Sequence[Strategy]]
+    outlook: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
+    goes_by_rule: bool
 
 
 def unchanged(state: State, *_: Any) -> State:
-    """The same state: `observe` and `renew` of tuners that do not learn."""
+    """The same state: `renew` of tuners that do not learn."""
     return state

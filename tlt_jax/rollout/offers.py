@@ -1,0 +1,54 @@
+"""The programs that one data group may go on with, and what they cost to compile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
+
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
+from tlt_jax.rollout.state import GroupContext, GroupView
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.tuner.interface import Cell
+
+
+@dataclass(frozen=True)
+class GroupOffers:
+    """What a group may go on with, from the rows and slots that it has now; implements state.Offers."""
+
+    context: GroupContext
+    view: GroupView
+
+    @property
+    def version(self) -> Hashable:
+        return self.context.programs.version
+
+    def price(self, cell: Cell) -> float:
+        return sum(map(self.context.programs.price, self.needed(cell)))
+
+    def needed(self, cell: Cell) -> list[Program]:
+        """What a chunk of this cell needs: the chunk, and what brings the rows to its shape."""
+        context, view, request = self.context, self.view, self.context.request
+        shape = StateShape(context.index, cell.batch, cell.slots, request.params.stop_window)
+        programs: list[Program] = [Decode(shape, request.rounds, cell.strategy, request.params)]
+        if most_lag(context, cell.strategy) < math.inf:
+            programs.append(CatchUp(shape))
+        if not view.batch:
+            programs.append(Start(shape))
+        elif cell[:2] != (view.batch, view.slots):
+            programs.append(
+                Resize(
+                    StateShape(context.index, view.batch, view.slots, request.params.stop_window),
+                    cell.batch,
+                    cell.slots,
+                )
+            )
+        admit = partial(Admit, shape)
+        return programs + [admit(Prefill(context.index, *sizes)) for sizes in view.sources]
+
+
+def most_lag(context: GroupContext, strategy: Strategy) -> float:
+    """How many tokens the drafter may lack when a chunk of this strategy begins."""
+    return strategy.path if strategy != PLAIN and context.catches_up else math.inf

@@ -1,0 +1,86 @@
+"""What programs that are not there would save over the rest of a run; knows no program and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from tlt_jax.tuner.exploration import saving
+from tlt_jax.tuner.interface import Cell
+
+MEMORY = 0.8  # weight of a rollout in the means over rollouts, relative to the next one
+LEAST = 0.5  # of the first rollout, before a mean over it is extrapolated
+MARGIN = (
+    1.5  # by which an expected saving must exceed the price: it is the largest of several estimates
+)
+
+Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.outlook
+Situation = tuple[int, int]  # the smallest batch and cache buckets that hold the live rows
+
+
+class Savings:
+    """How much the rollouts of a run decode in which situation, and how many are still to come.
+
+    Decoding is counted in tokens of one live row, so that it does not depend on the programs that
+    were used.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[Situation, float] = {}
+        self.rollouts = 0.0  # of which they are
+        self.left, self.sequences, self.finished = 0.0, 1, {}
+
+    def begin(self, left: float, sequences: int) -> None:
+        """A rollout of so many sequences begins, and so many like it come after it."""
+        self.tokens = {where: MEMORY * count for where, count in self.tokens.items()}
+        self.rollouts = MEMORY * (self.rollouts + self.share) if self.finished else self.rollouts
+        self.left, self.sequences, self.finished = left, sequences, {}
+
+    def progress(self, group: int, finished: int) -> None:
+        """So many sequences of this rollout have ended in a data group."""
+        self.finished[group] = finished
+
+    def add(self, where: Situation, tokens: float) -> None:
+        """So many tokens of one live row were decoded in this situation."""
+        self.tokens[where] = self.tokens.get(where, 0.0) + tokens
+
+    @property
+    def share(self) -> float:
+        """Of this rollout's sequences, those that have ended."""
+        return min(sum(self.finished.values()) / self.sequences, 1.0)
+
+    @property
+    def horizon(self) -> float:
+        """What is still to be decoded, over what was."""
+        return (self.left + 1 - self.share) / max(self.rollouts + self.share, LEAST)
+
+    def expected(self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds) -> np.ndarray:
+        """Seconds [C] that each of the cells is expected to save over the best of those that are there.
+
+        The expectation is over what is not known of both: where the cell turns out to be slower it
+        is not used, and saves nothing.
+        """
+        speed, error = speeds([*cells, *there])
+        speed_C, error_C = speed[: len(cells)], error[: len(cells)]
+        batch_C, slots_C = (np.array([cell[i] for cell in cells]) for i in (0, 1))
+        saved_C = np.zeros(len(cells))
+        for (batch, slots), tokens in self.tokens.items():
+            usable = [
+                len(cells) + i
+                for i, cell in enumerate(there)
+                if cell.batch >= batch and cell.slots >= slots
+            ]
+            if not usable:
+                continue
+            best = max(usable, key=lambda i: speed[i])
+            seconds = self.horizon * tokens / np.exp(speed[best])
+            share_C = saving(speed_C - speed[best], np.hypot(error_C, error[best]))
+            saved_C += np.where((batch_C >= batch) & (slots_C >= slots), seconds * share_C, 0.0)
+        return saved_C
+
+
+def smallest(sizes: Iterable[int], least: float) -> int:
+    """The smallest of ascending sizes that is at least this; the last one when none is."""
+    sizes = list(sizes)
+    return next((size for size in sizes if size >= least), sizes[-1])
