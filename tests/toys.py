@@ -147,7 +147,7 @@ def table_network(
 
     def step(weights, cache, scratch, tokens, hidden, positions, starts, ancestors, level):
         k, table = tokens.shape[1], weights.drafter
-        here = slice(level * k, (level + 1) * k)
+        here = level * k + jnp.arange(k)
         scratch = Branch(
             scratch.tokens.at[:, here].set(tokens), scratch.positions.at[:, here].set(positions)
         )

@@ -220,21 +220,19 @@ def step(
     positions: Int[Array, "B k"],
     starts: Int[Array, " B"],
     ancestors: Bool[Array, "B k R"],
-    level: int,
+    level: int | Int[Array, ""],
 ) -> tuple[KVCache, Float[Array, "B k Z"]]:
     """The scratch with a level's k nodes from row level * k on, and the nodes' hidden states.
 
     `hidden` are those of the nodes' parents. The nodes attend to the first starts[b] slots of the
-    cache, and of the R = (level + 1) * k first scratch rows those that `ancestors` marks; the last
-    k rows are themselves. `params` are in the "rollout" layout.
+    cache, and of the R >= (level + 1) * k first scratch rows those that `ancestors` marks, which
+    are of this level or above. `params` are in the "rollout" layout.
     """
-    rows = (level + 1) * tokens.shape[1]
+    first, rows = level * tokens.shape[1], ancestors.shape[2]
     x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
     q, k, v = ops.by_node(*heads(params.layer, config.block, y, *angles, 0), tokens.shape[0])
-    keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, rows - tokens.shape[1], axis=3)
-    values = jax.lax.dynamic_update_slice_in_dim(
-        scratch.values[0], v, rows - tokens.shape[1], axis=2
-    )
+    keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, first, axis=3)
+    values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, first, axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
     attended = ops.attend_tree(
         q, *seen, ancestors, cache.keys[0], cache.values[0], starts, cache.slots_last

@@ -101,6 +101,7 @@ def network(config: DrafterConfig, target: Target, group_mesh: Mesh, dtype: str)
         params=eagle.abstract(config, group_mesh, "rollout", dtype),
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
         top=partial(top_k, group_mesh=group_mesh),
+        unrolls=not is_cpu(group_mesh),
     )
 
 

@@ -292,7 +292,8 @@ class Network(NamedTuple):
 
     Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
     scratch(batch, rows) is zeros. `params` are ShapeDtypeStructs, with shardings, of its own
-    weights; `hidden` is that of hidden[1, Z].
+    weights; `hidden` is that of hidden[1, Z]. `unrolls`: levels of a tree are no loop of the
+    program, which is compiled for longer then, and runs without the host on accelerators.
     """
 
     extend: ExtendCache
@@ -306,3 +307,4 @@ class Network(NamedTuple):
     params: PyTree
     hidden: jax.ShapeDtypeStruct
     top: Top = jax.lax.top_k
+    unrolls: bool = False

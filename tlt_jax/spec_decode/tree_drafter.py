@@ -176,19 +176,17 @@ def expand(
     logits = network.logits(weights, state.hidden[:, None])
     tokens, scores = (found[:, 0] for found in guess(logits, noise_of(context, 0, ids), ids))
 
-    ranks = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
-    levels = [
-        Candidates(
-            tokens, jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32), scores, ranks
-        )
-    ]
+    own = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
+    parents, depths = jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32)
+    first = Candidates(tokens, parents, depths, scores, own)
+    if depth == 1:
+        return first
 
-    beams, index = levels[0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
-    hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
-    scratch, seen, offset = network.scratch(B, k * (depth - 1)), jnp.zeros((B, k, 0), bool), k
-
-    for level in range(depth - 1):
-        seen = jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))], axis=2)
+    def grow(carry: tuple, level: Int32[Array, ""]) -> tuple[tuple, Candidates]:
+        """One level more: the children of the beams, the best of which are the next beams."""
+        beams, index, hidden, scratch, seen = carry
+        eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))
+        seen = jax.lax.dynamic_update_slice_in_dim(seen, eye, level * k, axis=2)
         positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
         scratch, hidden = network.step(
             weights,
@@ -201,22 +199,28 @@ def expand(
             seen,
             level,
         )
-
         found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
-        levels.append(grown(beams, index, *found, level + 2))
+        candidates = grown(beams, index, *found, level + 2)
 
-        best = jax.lax.top_k(levels[-1].scores, k)[1]
-        beams = chosen(levels[-1], best)
-        row, index, offset = best // k, offset + best, offset + k * k
+        best = jax.lax.top_k(candidates.scores, k)[1]
+        row, index = best // k, k + level * k * k + best
         hidden, seen = (
             jnp.take_along_axis(leaf, row[:, :, None], axis=1) for leaf in (hidden, seen)
         )
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *levels)
+        return (chosen(candidates, best), index, hidden, scratch, seen), candidates
+
+    hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
+    nodes = k * (depth - 1)
+    carry = first, own, hidden, network.scratch(B, nodes), jnp.zeros((B, k, nodes), bool)
+    levels = jnp.arange(depth - 1, dtype=jnp.int32)
+    _, rest = jax.lax.scan(grow, carry, levels, unroll=network.unrolls)
+    rest = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(B, -1), rest)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, rest)
 
 
 @shaped
 def noise_of(
-    context: Context, level: int, ids: Int32[Array, " U"] | None
+    context: Context, level: int | Int32[Array, ""], ids: Int32[Array, " U"] | None
 ) -> Float[Array, "B 1 U"] | None:
     """The noise with which the target will choose among the children of this level.
 
@@ -224,7 +228,7 @@ def noise_of(
     """
     if context.noise is None:
         return None
-    noise = context.noise[:, level : level + 1]
+    noise = jax.lax.dynamic_slice_in_dim(context.noise, level, 1, axis=1)
     return noise if ids is None else noise[:, :, ids]
 
 
@@ -262,7 +266,7 @@ def grown(
     index: Int32[Array, "B k"],
     tokens: Int32[Array, "B k k2"],
     scores: Float[Array, "B k k2"],
-    depth: int,
+    depth: Int32[Array, ""],
 ) -> Candidates:
     """The children of the beams as candidates; `index`: candidate index of each beam."""
     B, k, _ = tokens.shape
@@ -271,7 +275,7 @@ def grown(
     return Candidates(
         tokens=tokens.reshape(flat),
         parents=jnp.repeat(index, k, axis=1),
-        depths=jnp.full(flat, depth, jnp.int32),
+        depths=jnp.broadcast_to(depth, flat),
         scores=(beams.scores[:, :, None] + scores).reshape(flat),
         ranks=places.reshape(flat),
     )
