@@ -433,10 +433,10 @@ def test_prompts_that_do_not_fit_are_refused():
         engine_of(batch_buckets=[2, 4])
 
 
-def test_buckets_are_few():
+def test_buckets_are_powers_of_two_and_the_slots():
     assert (
-        batch_buckets(128) == [1, 8, 32, 128]
-        and batch_buckets(6) == [1, 6]
+        batch_buckets(128) == [1, 2, 4, 8, 16, 32, 64, 128]
+        and batch_buckets(6) == [1, 2, 4, 6]
         and batch_buckets(1) == [1]
     )
     assert doubling(256, 192) == [192] and doubling(256, 1100) == [256, 512, 1024, 1100]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout import executables, prices, relocation
+from tlt_jax.rollout import executables, portable, prices
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Decode, Start, StateShape, of_group
@@ -40,15 +40,15 @@ class Slow:
             threading.Event(),
             [],
         )
-        self.executables.waits, compile_now = False, executables.compile_now
+        self.executables.waits, make = False, self.executables.make
 
         def gated(program: Program, *rest):
             if threading.current_thread() is not threading.main_thread() and is_held(program):
                 self.asked.append(program)
                 assert self.allowed.wait(20)
-            return compile_now(program, *rest)
+            return make(program, *rest)
 
-        monkeypatch.setattr(executables, "compile_now", gated)
+        monkeypatch.setattr(self.executables, "make", gated)
 
 
 class Scripted(Planner):
@@ -197,16 +197,28 @@ def test_a_group_loads_the_programs_that_another_has_and_they_compute_the_same()
     assert programs.prices.alike.keys() == {prices.kind(one) for one in compiled}
 
 
-def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(
-    monkeypatch, caplog
-):
-    monkeypatch.setattr(relocation, "PLATFORMS", ("cuda",))
+def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(monkeypatch):
+    monkeypatch.setattr(portable, "PLATFORMS", ("cuda",))
     programs = toys.executables(2, V)
-    with caplog.at_level(logging.INFO, "tlt_jax"):
-        toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
+    toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
     assert not any(one.is_loaded for one in programs.compiles)
-    said = [one for one in caplog.records if "every data group compiles" in one.getMessage()]
-    assert len(said) == 1
+
+
+def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_damaged(tmp_path):
+    def made():
+        first = toys.executables(2, V, toys.table_drafter())
+        programs = executables.Executables(first.shapes, lambda compiled: None, tmp_path / "kept")
+        rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
+        result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
+        return answers(result), sum(not one.is_loaded for one in programs.compiles)
+
+    expected, compiled = made()
+    files = sorted((tmp_path / "kept").iterdir())
+    assert compiled == len(files) > 3
+    assert made() == (expected, 0)
+    files[0].write_bytes(files[0].read_bytes()[:300])
+    files[1].write_bytes(b"")
+    assert made() == (expected, 2) and made() == (expected, 0)
 
 
 def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_others():

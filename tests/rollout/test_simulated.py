@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -309,7 +310,8 @@ def test_measurements_are_known_to_the_moment_when_every_event_is_looked_at(monk
 def test_compiling_takes_the_host_its_seconds_once():
     programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST), lambda program: 3.0)
     free = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
-    (paid, _), (fast, _) = (run(one, long_tail(), groups=2) for one in (programs, free))
+    play = partial(run, groups=2, batches=(48,), slots=(1024,))
+    (paid, _), (fast, _) = (play(one, long_tail()) for one in (programs, free))
     total, extra = sum(programs.compiled.values()), paid.stats["seconds"] - fast.stats["seconds"]
     assert answers(paid) == answers(fast) and total == 3.0 * len(programs.compiled)
     assert 0.5 * total < extra < total, (
@@ -317,7 +319,7 @@ def test_compiling_takes_the_host_its_seconds_once():
     )
     assert not all(one.is_timed for one in paid.measurements)
     compiled = len(programs.compiled)
-    again, _ = run(programs, long_tail(), groups=2)
+    again, _ = play(programs, long_tail())
     assert len(programs.compiled) == compiled and all(one.is_timed for one in again.measurements)
     assert again.stats["seconds"] == pytest.approx(fast.stats["seconds"], rel=0.1)
 

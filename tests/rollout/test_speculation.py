@@ -198,7 +198,7 @@ def in_turn(strategies: list[str]) -> Tuner:
     """Every chunk has the next strategy; plain decoding is the last of them when there are several."""
     arms = (*parse_arms(strategies), *[PLAIN] * (len(strategies) > 1))
 
-    def choose(state, live, batch, slots):
+    def choose(state, live, batch, slots, there=()):
         return {"turn": state["turn"] + 1}, Choice(
             arms[state["turn"] % len(arms)], math.nan, "in turn"
         )
@@ -209,6 +209,8 @@ def in_turn(strategies: list[str]) -> Tuner:
         interface.unchanged,
         interface.unchanged,
         lambda batch, fewest: arms,
+        lambda state, cells: np.zeros((2, len(cells))),
+        goes_by_rule=True,
     )
 
 

@@ -84,7 +84,12 @@ def is_tried(gap: float, error: float) -> bool:
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
     view = exploration.Outlook(arms, speed, errors, np.zeros(2))
-    return exploration.worth_trying({"chunk": 16, "funds": math.inf}, view, 0) == 1
+    return (
+        exploration.worth_trying(
+            {"chunk": 16, "funds": math.inf}, view, 0, np.array([True] * len(view.arms))
+        )
+        == 1
+    )
 
 
 def is_worth_it(gap: float, error: float, horizon: float) -> bool:

@@ -79,7 +79,7 @@ class Engine:
         drafter: DrafterConfig | None = None,
         captures_states: bool = False,
     ):
-        use_compile_cache(config.rollout.compile_cache)
+        folder = use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
@@ -99,7 +99,7 @@ class Engine:
             )
             for target, group in zip(targets, self.groups, strict=True)
         ]
-        self.programs = Executables(shapes, log_compile)
+        self.programs = Executables(shapes, log_compile, folder)
         self.draft_seconds: dict[Shape, float] = {}
         memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
         self.ngram_memory = memory if speculation.drafter == NGRAM else None

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
+from tlt_jax.rollout import portable
+from tlt_jax.rollout.portable import Portable, PortabilityError, Shelf
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.prices import LOADING, Prices
 from tlt_jax.rollout.programs import DraftOnly, GroupShapes, of_group
-from tlt_jax.rollout.relocation import RelocationError, relocated
 from tlt_jax.spec_decode.decode import Report, Weights
 
 MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 class Compiled:
     """A line of the compile log: seconds of lowering and compilation, and bytes on one device.
 
-    `is_loaded`: it was not compiled, but loaded from another data group.
+    `is_loaded`: it was not compiled, but loaded: from another data group, or an earlier run.
     """
 
     program: Program
@@ -50,23 +51,39 @@ class Compiled:
     is_loaded: bool = False
 
 
+@dataclass(frozen=True)
+class Made:
+    """An executable, and itself as bytes when it can be; seconds that a thread took for it; whether it was only loaded."""
+
+    executable: jax.stages.Compiled
+    portable: Portable | None = None
+    seconds: float = 0.0
+    is_loaded: bool = False
+
+
 class Executables:
     """The executables of every data group; `compiles` is the log. Implements the port `Programs`.
 
     `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
 
-    A program that another group has is loaded from there where the backend can do that. Others are
-    compiled in the background, one at a time, on accelerators, whose host is free, and on a CPU with
+    A program that another group has, or an earlier run left in `folder`, is loaded from there where
+    the backend can do that. Others are compiled in the background, one at a time, on accelerators, whose host is free, and on a CPU with
     more cores than devices; elsewhere compiling takes the rollout's own cores, and is waited for.
     """
 
-    def __init__(self, shapes: Sequence[GroupShapes], log: Callable[[Compiled], None]):
+    def __init__(
+        self,
+        shapes: Sequence[GroupShapes],
+        log: Callable[[Compiled], None],
+        folder: Path | None = None,
+    ):
         self.shapes, self.log = tuple(shapes), log
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
         self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
-        self.is_cpu, self.relocates, self.prices = is_cpu(shapes[0].mesh), True, Prices()
+        self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), Shelf(folder)
+        self.portables: dict[Program, Portable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
@@ -81,59 +98,66 @@ class Executables:
         if program not in self.executables:
             begin = time.perf_counter()
             if program in self.ahead:
-                executable, compiled = self.ahead.pop(program).result()
+                made = self.ahead.pop(program).result()
             else:
-                executable, compiled = self.load(program, begin) or compile_now(
-                    program, self.lower(program), begin, self.options
-                )
-
-            self.waited.append((begin, time.perf_counter()))
-            self.hold(program, executable, compiled)
+                made = self.of_another_group(program) or self.make(program, self.lower(program))
+            end = time.perf_counter()
+            self.waited.append((begin, end))
+            self.hold(program, made, end - begin)
         self.executables.move_to_end(program)
         return self.executables[program]
 
-    def hold(self, program: Program, executable: Callable[..., Any], compiled: Compiled) -> None:
+    def hold(self, program: Program, made: Made, seconds: float) -> None:
         """Keeps an executable, with its line of the log; drops the one unused longest when there are too many."""
-        self.compiles.append(compiled)
-        self.log(compiled)
-        if not compiled.is_loaded:
-            self.prices.note(program, compiled.seconds)
-        self.executables[program] = executable
+        line = compile_record(program, made.seconds or seconds, made.executable.memory_analysis())
+        line = replace(line, is_loaded=made.is_loaded)
+        self.compiles.append(line)
+        self.log(line)
+        if not self.is_shared(program):
+            self.prices.note(program, line.seconds)
+        if made.portable and len(self.shapes) > 1:
+            self.portables[of_group(program, 0)] = made.portable
+        self.executables[program] = made.executable
         if len(self.executables) > MAX_PROGRAMS:
-            self.ran.discard(self.executables.popitem(last=False)[0])
+            dropped = self.executables.popitem(last=False)[0]
+            self.ran.discard(dropped)
+            self.portables.pop(of_group(dropped, 0), None)
         self.changes += 1
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Changes with the programs that are there."""
-        return self.changes, sum(future.done() for future in self.ahead.values())
+    def is_shared(self, program: Program) -> bool:
+        """Whether another group's executable can be loaded for this one's devices."""
+        return of_group(program, 0) in self.portables
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """XLA's options of a compilation."""
-        return CPU_OPTIONS if self.is_cpu else {}
-
-    def load(self, program: Program, begin: float) -> tuple[Callable[..., Any], Compiled] | None:
-        """The executable of another group, for this group's devices, when there is one and the backend can."""
-        twin = self.twin(program)
-        if twin is None:
+    def of_another_group(self, program: Program) -> Made | None:
+        """The executable of another group, for this group's devices, when there is one."""
+        if not self.is_shared(program):
             return None
-        ours, theirs = (self.shapes[one.group].mesh.devices.flat for one in (program, twin))
+        found = self.portables[of_group(program, 0)]
         try:
-            executable = relocated(self.executables[twin], dict(zip(theirs, ours, strict=True)))
-        except RelocationError as error:
+            return Made(portable.loaded(found, self.devices(program)), found, is_loaded=True)
+        except PortabilityError as error:
             log.info("every data group compiles its programs: %s", error)
-            self.relocates = False
+            del self.portables[of_group(program, 0)]
             return None
-        seconds = time.perf_counter() - begin
-        line = compile_record(program, seconds, executable.memory_analysis())
-        return executable, replace(line, is_loaded=True)
 
-    def twin(self, program: Program) -> Program | None:
-        """The same program of another group, if it is there."""
-        others = range(len(self.shapes)) if self.relocates else ()
-        twins = (of_group(program, other) for other in others if other != program.group)
-        return next((one for one in twins if one in self.executables), None)
+    def make(self, program: Program, lowered: jax.stages.Lowered) -> Made:
+        """The executable of a lowered program: from the folder, or compiled."""
+        devices = self.devices(program)
+        if found := self.shelf.get(lowered, self.options, devices):
+            return Made(*found, is_loaded=True)
+        hits = len(CACHE_HITS)
+        executable, made = compile_now(lowered, self.options), None
+        if len(CACHE_HITS) == hits:
+            try:
+                made = portable.serialized(executable, devices)
+                self.shelf.put(lowered, self.options, made)
+            except PortabilityError as error:
+                log.debug("%s stays where it was compiled: %s", program, error)
+        return Made(executable, made, seconds=0.0, is_loaded=False)
+
+    def devices(self, program: Program) -> list[jax.Device]:
+        """The devices of its group."""
+        return list(self.shapes[program.group].mesh.devices.flat)
 
     def is_first_run(self, program: Program) -> bool:
         """Whether this is the first call with this program: a first run also loads its kernels.
@@ -149,20 +173,33 @@ class Executables:
         if program in self.executables or (program in self.ahead and self.ahead[program].done()):
             return 0.0
         share = 1.0 if self.waits else BACKGROUND
-        return share * self.prices.of(program) * (LOADING if self.twin(program) else 1.0)
+        return share * self.prices.of(program) * (LOADING if self.is_shared(program) else 1.0)
 
     def prepare(self, programs: Iterable[Program]) -> None:
         """Compiles what is not there: now, or in the background, where it is one program at a time."""
         for program in programs:
-            if self.waits or self.twin(program):
+            if self.waits or self.is_shared(program):
                 self.get(program)
             elif self.price(program) and all(future.done() for future in self.ahead.values()):
                 begin = time.perf_counter()
-                lowered = self.lower(program)
-                self.ahead[program] = self.thread.submit(
-                    compile_now, program, lowered, begin, self.options
-                )
+                self.ahead[program] = self.thread.submit(self.timed, program, self.lower(program))
                 self.waited.append((begin, time.perf_counter()))
+
+    def timed(self, program: Program, lowered: jax.stages.Lowered) -> Made:
+        """`make`, with its seconds. Lowering is not done here: in a thread it would miss JAX's local settings."""
+        begin = time.perf_counter()
+        made = self.make(program, lowered)
+        return replace(made, seconds=time.perf_counter() - begin)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with the programs that are there."""
+        return self.changes, sum(future.done() for future in self.ahead.values())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """XLA's options of a compilation."""
+        return CPU_OPTIONS if self.is_cpu else {}
 
     @property
     def is_disturbed(self) -> bool:
@@ -179,16 +216,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compile_now(
-    program: Program, lowered: jax.stages.Lowered, begin: float, options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Compiled]:
-    """The executable, and its line of the log, with seconds since lowering began.
+def compile_now(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    """The executable."""
+    return lowered.compile(compiler_options=dict(options) or None)
 
-    Lowering is not done here: in a thread it would miss JAX's local settings.
-    """
-    executable = lowered.compile(compiler_options=dict(options) or None)
-    seconds, memory = time.perf_counter() - begin, executable.memory_analysis()
-    return executable, compile_record(program, seconds, memory)
+
+CACHE_HITS: list[str] = []  # what JAX read from its own cache, which cannot be serialized again
+
+
+def count_cache_hits(event: str, **_: Any) -> None:
+    """Notes that JAX has read an executable instead of compiling it."""
+    if event == "/jax/compilation_cache/cache_hits":
+        CACHE_HITS.append(event)
+
+
+jax.monitoring.register_event_listener(count_cache_hits)
 
 
 def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
@@ -232,13 +274,17 @@ def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> 
     return median(spent[1:])
 
 
-def use_compile_cache(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all."""
+def use_compile_cache(folder: str) -> Path | None:
+    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all.
+
+    The folder for the rollout's own executables, in it.
+    """
     if folder == "off":
-        return
+        return None
     path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
     if jax.config.jax_compilation_cache_dir != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
         compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path / "rollout"

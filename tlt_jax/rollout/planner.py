@@ -66,13 +66,13 @@ class Planner:
         there = self.fitting(view, self.there(view, offers))
         least = self.least(view)
         if not there:
-            return self.first(view)
+            return None  # nothing is weighed: the chunk cannot do without
         arms = (PLAIN, *self.tuner.usable(least[0], view.live))
         if self.tuner.goes_by_rule:
             arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
             there = [cell for cell in there if cell.strategy in arms]
             if not there:
-                return Cell(*self.first(view)[:2], *arms)
+                return Cell(*self.first(view)[:2], arms[0])
         if self.seconds < self.weighed + WEIGHED:
             return None
 

@@ -246,8 +246,8 @@ class Fill(Protocol):
 class Step(Protocol):
     """The scratch with k more nodes, and their hidden states; `hidden` are those of their parents.
 
-    They see `starts` slots, and of the first R scratch rows, the last k of which are themselves,
-    those that `ancestors` marks.
+    They are written from scratch row level * k on. They see `starts` slots, and of the first R
+    scratch rows those that `ancestors` marks, themselves too.
     """
 
     def __call__(
@@ -260,7 +260,7 @@ class Step(Protocol):
         positions: Int32[Array, "B k"],
         starts: Int32[Array, " B"],
         ancestors: Bool[Array, "B k R"],
-        level: int,
+        level: int | Int32[Array, ""],
         /,
     ) -> tuple[PyTree, Float[Array, "B k Z"]]: ...
 

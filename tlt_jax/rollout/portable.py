@@ -1,0 +1,149 @@
+"""Executables as bytes: loaded for the devices of any data group, and kept in a folder for later runs.
+
+The only file that knows how JAX serializes executables and loads them for devices that they were not
+compiled for; of the latter its public functions know nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+
+from tlt_jax import atomic
+
+Unpickler = getattr(serialize_executable, "_JaxPjrtUnpickler", object)
+PLATFORMS = ("cpu", "cuda", "gpu")  # a TPU's executable knows where its chips lie
+# What ends the loading where a backend, a version of JAX or a damaged file does not allow it.
+FAILURES = (
+    ImportError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError, KeyError,
+    EOFError, pickle.UnpicklingError,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class PortabilityError(Exception):
+    """This executable cannot be serialized, or not loaded for these devices."""
+
+
+@dataclass(frozen=True)
+class Portable:
+    """A serialized executable, the ids of the devices that it was compiled for, and its arguments' and results' trees."""
+
+    data: bytes
+    devices: tuple[int, ...]
+    in_tree: Any
+    out_tree: Any
+
+
+def serialized(executable: jax.stages.Compiled, devices: Sequence[jax.Device]) -> Portable:
+    """An executable that this process compiled for these devices (one that it loaded has lost its kernels).
+
+    Raises PortabilityError.
+    """
+    if devices[0].platform not in PLATFORMS:
+        raise PortabilityError(f"not on {devices[0].platform}")
+    try:
+        data, *trees = serialize_executable.serialize(executable)
+    except FAILURES as error:
+        raise PortabilityError(str(error)) from error
+    return Portable(data, tuple(device.id for device in devices), *trees)
+
+
+def loaded(portable: Portable, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+    """The executable for these devices; takes a twentieth of a compilation. Raises PortabilityError."""
+    try:
+        moved = dict(zip(portable.devices, devices, strict=True))
+        unloaded, arguments, no_kwargs = Loader(portable.data, moved).load()
+        executable = jax.stages.Compiled(
+            unloaded.load(),
+            [],
+            portable.in_tree.unflatten(arguments),
+            portable.out_tree,
+            no_kwargs=no_kwargs,
+        )
+        held = executable.runtime_executable().local_devices()
+    except FAILURES as error:
+        raise PortabilityError(str(error)) from error
+    if set(held) != set(devices):
+        raise PortabilityError(f"it was loaded for {held}")
+    return executable
+
+
+class Loader(Unpickler):
+    """Reads a serialized executable, for other devices: `moved` maps the ids of its own to them."""
+
+    def __init__(self, data: bytes, moved: Mapping[int, jax.Device]):
+        from jax._src import compiler
+
+        devices = tuple(moved.values())
+        super().__init__(io.BytesIO(data), devices[0].client, devices)
+        self.devices_by_id = dict(moved)
+        assignment = np.array([[device.id for device in devices]])
+        self.options = compiler.get_compile_options(1, len(devices), assignment)
+
+    def persistent_load(self, name: tuple) -> Any:
+        if name[0] != "exec":
+            return super().persistent_load(name)
+        return self.backend.deserialize_executable(name[1], self.execution_devices, self.options)
+
+
+class Shelf:
+    """A folder of serialized executables, each under a digest of all that it was compiled from.
+
+    Only folders that nobody else can write to are safe: loading an executable may run any code, as
+    it does from JAX's own compilation cache.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
+        """Where an executable of this program lies."""
+        device = jax.local_devices()[0]
+        basis = (
+            jax.__version__, device.client.platform_version, device.device_kind,
+            os.environ.get("XLA_FLAGS"), sorted(options.items()), lowered.as_text(),
+        )  # fmt: skip
+        return self.folder / hashlib.sha256(repr(basis).encode()).hexdigest()
+
+    def get(
+        self,
+        lowered: jax.stages.Lowered,
+        options: Mapping[str, Any],
+        devices: Sequence[jax.Device],
+    ) -> tuple[jax.stages.Compiled, Portable] | None:
+        """The executable for these devices, if it is there and can be loaded."""
+        path = self.path(lowered, options) if self.folder else None
+        if path is None or not path.exists():
+            return None
+        head, _, data = path.read_bytes().partition(b"\n")
+        try:
+            portable = Portable(data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree)
+            return loaded(portable, devices), portable
+        except (PortabilityError, ValueError, TypeError) as error:
+            log.info("%s is not used, and compiled again: %s", path, error)
+            return None
+
+    def put(
+        self, lowered: jax.stages.Lowered, options: Mapping[str, Any], portable: Portable
+    ) -> None:
+        """Keeps the executable."""
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            head = json.dumps(portable.devices).encode()
+            path = self.path(lowered, options)
+            with atomic.replacing(path, path.with_name(f"{path.name}.{os.getpid()}")) as temporary:
+                temporary.write_bytes(head + b"\n" + portable.data)
