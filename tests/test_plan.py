@@ -314,7 +314,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     assert plan.main() == 0
     printed = capsys.readouterr().out
     told = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
-            "policy update", "drafter reshard", "drafter update")  # fmt: skip
+            "policy gradients", "policy update", "drafter reshard", "drafter update")  # fmt: skip
     for name in told:
         assert f"{name}: compiled in" in printed
     assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed

@@ -69,13 +69,15 @@ def lower(
         given += ("reference",)
     if config.algorithm.minibatches > 1:
         given += ("old",)
-    batch = policy_update.abstract_batch(
-        recipe, accumulation(config), packing.rows(config), packing.row_tokens(config), given
+    rows = policy_update.abstract_rows(
+        recipe, packing.rows(config), packing.row_tokens(config), given
     )
-    update = policy_update.programs(recipe).update.lower(
-        policy_update.abstract_state(recipe), batch
-    )
-    yield PlannedProgram("policy update", update, recipe.mesh, resident)
+    programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
+    accumulate = programs.accumulate.lower(sums, params, rows)
+    holds = resident | pick(kinds, "gradients")
+    yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
+    apply = programs.apply.lower(policy_update.abstract_state(recipe), sums)
+    yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
         recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
@@ -106,16 +108,6 @@ def lower_rollout(
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
         yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now)
-
-
-def accumulation(config: Config) -> int:
-    """Accumulation steps of an update when all answers have the maximum length."""
-    sequences = config.rollout.prompts * config.rollout.samples // config.algorithm.minibatches
-    per_row = packing.row_tokens(config) // (
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    )
-    needed = -(-sequences // (per_row * packing.rows(config)))
-    return 1 << (needed - 1).bit_length()
 
 
 def print_report(program: PlannedProgram, limit: int) -> bool:

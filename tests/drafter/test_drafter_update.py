@@ -76,7 +76,7 @@ def batch_of(recipe: Recipe) -> Batch:
         for uid in range(7)
     ]
     packed = packing.pack(examples, 16, 4)
-    assert packed.count == 1
+    assert len(packed.tokens) == 1
     rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
     return drafter_update.make_batch(
         rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh

@@ -54,12 +54,15 @@ def of_the_first_minibatch(make_batch):
 def without_last_tokens(make_batch):
     """The last token of every answer weighs nothing."""
 
-    def make(packed, mesh, weights, advantages, recorded=None):
-        batch = make_batch(packed, mesh, weights, advantages, recorded)
+    def make(packed, recipe, weights, advantages, recorded=None):
+        batch = make_batch(packed, recipe, weights, advantages, recorded)
         kept = packed.spread(weights)
         for (step, row, first), length in zip(packed.spans, packed.answer_lengths, strict=True):
             kept[step, row, first + length - 1] = 0
-        return batch.replace(weights=jax.device_put(kept, batch.weights.sharding))
+        return [
+            rows.replace(weights=jax.device_put(part, rows.weights.sharding))
+            for rows, part in zip(batch, kept, strict=True)
+        ]
 
     return make
 

@@ -113,7 +113,6 @@ def rows(batch) -> list[tuple[np.ndarray, ...]]:
 def check_batches(run: Run) -> None:
     """Every update learns from the answers of its minibatch, each with its own advantage."""
     for update, (pairs, advantages, weights) in zip(run.updates, learned(run), strict=True):
-        assert not update.batch.segments[int(update.batch.count) :].any()
         found, expected = rows(update.batch), zip(pairs, advantages, weights, strict=True)
         expected = sorted(expected, key=lambda one: one[0][0] + one[0][1])
         for example, ((prompt, answer), advantage, weight) in zip(found, expected, strict=True):

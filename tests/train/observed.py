@@ -20,7 +20,7 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.train import loop, policy_update
-from tlt_jax.train.policy_update import Batch, PolicyState
+from tlt_jax.train.policy_update import PolicyState, Rows
 
 TINY = {
     "model.init": {
@@ -52,10 +52,13 @@ class Rolled:
 
 @dataclass(frozen=True)
 class Updated:
-    """An optimizer step: the state before and after it, its batch and metrics, and its program."""
+    """An optimizer step: the state before and after it, its batch and metrics, and its program.
+
+    The arrays of `batch` have the accumulation steps [A] as their first axis.
+    """
 
     before: PolicyState
-    batch: Batch
+    batch: Rows
     after: PolicyState
     metrics: dict[str, float]
     jaxpr: Any
@@ -105,7 +108,7 @@ def copied(tree: Any) -> Any:
 def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
     """The run, written down. With `replies`, answers that are known stand in for its rollouts."""
     run, known = Run(config), [one.result for one in replies]
-    decode, build = Engine.run, policy_update.programs
+    decode, build = Engine.run, policy_update.update
 
     def rollout(engine, request, weights, tuner, *, on_finish, interrupted):
         if known:
@@ -119,20 +122,17 @@ def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
         run.rollouts.append(Rolled(request, result))
         return result, learned
 
-    def programs(recipe):
-        built = build(recipe)
-
-        def update(state, batch):
-            before, jaxpr = copied(state), built.update.trace(state, batch).jaxpr
-            after, metrics = built.update(state, batch)
-            numbers = {name: float(value) for name, value in metrics.items()}
-            run.updates.append(Updated(before, copied(batch), copied(after), numbers, jaxpr))
-            return after, metrics
-
-        return built._replace(update=update)
+    def update(programs, state, batch):
+        before, sums = copied(state), programs.empty.eval_shape(state.params, batch[0])
+        jaxpr = programs.accumulate.trace(sums, state.params, batch[0]).jaxpr
+        after, metrics = build(programs, state, batch)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        rows = jax.tree.map(lambda *steps: np.stack(steps), *batch)
+        run.updates.append(Updated(before, rows, copied(after), numbers, jaxpr))
+        return after, metrics
 
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
         patch.setattr(Engine, "run", rollout)
-        patch.setattr(policy_update, "programs", programs)
+        patch.setattr(policy_update, "update", update)
         assert loop.train(config) == cli.DONE
     return run

@@ -94,11 +94,14 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     )
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
-    batch = policy_update.make_batch(packed, mesh, weights, advantages, given[2] if given else None)
+    batch = policy_update.make_batch(
+        packed, recipe, weights, advantages, given[2] if given else None
+    )
+    (rows,) = batch
     if given:
-        batch = batch.replace(old=packed.place(given[0]), reference=packed.place(given[1]))
+        rows = rows.replace(old=packed.place(given[0])[0], reference=packed.place(given[1])[0])
     params = transformer.init(MODEL, mesh, jax.random.key(0), "float64")
-    loss = partial(policy_update.loss, batch=batch.at(0), recipe=recipe)
+    loss = partial(policy_update.loss, rows=rows, recipe=recipe)
     (total, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
     hf.save(params, MODEL, tmp_path / "weights", mesh, None, "float64")

@@ -18,7 +18,7 @@ from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Batch, Objective, PolicyState, Recipe
+from tlt_jax.train.policy_update import Batch, Objective, PolicyState, Recipe, Rows
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -63,8 +63,21 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
     return policy_update.make_batch(
-        packed, recipe.mesh, weights, advantages, sampled if recorded else None
+        packed, recipe, weights, advantages, sampled if recorded else None
     )
+
+
+def update(recipe: Recipe, state: PolicyState, batch: Batch) -> tuple[PolicyState, dict]:
+    return policy_update.update(policy_update.programs(recipe), state, batch)
+
+
+def logprobs_of(recipe: Recipe, params: transformer.Params, batch: Batch) -> list[jax.Array]:
+    return policy_update.token_logprobs(policy_update.programs(recipe), params, batch)
+
+
+def compiles(recipe: Recipe) -> int:
+    """How many programs the recipe has compiled."""
+    return sum(program._cache_size() for program in policy_update.programs(recipe))
 
 
 def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
@@ -81,32 +94,28 @@ def state_of(recipe: Recipe) -> PolicyState:
     return policy_update.create(params_of(recipe), recipe)
 
 
-def full_batch(recipe: Recipe, logprobs: np.ndarray) -> Batch:
-    """A batch with old, reference and recorded log-probs near the policy's, so that some tokens clip and some do not."""
-    random, batch = np.random.default_rng(0), batch_of(recipe, rows=16)
+def full_rows(recipe: Recipe, logprobs: np.ndarray) -> Rows:
+    """Rows with old, reference and recorded log-probs near the policy's, so that some tokens clip and some do not."""
+    random, (rows,) = np.random.default_rng(0), batch_of(recipe, rows=16)
     names = ("old", "reference", "recorded")
-    return batch.replace(
+    return rows.replace(
         **{name: jnp.asarray(logprobs + random.normal(0, 0.4, logprobs.shape)) for name in names}
     )
 
 
 def whole_scores(
-    recipe: Recipe, batch: Batch, params: transformer.Params
+    recipe: Recipe, rows: Rows, params: transformer.Params
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies of a batch of one accumulation step, from all its logits at once."""
+    """Log-probs and entropies of one accumulation step, from all its logits at once."""
 
     def forward(params: transformer.Params) -> jax.Array:
-        rows = batch.at(jnp.int32(0))
         x, _ = transformer.hidden(
             params, MODEL, rows.tokens, rows.positions, rows.segments, compute_dtype="float64"
         )
         return transformer.logits(params, MODEL, x)[..., : MODEL.vocab_size]
 
     temperature = recipe.objective.temperature
-    scores = plain_scores(
-        np.asarray(jax.jit(forward)(params)), np.asarray(batch.targets[0]), temperature
-    )
-    return tuple(part[None] for part in scores)
+    return plain_scores(np.asarray(jax.jit(forward)(params)), np.asarray(rows.targets), temperature)
 
 
 def assert_same(one, other, **tolerance):
@@ -168,29 +177,28 @@ def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
     recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)
     given = ("old", "reference", "recorded")
-    batch = policy_update.abstract_batch(recipe, steps=2, rows=4, row_tokens=2048, given=given)
-    compiled = (
-        policy_update.programs(recipe)
-        .update.lower(policy_update.abstract_state(recipe), batch)
-        .compile()
-    )
-    memory = compiled.memory_analysis()
+    rows = policy_update.abstract_rows(recipe, rows=4, row_tokens=2048, given=given)
+    programs, state = policy_update.programs(recipe), policy_update.abstract_state(recipe)
+    sums = policy_update.abstract_sums(recipe, rows)
+    memory = programs.accumulate.lower(sums, state.params, rows).compile().memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4
-    state_bytes = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(policy_update.abstract_state(recipe))
-    )
-    assert memory.alias_size_in_bytes > 0.99 * state_bytes / 2  # the state is donated
+    assert memory.alias_size_in_bytes > 0.99 * size(sums) / 2  # on one of two devices, donated
+    memory = programs.apply.lower(state, sums).compile().memory_analysis()
+    assert memory.alias_size_in_bytes > 0.99 * size(state) / 2
+
+
+def size(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 # The loss, against a plain NumPy one
 
 
-def plain_loss(objective: Objective, batch, logp, entropy) -> float:
+def plain_loss(objective: Objective, given, logp, entropy) -> float:
     """GRPO's loss, token by token, from the log-probs and entropies of the policy."""
     fields = ("tokens", "weights", "advantages", "old", "reference", "recorded")
-    rows = {name: np.asarray(getattr(batch, name)) for name in fields}
+    rows = {name: np.asarray(getattr(given, name)) for name in fields}
     total = 0.0
     for index in zip(*np.nonzero(rows["weights"]), strict=True):
         old, recorded, reference = (rows[name][index] for name in ("old", "recorded", "reference"))
@@ -208,15 +216,11 @@ def plain_loss(objective: Objective, batch, logp, entropy) -> float:
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(x64):
     recipe = recipe_of(FULL)
     params = params_of(recipe)
-    logp, entropy = whole_scores(recipe, batch_of(recipe, rows=16), params)
-    batch = full_batch(recipe, logp)
-    expected = plain_loss(FULL, batch, logp, entropy)
+    logp, entropy = whole_scores(recipe, batch_of(recipe, rows=16)[0], params)
+    rows = full_rows(recipe, logp)
+    expected = plain_loss(FULL, rows, logp, entropy)
 
-    loss = jax.jit(
-        jax.value_and_grad(
-            lambda params: policy_update.loss(params, batch.at(jnp.int32(0)), recipe)[0]
-        )
-    )
+    loss = jax.jit(jax.value_and_grad(lambda params: policy_update.loss(params, rows, recipe)[0]))
     total, gradient = loss(params)
     assert float(total) == pytest.approx(expected, rel=1e-10)
     direction = params_of(recipe, seed=5)
@@ -231,14 +235,14 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     assert sum(products) == pytest.approx(float(shifted[0] - shifted[1]) / 2e-6, rel=1e-6)
 
     before = jax.device_get(params)
-    state, metrics = policy_update.programs(recipe).update(state_of(recipe), batch)
-    mask = np.asarray(batch.weights) > 0
+    state, metrics = update(recipe, state_of(recipe), [rows])
+    mask = np.asarray(rows.weights) > 0
     ratio, advantage = (
-        np.exp(logp - np.asarray(batch.old))[mask],
-        np.asarray(batch.advantages)[mask],
+        np.exp(logp - np.asarray(rows.old))[mask],
+        np.asarray(rows.advantages)[mask],
     )
     low, high = (advantage < 0) & (ratio < 0.9), (advantage > 0) & (ratio > 1.3)
-    difference = np.abs(logp - np.asarray(batch.recorded))[mask]
+    difference = np.abs(logp - np.asarray(rows.recorded))[mask]
     expected = {
         "loss": expected, "grad_norm": np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(gradient))),
         "lr": 1e-2, "nonfinite": 0, "entropy": entropy[mask].mean(), "ratio_mean": ratio.mean(),
@@ -266,11 +270,13 @@ def test_sharded_updates_are_the_unsharded_one_and_compile_once(x64):
     results = []
     for shape in ((1, 1), (2, 2), (4, 2)):
         recipe = recipe_of(PLAIN, *shape)
-        update, state = policy_update.programs(recipe).update, state_of(recipe)
-        placed, compiled = jax.tree.map(lambda leaf: leaf.sharding, state), update._cache_size()
-        for _ in range(2):
-            state, metrics = update(state, batch_of(recipe))
-        assert update._cache_size() <= compiled + 1
+        state = state_of(recipe)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        for examples in (3, 18):
+            batch = batch_of(recipe, examples=examples)
+            assert len(batch) == (1 if examples == 3 else 3)
+            state, metrics = update(recipe, state, batch)
+        assert compiles(recipe) == 3, "empty, accumulate, apply"
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
         results.append((state, metrics))
     for sharded in results[1:]:
@@ -286,9 +292,9 @@ def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
     results = []
     for shape in ((1, 1), (2, 2)):
         recipe = recipe_of(PLAIN, *shape, param_dtype="float32", compute_dtype="float32")
-        update, state = policy_update.programs(recipe).update, state_of(recipe)
+        state = state_of(recipe)
         for _ in range(2):
-            state, metrics = update(state, batch_of(recipe))
+            state, metrics = update(recipe, state, batch_of(recipe))
         assert {leaf.dtype for leaf in jax.tree.leaves((state, metrics))} == {
             jnp.dtype("float32"),
             jnp.dtype("int32"),
@@ -320,30 +326,34 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
 
 def test_accumulated_gradients_are_those_of_one_big_batch_whatever_the_packing(x64):
     recipe = recipe_of(PLAIN)
-    big, small = batch_of(recipe, rows=16), batch_of(recipe)
-    assert int(big.count) == 1 and 1 < int(small.count) < len(
-        small.tokens
-    )  # the last step is padding
-    update = policy_update.programs(recipe).update
-    assert_same(
-        update(state_of(recipe), big), update(state_of(recipe), small), rtol=1e-9, atol=1e-12
-    )
+    batches = [batch_of(recipe, rows=rows) for rows in (16, 4, 1)]
+    assert [len(batch) for batch in batches] == [1, 3, 10]
+    big, *small = [update(recipe, state_of(recipe), batch) for batch in batches]
+    for one in small:
+        assert_same(big, one, rtol=1e-9, atol=1e-12)
 
 
 def test_logprobs_of_a_packed_example_are_those_of_the_example_alone(x64):
     recipe, examples = recipe_of(PLAIN), examples_of()
-    logprobs, params = policy_update.programs(recipe).token_logprobs, params_of(recipe)
-    together, alone = (
-        logprobs(params, batch_of(recipe)),
-        logprobs(params, batch_of(recipe, rows=1, examples=1)),
-    )
+    params = params_of(recipe)
+    together = logprobs_of(recipe, params, batch_of(recipe))
+    (alone,) = logprobs_of(recipe, params, batch_of(recipe, rows=1, examples=1))
     step, row, first = packing.pack(examples, ROW, 4).spans[0]
-    found = together[step, row, first : first + len(examples[0].answer)]
+    found = together[step][row, first : first + len(examples[0].answer)]
     np.testing.assert_allclose(
-        found, alone[0, 0, len(examples[0].prompt) - 1 :][: len(found)], rtol=1e-12
+        found, alone[0, len(examples[0].prompt) - 1 :][: len(found)], rtol=1e-12
     )
-    whole = whole_scores(recipe, batch_of(recipe, rows=1, examples=1), params)[0]
+    whole = whole_scores(recipe, batch_of(recipe, rows=1, examples=1)[0], params)[0]
     np.testing.assert_allclose(alone[alone != 0], whole[np.asarray(alone) != 0], rtol=1e-12)
+
+
+def test_examples_that_are_longer_than_the_recipe_knows_are_refused(x64):
+    longest = max(example.length for example in examples_of())
+    known, unknown = recipe_of(longest=longest), recipe_of()
+    results = [update(recipe, state_of(recipe), batch_of(recipe)) for recipe in (known, unknown)]
+    assert_same(*results, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=f"{longest} tokens, the recipe's longest {longest - 1}"):
+        batch_of(recipe_of(longest=longest - 1))
 
 
 # What the update reads
@@ -356,10 +366,10 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_aske
     recipe = recipe_of(objective)
     batch = batch_of(recipe)
     if objective is FULL:
-        batch = full_batch(recipe, np.full((1, 16, ROW), -2.0))
-    update = policy_update.programs(recipe).update
-    one, first = update(state_of(recipe), batch)
-    two, second = update(state_of(recipe), batch.replace(recorded=batch.recorded - 0.5))
+        batch = [full_rows(recipe, np.full((16, ROW), -2.0))]
+    one, first = update(recipe, state_of(recipe), batch)
+    moved = [rows.replace(recorded=rows.recorded - 0.5) for rows in batch]
+    two, second = update(recipe, state_of(recipe), moved)
     assert float(first["rollout_logprob_diff_mean"]) != float(second["rollout_logprob_diff_mean"])
     same = [
         np.array_equal(a, b)
@@ -370,14 +380,15 @@ def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_aske
 
 def test_the_first_of_several_minibatches_learns_as_a_single_one_does(x64):
     recipe = recipe_of(PLAIN)
-    programs, batch = policy_update.programs(recipe), batch_of(recipe)
-    single, _ = programs.update(state_of(recipe), batch)
+    batch = batch_of(recipe)
+    single, _ = update(recipe, state_of(recipe), batch)
     state = state_of(recipe)
-    several = batch.replace(old=programs.token_logprobs(state.params, batch))
-    state, metrics = programs.update(state, several)
+    old = logprobs_of(recipe, state.params, batch)
+    several = [rows.replace(old=part) for rows, part in zip(batch, old, strict=True)]
+    state, metrics = update(recipe, state, several)
     assert_same(single, state, rtol=1e-9, atol=1e-12)
     assert float(metrics["ratio_max"]) == pytest.approx(1.0, rel=1e-12)
-    _, metrics = programs.update(state, several)
+    _, metrics = update(recipe, state, several)
     assert float(metrics["ratio_max"]) > 1.01
 
 
@@ -388,9 +399,7 @@ def test_objectives_without_what_they_read_are_refused(x64):
     ):
         recipe = recipe_of(objective)
         with pytest.raises(ValueError, match=message):
-            policy_update.programs(recipe).update(
-                policy_update.abstract_state(recipe), batch_of(recipe, recorded=False)
-            )
+            update(recipe, state_of(recipe), batch_of(recipe, recorded=False))
 
 
 # The step
@@ -398,23 +407,19 @@ def test_objectives_without_what_they_read_are_refused(x64):
 
 def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     recipe = recipe_of(PLAIN)
-    update, batch, before = (
-        policy_update.programs(recipe).update,
-        batch_of(recipe),
-        state_of(recipe),
-    )
-    broken = batch.replace(advantages=batch.advantages.at[0, 0].set(jnp.nan))
+    batch, before = batch_of(recipe), state_of(recipe)
+    broken = [*batch[:-1], batch[-1].replace(advantages=batch[-1].advantages.at[0].set(jnp.nan))]
     state = state_of(recipe)
     for skips in (1, 2):
-        state, metrics = update(state, broken)
+        state, metrics = update(recipe, state, broken)
         assert (int(state.step), int(state.skips), int(metrics["nonfinite"])) == (
             skips,
             skips,
             skips,
         )
         assert_same((state.params, state.opt_state), (before.params, before.opt_state))
-    state, metrics = update(state, batch)
-    expected, _ = update(state_of(recipe), batch)
+    state, metrics = update(recipe, state, batch)
+    expected, _ = update(recipe, state_of(recipe), batch)
     assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
     assert (int(state.step), int(state.skips), int(state.skipped)) == (3, 0, 2)
 
@@ -422,15 +427,13 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):
     recipe = recipe_of(Objective(is_supervised=True))
     state, batch = state_of(recipe), batch_of(recipe)
-    expected = -float(
-        jnp.sum(
-            batch.weights
-            * policy_update.programs(recipe_of(PLAIN)).token_logprobs(state.params, batch)
-        )
+    logprobs = logprobs_of(recipe_of(PLAIN), state.params, batch)
+    expected = -sum(
+        float(jnp.sum(rows.weights * part)) for rows, part in zip(batch, logprobs, strict=True)
     )
     losses = []
     for _ in range(5):
-        state, metrics = policy_update.programs(recipe).update(state, batch)
+        state, metrics = update(recipe, state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[0] == pytest.approx(expected, rel=1e-10)
     assert losses == sorted(losses, reverse=True)

@@ -226,18 +226,20 @@ class Train:
     epochs: int = knob(0, "passes over the training rows, when train.steps is 0", at_least=0)
     seed: int = knob(0, "the root of all randomness", at_least=0)
     row_tokens: int = knob(
-        0, "length of a packed row; 0: the longest prompt + answer, rounded up to 128", at_least=0
+        0,
+        "length of a packed row; 0: the longest prompt + answer, rounded up to 128, and twice that when train.rows is 0 too",
+        at_least=0,
     )
     rows: int = knob(
         0,
-        "packed rows of one gradient accumulation step over the whole mesh; 0: two per data group",
+        "packed rows of one gradient accumulation step over the whole mesh; 0: one per data group",
         at_least=0,
     )
     logits_chunk: int = knob(
         1024, "tokens of a data group whose logits exist at once in the update", at_least=1
     )
     attention_block: int = knob(
-        512, "queries whose attention scores exist at once in the update", at_least=1
+        128, "queries whose attention scores exist at once in the update", at_least=1
     )
     max_nonfinite: int = knob(
         3, "stop after this many non-finite updates in a row (each one is skipped)", at_least=1

@@ -16,18 +16,24 @@ from tlt_jax.config import Config
 ROW_MULTIPLE = 128  # tokens
 
 
-def row_tokens(config: Config) -> int:
-    """T, the length of a packed row: train.row_tokens, by default the longest prompt and answer.
+def longest(config: Config) -> int:
+    """Tokens of the longest prompt and answer of a rollout."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
-    The default is rounded up to a multiple of ROW_MULTIPLE.
+
+def row_tokens(config: Config) -> int:
+    """T, the length of a packed row: train.row_tokens, by default that of the longest example.
+
+    The default is rounded up to a multiple of ROW_MULTIPLE. It is twice that where train.rows has
+    its default too: one long row has less padding than two short ones.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return config.train.row_tokens or -(-longest // ROW_MULTIPLE) * ROW_MULTIPLE
+    whole = -(-longest(config) // ROW_MULTIPLE) * ROW_MULTIPLE
+    return config.train.row_tokens or (whole if config.train.rows else 2 * whole)
 
 
 def rows(config: Config) -> int:
-    """R, rows of one accumulation step over the mesh: train.rows, by default 2 per data group."""
-    return config.train.rows or 2 * config.mesh.data
+    """R, rows of one accumulation step over the mesh: train.rows, by default one per data group."""
+    return config.train.rows or config.mesh.data
 
 
 class Example(NamedTuple):
@@ -46,10 +52,10 @@ class Example(NamedTuple):
 class Packed:
     """Packed rows of examples: A accumulation steps of R rows of T tokens.
 
-    The first `count` steps hold examples. Token arrays are int32[A, R, T]; `segments` numbers the
-    examples of a row from 1, 0 is padding. Values of an answer token are placed where it is
-    predicted, one position before it; `targets` has its id there. `spans` [n, 3] holds (step, row,
-    first target position) of each example, in the order given.
+    Token arrays are int32[A, R, T]; `segments` numbers the examples of a row from 1, 0 is padding.
+    Values of an answer token are placed where it is predicted, one position before it; `targets`
+    has its id there. `spans` [n, 3] holds (step, row, first target position) of each example, in
+    the order given.
     """
 
     tokens: np.ndarray
@@ -58,12 +64,11 @@ class Packed:
     targets: np.ndarray
     spans: np.ndarray
     answer_lengths: np.ndarray
-    count: int
 
     @property
     def fill(self) -> float:
-        """Share of the tokens of the first `count` steps that is not padding."""
-        return float((self.segments > 0).sum() / (self.count * self.segments[0].size))
+        """Share of the tokens that is not padding."""
+        return float(np.mean(self.segments > 0))
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """float64[A, R, T]: one value per example at all its targets; 0 elsewhere."""
@@ -85,8 +90,7 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step.
 
     First-fit decreasing: longest first, equal lengths by uid. `groups` data groups get equal
-    numbers of rows. A is a power of two, so that few programs are compiled. Raises ValueError as
-    `check`.
+    numbers of rows. Raises ValueError as `check`.
     """
     check(examples, row_tokens, rows, groups)
 
@@ -94,8 +98,7 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     filled = first_fit([examples[i].length for i in order], row_tokens)
     tokens_per_row = [sum(examples[order[j]].length for j in row) for row in filled]
 
-    count = -(-len(filled) // rows)
-    steps = 1 << (count - 1).bit_length()
+    steps = -(-len(filled) // rows)
     shape = (steps, rows, row_tokens)
     arrays = {
         name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
@@ -103,7 +106,7 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     spans = np.zeros((len(examples), 3), np.int64)
 
     share = rows // groups
-    for group, members in enumerate(balance(tokens_per_row, groups, count * share)):
+    for group, members in enumerate(balance(tokens_per_row, groups, steps * share)):
         for index, member in enumerate(members):
             step, row = index // share, group * share + index % share
             start = 0
@@ -119,7 +122,7 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
                 start = end
 
     lengths = np.array([len(example.answer) for example in examples])
-    return Packed(**arrays, spans=spans, answer_lengths=lengths, count=count)
+    return Packed(**arrays, spans=spans, answer_lengths=lengths)
 
 
 def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:

@@ -171,10 +171,10 @@ class PackedCorpus:
         ]
         packed = [packing.pack(block, length, 1) for block in blocks]
         self.arrays = {
-            name: np.concatenate([getattr(one, name)[: one.count, 0] for one in packed])
+            name: np.concatenate([getattr(one, name)[:, 0] for one in packed])
             for name in ("tokens", "positions", "segments")
         }
-        masks = [one.spread(np.ones(len(one.spans)))[: one.count, 0] > 0 for one in packed]
+        masks = [one.spread(np.ones(len(one.spans)))[:, 0] > 0 for one in packed]
         self.arrays["loss_mask"] = np.concatenate(masks)
         self.order = (
             grain.MapDataset.range(len(self.arrays["tokens"])).seed(seed % 2**32).shuffle().repeat()

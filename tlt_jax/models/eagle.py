@@ -322,7 +322,7 @@ def unroll(
         q = q.reshape(*k.shape[:3], -1, config.head_dim)
         first, *later = *past, (k, v)
         own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None
-        attended = ops.attend_packed(q, *first, segments, block, own).reshape(*x.shape[:2], -1)
+        attended = ops.attend_packed(q, *first, segments, block, own=own).reshape(*x.shape[:2], -1)
         return rows(leave(params, config, x, attended, -1)), (k, v)
 
     params = cast(params, features.dtype)

@@ -8,15 +8,20 @@ where a function takes it, shapes are written for axis -1: "*A D" is [D, *A] for
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.models.architecture import Rope
 from tlt_jax.shapes import shaped
+
+# Names of what the backward pass of attention does not compute again.
+KEPT = "top of scores", "sum of weights", "weighted values"
 
 
 def widen(dtype: DTypeLike) -> jnp.dtype:
@@ -40,6 +45,27 @@ def contract(subscripts: str, a: Float[Array, ...], b: Float[Array, ...]) -> Flo
     return jax.lax.platform_dependent(a, b, cpu=widened, default=native)
 
 
+@jax.custom_vjp
+def linear(x: Float[Array, "*A In"], weight: Float[Array, "Out In"]) -> Float[Array, "*A Out"]:
+    """weight @ x for features on the last axis; its gradients are those that JAX would derive.
+
+    XLA turns the first operand of a product over tokens round. For the weight's gradient that is x
+    here; a CPU would compute the other operand, y's gradient, in turned order, which is slow.
+    """
+    return jnp.einsum("...i,oi->...o", x, weight)
+
+
+def linear_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    """The gradients of linear's operands."""
+    x, weight = operands
+    tokens = tuple(range(x.ndim - 1))
+    dweight = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))
+    return jnp.einsum("...o,oi->...i", dy, weight), dweight.T
+
+
+linear.defvjp(lambda x, weight: (linear(x, weight), (x, weight)), linear_backward)
+
+
 def project(
     x: Float[Array, "*A In"],
     weight: Float[Array, "Out In"],
@@ -47,11 +73,7 @@ def project(
     axis: int,
 ) -> Float[Array, "*A Out"]:
     """weight @ x + bias for features on `axis` (0 or -1)."""
-    y = (
-        jnp.einsum("...i,oi->...o", x, weight)
-        if axis == -1
-        else jnp.einsum("oi,i...->o...", weight, x)
-    )
+    y = linear(x, weight) if axis == -1 else jnp.einsum("oi,i...->o...", weight, x)
     return y if bias is None else y + along(bias, y.ndim, axis)
 
 
@@ -127,15 +149,19 @@ def attend_packed(
     v: Float[Array, "B T K E"],
     segments: Int[Array, "B T"],
     block: int,
+    longest: int | None = None,
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None = None,
 ) -> Float[Array, "B T K G E"]:
     """Causal attention within segments (0 is padding), `block` queries at a time; memory grows linearly with T.
 
-    `own` are J more keys and values of every token, which only it sees.
+    No segment has more than `longest` tokens (None: T): a block sees no keys further back. `own` are
+    J more keys and values of every token, which only it sees.
     """
     T = segments.shape[1]
     block = min(block, T)
     count = -(-T // block)
+    window = min(T, (1 - (1 - (longest or T)) // block) * block)
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
     def split(array: Array) -> Array:
         padded = jnp.pad(
@@ -143,33 +169,55 @@ def attend_packed(
         )
         return jnp.moveaxis(padded.reshape(-1, count, block, *array.shape[2:]), 1, 0)
 
-    @jax.checkpoint
-    def one(
-        index: jax.Array,
-        q_block: jax.Array,
-        segment: jax.Array,
-        own_block: tuple[Array, Array] | None,
-    ) -> Array:
-        scores = contract("btkge,bske->bkgts", q_block, k)
-        earlier = jnp.arange(T)[None, :] <= (index * block + jnp.arange(block))[:, None]
-        same = (segment[:, :, None] == segments[:, None, :]) & (segment[:, :, None] > 0)
-        scale = math.sqrt(q.shape[-1])
-        scores = masked(scores / scale, (earlier & same)[:, None, None])
-        if own_block is not None:
-            scores = jnp.concatenate(
-                [scores, contract("btkge,btjke->bkgtj", q_block, own_block[0]) / scale], axis=-1
-            )
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        mixed = jnp.einsum("bkgts,bske->btkge", weights[..., :T], v)
-        if own_block is not None:
-            mixed += jnp.einsum("bkgtj,btjke->btkge", weights[..., T:], own_block[1])
-        return mixed
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*KEPT))
+    def one(index: Array, q: Array, segment: Array, own: tuple[Array, Array] | None) -> Array:
+        start = jnp.clip((index + 1) * block - window, 0, T - window)
+        keys, values, others = (
+            jax.lax.dynamic_slice_in_dim(array, start, window, axis)
+            for array, axis in ((k, 2), (v, 2), (segments, 1))
+        )
+        places = index * block + jnp.arange(block)
+        earlier = start + jnp.arange(window)[None, :] <= places[:, None]
+        same = (segment[:, :, None] == others[:, None, :]) & (segment[:, :, None] > 0)
+        return attend_block(q, keys, values, (earlier & same)[:, None, None], own)
 
     blocks = (jnp.arange(count), *jax.tree.map(split, (q, segments, own)))
     if count == 1:
         return one(*jax.tree.map(lambda array: array[0], blocks))[:, :T]
     out = jnp.moveaxis(jax.lax.map(lambda block: one(*block), blocks), 0, 1)
     return out.reshape(-1, count * block, *q.shape[2:])[:, :T]
+
+
+def attend_block(
+    q: Float[Array, "B T K G E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    visible: Bool[Array, "B 1 1 T S"],
+    own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
+) -> Float[Array, "B T K G E"]:
+    """Attention of T queries to the visible ones of S keys, and to their own.
+
+    The weights' sum divides their product with the values, so that the backward pass needs no sum
+    over keys. What is KEPT for it is no larger than q.
+    """
+    B, T, K, G, E = q.shape
+    scale, S = math.sqrt(E), k.shape[2]
+    flat = jnp.moveaxis(q, 1, 3).reshape(B, K, G * T, E)
+    scores = contract("bkqe,bkse->bkqs", flat, k).reshape(B, K, G, T, S)
+    scores = masked(scores / scale, visible)
+    if own is not None:
+        own_scores = contract("btkge,btjke->bkgtj", q, own[0]) / scale
+        scores = jnp.concatenate([scores, own_scores], axis=-1)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - checkpoint_name(top, KEPT[0]))
+    total = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), KEPT[1])
+    weights = weights.astype(v.dtype)
+    mixed = contract("bkqs,bkse->bkqe", weights[..., :S].reshape(B, K, G * T, S), v)
+    mixed = mixed.reshape(B, K, G, T, E)
+    if own is not None:
+        mixed += contract("bkgtj,btjke->bkgte", weights[..., S:], own[1])
+    mixed = checkpoint_name(mixed.astype(v.dtype), KEPT[2]) / total
+    return jnp.moveaxis(mixed, 3, 1).astype(v.dtype)
 
 
 @shaped

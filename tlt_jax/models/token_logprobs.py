@@ -58,7 +58,8 @@ def token_scores(
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Log-probability of the targets and entropy from the last hidden states.
 
-    Each data group holds the logits of `chunk` tokens at once, and computes them again in the backward pass.
+    Each data group holds the logits of `chunk` tokens at once. Those of several chunks are computed
+    again in the backward pass.
     """
     # One copy of the head per data group: its gradient is then summed over chunks within the group,
     # and over groups once.
@@ -96,7 +97,8 @@ def in_chunks(
 ) -> PyTree:
     """one(*rows), where `one` treats each token alone, on `chunk` tokens of each data group at once.
 
-    `one` takes and gives arrays [groups, R / groups, t, ...]; the backward pass runs it again.
+    `one` takes and gives arrays [groups, R / groups, t, ...]. The backward pass runs it again, unless
+    there is one chunk alone, which would not be freed before that.
     """
     R, T = rows[0].shape[:2]
     groups = mesh.shape["data"]
@@ -113,5 +115,8 @@ def in_chunks(
     def join(array: Array) -> Array:
         return jnp.moveaxis(array, 0, 2).reshape(R, chunks * length, *array.shape[4:])[:, :T]
 
+    if chunks == 1:
+        results = one(*[split(array)[0] for array in rows])
+        return jax.tree.map(lambda array: join(array[None]), results)
     results = jax.lax.map(lambda parts: jax.checkpoint(one)(*parts), jax.tree.map(split, rows))
     return jax.tree.map(join, results)

@@ -135,11 +135,12 @@ def packed_layer(
     angles: tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]],
     segments: Int[Array, "B T"],
     block: int,
+    longest: int | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
     """The layer's output, and its keys and values."""
     q, k, v = qkv(layer, config, x, *angles, axis=-1)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
-    attended = ops.attend_packed(q, k, v, segments, block).reshape(*x.shape[:2], -1)
+    attended = ops.attend_packed(q, k, v, segments, block, longest).reshape(*x.shape[:2], -1)
     return finish(layer, config, x, attended, axis=-1), k, v
 
 
@@ -163,12 +164,14 @@ def hidden(
     compute_dtype: DTypeLike,
     remat: bool = False,
     block: int = 512,
+    longest: int | None = None,
     mesh: Mesh | None = None,
     captures: Captures = (),
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
     """Normed last hidden states of packed rows, and the captured features.
 
-    A token attends to itself and the earlier tokens of its segment; segment 0 is padding. `params`
+    A token attends to itself and the earlier tokens of its segment; segment 0 is padding. No segment
+    has more than `longest` tokens. `params`
     are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered
     layer by layer.
     """
@@ -183,7 +186,7 @@ def hidden(
     ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        x = rows(packed_layer(layer, config, x, angles, segments, block)[0])
+        x = rows(packed_layer(layer, config, x, angles, segments, block, longest)[0])
         return (
             x,
             [

@@ -324,18 +324,13 @@ def update_policy(
 
     with watch.phase("old_log_prob"):
         if len(batches) > 1:
-            batches = [
-                batch.replace(old=programs.token_logprobs(state.params, batch)) for batch in batches
-            ]
+            batches = [scored(programs, state.params, batch, "old") for batch in batches]
         if reference is not None:
-            batches = [
-                batch.replace(reference=programs.token_logprobs(reference, batch))
-                for batch in batches
-            ]
+            batches = [scored(programs, reference, batch, "reference") for batch in batches]
 
     updates = []
     for batch in batches:
-        state, metrics = programs.update(state, batch)
+        state, metrics = policy_update.update(programs, state, batch)
         updates.append(jax.device_get(metrics))
 
     return state, step_metrics.of_update(updates, rewards, advantages) | {
@@ -364,5 +359,11 @@ def make_batch(
     )
     recorded = [answer.logprobs for answer in answers]
     return policy_update.make_batch(
-        packed, recipe.mesh, weights, advantages[part], recorded
+        packed, recipe, weights, advantages[part], recorded
     ), packed.fill
+
+
+def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:
+    """The batch with the log-probs under `params` as this field."""
+    logprobs = policy_update.token_logprobs(programs, params, batch)
+    return [rows.replace(**{field: part}) for rows, part in zip(batch, logprobs, strict=True)]

@@ -1,10 +1,12 @@
 """One optimizer step of the policy over the whole mesh, for GRPO or supervised learning.
 
-It knows no rollout. Shapes: A accumulation steps, R packed rows, T tokens of a row.
+It knows no rollout. Shapes: R packed rows of an accumulation step, T tokens of a row. The host
+loops over accumulation steps, so that one program serves any number of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
@@ -15,16 +17,20 @@ import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax import optimizer
 from tlt_jax.config import Config
+from tlt_jax.data import packing
 from tlt_jax.data.packing import Packed
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.train import losses
+
+# Accumulation steps that are dispatched and not awaited: the CPU client fails with dozens.
+IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class Recipe:
     compute_dtype: str = "float32"
     remat: bool = False
     logits_chunk: int = 1024
-    attention_block: int = 512
+    attention_block: int = 128
+    longest: int | None = None  # tokens of the longest example; None: a row's
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
@@ -73,7 +80,7 @@ class Recipe:
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,
             config.model.param_dtype, config.model.compute_dtype, config.model.remat,
-            config.train.logits_chunk, config.train.attention_block,
+            config.train.logits_chunk, config.train.attention_block, packing.longest(config),
         )  # fmt: skip
 
 
@@ -81,77 +88,85 @@ PolicyState = TrainState  # with params of type transformer.Params
 
 
 @struct.dataclass
-class Batch:
-    """A minibatch of packed rows; see packing.Packed.
+class Rows:
+    """The packed rows of one accumulation step; see packing.Packed.
 
     Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
     targets. `recorded`: the sampler's log-probs. `old`: the policy's before its first minibatch;
-    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's. The
-    first `count` accumulation steps hold examples.
+    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's.
     """
 
-    tokens: Int32[Array, "*A R T"]
-    positions: Int32[Array, "*A R T"]
-    segments: Int32[Array, "*A R T"]
-    targets: Int32[Array, "*A R T"]
-    weights: Float[Array, "*A R T"]
-    advantages: Float[Array, "*A R T"]
-    count: Int32[Array, ""] | None
-    recorded: Float[Array, "*A R T"] | None = None
-    old: Float[Array, "*A R T"] | None = None
-    reference: Float[Array, "*A R T"] | None = None
-
-    def at(self, step: jax.Array) -> Batch:
-        """The batch of one accumulation step, without leading axis A and without count."""
-        return jax.tree.map(lambda leaf: leaf[step], self.replace(count=None))
+    tokens: Int32[Array, "R T"]
+    positions: Int32[Array, "R T"]
+    segments: Int32[Array, "R T"]
+    targets: Int32[Array, "R T"]
+    weights: Float[Array, "R T"]
+    advantages: Float[Array, "R T"]
+    recorded: Float[Array, "R T"] | None = None
+    old: Float[Array, "R T"] | None = None
+    reference: Float[Array, "R T"] | None = None
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+Batch = Sequence[Rows]  # a minibatch, by accumulation step
+
+
+@struct.dataclass
+class Sums:
+    """What accumulation steps add up: gradients in at least float32, losses, and values for metrics.
+
+    `totals` are sums over targets, `maxima` are maxima over them.
+    """
+
+    grads: Params
+    loss: Float[Array, ""]
+    totals: dict[str, Array]
+    maxima: dict[str, Array]
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
     """Rows are sharded over the mesh axis "data"."""
-    return sharding(mesh, (None, "batch", None), "train")
+    return sharding(mesh, ("batch", None), "train")
 
 
 def make_batch(
     packed: Packed,
-    mesh: Mesh,
+    recipe: Recipe,
     weights: np.ndarray,
     advantages: np.ndarray,
     recorded: list[np.ndarray] | None = None,
 ) -> Batch:
     """The batch on the mesh.
 
-    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token.
+    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
+    ValueError for an example that is longer than recipe.longest.
     """
-    rows = {name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")}
-    rows |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
+    if recipe.longest is not None and packed.positions.max() >= recipe.longest:
+        raise ValueError(
+            f"an example has {packed.positions.max() + 1} tokens, the recipe's longest {recipe.longest}"
+        )
+    fields = {
+        name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")
+    }
+    fields |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
     if recorded is not None:
-        rows["recorded"] = packed.place(recorded)
-    rows = jax.device_put(rows, batch_sharding(mesh))
-    return Batch(
-        **rows, count=jax.device_put(np.int32(packed.count), NamedSharding(mesh, PartitionSpec()))
-    )
+        fields["recorded"] = packed.place(recorded)
+    steps = [Rows(**{name: array[step] for name, array in fields.items()})
+             for step in range(len(packed.tokens))]  # fmt: skip
+    return jax.device_put(steps, rows_sharding(recipe.mesh))
 
 
-def abstract_batch(
-    recipe: Recipe, steps: int, rows: int, row_tokens: int, given: tuple[str, ...] = ()
-) -> Batch:
-    """ShapeDtypeStructs with shardings of a batch.
+def abstract_rows(recipe: Recipe, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:
+    """ShapeDtypeStructs with shardings of an accumulation step: to compile.
 
     `given`: names of the optional fields that are not None.
     """
 
     def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            (steps, rows, row_tokens), dtype, sharding=batch_sharding(recipe.mesh)
-        )
+        return jax.ShapeDtypeStruct((rows, row_tokens), dtype, sharding=rows_sharding(recipe.mesh))
 
     wide = jnp.asarray(0.0).dtype
     integers = {name: array(jnp.int32) for name in ("tokens", "positions", "segments", "targets")}
-    floats = {name: array(wide) for name in ("weights", "advantages", *given)}
-    everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    return Batch(
-        **integers, **floats, count=jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    )
+    return Rows(**integers, **{name: array(wide) for name in ("weights", "advantages", *given)})
 
 
 def create(params: Params, recipe: Recipe) -> PolicyState:
@@ -166,7 +181,7 @@ def abstract_state(recipe: Recipe) -> PolicyState:
 
 
 def token_scores(
-    params: Params, batch: Batch, recipe: Recipe, entropy_learns: bool
+    params: Params, rows: Rows, recipe: Recipe, entropy_learns: bool
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """Log-probability of each target, and entropy of each distribution, of one accumulation step.
 
@@ -175,12 +190,13 @@ def token_scores(
     x, _ = transformer.hidden(
         params,
         recipe.model,
-        batch.tokens,
-        batch.positions,
-        batch.segments,
+        rows.tokens,
+        rows.positions,
+        rows.segments,
         compute_dtype=recipe.compute_dtype,
         remat=recipe.remat,
         block=recipe.attention_block,
+        longest=recipe.longest,
         mesh=recipe.mesh,
     )
     return scoring.token_scores(
@@ -188,37 +204,35 @@ def token_scores(
         recipe.model,
         recipe.mesh,
         x,
-        batch.targets,
+        rows.targets,
         temperature=recipe.objective.temperature,
         chunk=recipe.logits_chunk,
         entropy_learns=entropy_learns,
     )
 
 
-def loss(
-    params: Params, batch: Batch, recipe: Recipe
-) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
     """The loss of one accumulation step; for metrics, sums over its targets and maxima.
 
     The loss is sum(weights * token loss).
     """
-    objective, mask = recipe.objective, batch.weights > 0
-    logprobs, entropy = token_scores(params, batch, recipe, objective.entropy_coef != 0)
+    objective, mask = recipe.objective, rows.weights > 0
+    logprobs, entropy = token_scores(params, rows, recipe, objective.entropy_coef != 0)
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
 
     if objective.is_supervised:
-        return jnp.sum(batch.weights * -logprobs), ({}, {})
+        return jnp.sum(rows.weights * -logprobs), ({}, {})
 
-    pg_loss, totals, maxima = policy_loss(objective, batch, logprobs, mask)
+    pg_loss, totals, maxima = policy_loss(objective, rows, logprobs, mask)
     token_loss = pg_loss - objective.entropy_coef * entropy
     totals |= {"tokens": mask, "entropy": entropy}
 
-    if batch.reference is not None:
-        totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, batch.reference, 0))
+    if rows.reference is not None:
+        totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, rows.reference, 0))
         token_loss += objective.kl_coef * kl
-    if batch.recorded is not None:
+    if rows.recorded is not None:
         totals["rollout_logprob_diff_mean"] = difference = jnp.abs(
-            logprobs - jnp.where(mask, batch.recorded, 0)
+            logprobs - jnp.where(mask, rows.recorded, 0)
         )
         maxima["rollout_logprob_diff_max"] = difference
 
@@ -226,20 +240,20 @@ def loss(
         name: jnp.sum(jnp.where(mask, part, 0), dtype=token_loss.dtype)
         for name, part in totals.items()
     }
-    sums["pg_loss"] = jnp.sum(batch.weights * pg_loss)
-    return jnp.sum(batch.weights * token_loss), (
+    sums["pg_loss"] = jnp.sum(rows.weights * pg_loss)
+    return jnp.sum(rows.weights * token_loss), (
         sums,
         {name: jnp.max(jnp.where(mask, part, 0)) for name, part in maxima.items()},
     )
 
 
 def policy_loss(
-    objective: Objective, batch: Batch, logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"]
+    objective: Objective, rows: Rows, logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"]
 ) -> tuple[Float[Array, "R T"], dict, dict]:
     """Policy-gradient loss of each token; per-token values to sum and to maximize for metrics."""
-    old = jax.lax.stop_gradient(logprobs) if batch.old is None else jnp.where(mask, batch.old, 0)
+    old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
     policy = losses.policy_loss(
-        logprobs, old, batch.advantages, objective.clip_low, objective.clip_high
+        logprobs, old, rows.advantages, objective.clip_low, objective.clip_high
     )
     totals = {
         "ratio_mean": policy.ratio,
@@ -251,7 +265,7 @@ def policy_loss(
     if not objective.importance_cap:
         return policy.loss, totals, {"ratio_max": policy.ratio}
     weight = losses.importance_weight(
-        old, jnp.where(mask, batch.recorded, 0), objective.importance_cap
+        old, jnp.where(mask, rows.recorded, 0), objective.importance_cap
     )
     return (
         weight * policy.loss,
@@ -260,99 +274,143 @@ def policy_loss(
     )
 
 
-def update(
-    state: PolicyState, batch: Batch, recipe: Recipe
-) -> tuple[PolicyState, dict[str, Array]]:
-    """The state after one optimizer step on the batch, and its metrics.
+def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
+    """The sums over no accumulation step. Raises ValueError as `check`."""
+    check(rows, recipe)
+    value, (totals, maxima) = jax.eval_shape(partial(loss, recipe=recipe), params, rows)
+    sums = Sums(optimizer.widen(params), value, totals, maxima)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 
-    Gradients accumulate in at least float32 over the first batch.count accumulation steps. An
-    update that is not finite leaves weights and moments unchanged. Metrics are means over targets,
-    or maxima. Raises ValueError as `check`.
-    """
-    check(batch, recipe)
+
+def accumulate(
+    sums: Sums, params: Params, rows: Rows, recipe: Recipe
+) -> tuple[Sums, Float[Array, ""]]:
+    """The sums with those of another accumulation step, and its loss."""
     grad = jax.value_and_grad(partial(loss, recipe=recipe), has_aux=True)
+    (value, (totals, maxima)), grads = grad(params, rows)
+    grads = jax.tree.map(jnp.add, sums.grads, optimizer.widen(grads))
     shardings = transformer.shardings(recipe.model, recipe.mesh, "train")
+    return Sums(
+        jax.lax.with_sharding_constraint(grads, shardings),
+        sums.loss + value,
+        jax.tree.map(jnp.add, sums.totals, totals),
+        jax.tree.map(jnp.maximum, sums.maxima, maxima),
+    ), value
 
-    def add(step: Int[Array, ""], carry: tuple) -> tuple:
-        grads, total, sums, maxima = carry
-        (value, (step_sums, step_maxima)), step_grads = grad(state.params, batch.at(step))
-        grads = jax.tree.map(jnp.add, grads, optimizer.widen(step_grads))
-        grads = jax.lax.with_sharding_constraint(grads, shardings)
-        return (
-            grads,
-            total + value,
-            jax.tree.map(jnp.add, sums, step_sums),
-            jax.tree.map(jnp.maximum, maxima, step_maxima),
-        )
 
-    value, (sums, maxima) = jax.eval_shape(partial(loss, recipe=recipe), state.params, batch.at(0))
-    empty = (optimizer.widen(state.params), value, sums, maxima)
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
-    grads, total, sums, maxima = jax.lax.fori_loop(0, batch.count, add, empty)
+def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
+    """The state after one optimizer step on the gradients of a whole batch, and its metrics.
 
-    norm = optax.tree.norm(grads)
-    is_finite = jnp.isfinite(total) & jnp.isfinite(norm)
-    state, rate = optimizer.advance(state, grads, is_finite, recipe.adam)
+    An update that is not finite leaves weights and moments unchanged. Metrics are means over
+    targets, or maxima.
+    """
+    norm = optax.tree.norm(sums.grads)
+    is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam)
 
-    tokens = sums.pop("tokens", None)
-    means = {name: part if name == "pg_loss" else part / tokens for name, part in sums.items()}
+    tokens = sums.totals.get("tokens")
+    means = {
+        name: part if name == "pg_loss" else part / tokens
+        for name, part in sums.totals.items()
+        if name != "tokens"
+    }
     return state, {
-        "loss": total,
+        "loss": sums.loss,
         "grad_norm": norm,
         "lr": rate,
         "nonfinite": state.skipped,
         **means,
-        **maxima,
+        **sums.maxima,
     }
 
 
-def check(batch: Batch, recipe: Recipe) -> None:
-    """Raises ValueError when the batch lacks log-probs that the objective needs."""
-    if recipe.objective.kl_coef and batch.reference is None:
+def check(rows: Rows, recipe: Recipe) -> None:
+    """Raises ValueError when the rows lack log-probs that the objective needs."""
+    if recipe.objective.kl_coef and rows.reference is None:
         raise ValueError(
-            f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give batch.reference"
+            f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give rows.reference"
         )
-    if recipe.objective.importance_cap and batch.recorded is None:
+    if recipe.objective.importance_cap and rows.recorded is None:
         raise ValueError(
-            f"importance_cap {recipe.objective.importance_cap} needs the sampler's log-probs: give batch.recorded"
+            f"importance_cap {recipe.objective.importance_cap} needs the sampler's log-probs: give rows.recorded"
         )
 
 
-def token_logprobs(params: Params, batch: Batch, recipe: Recipe) -> Float[Array, "A R T"]:
-    """Log-probability of each target, 0 elsewhere: for Batch.old and Batch.reference."""
-
-    def one(step: Int[Array, ""], done: Float[Array, "A R T"]) -> Float[Array, "A R T"]:
-        rows = batch.at(step)
-        scores, _ = token_scores(params, rows, recipe, entropy_learns=False)
-        return done.at[step].set(jnp.where(rows.weights > 0, scores, 0).astype(done.dtype))
-
-    return jax.lax.fori_loop(0, batch.count, one, jnp.zeros_like(batch.weights))
+def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
+    """Log-probability of each target, 0 elsewhere."""
+    scores, _ = token_scores(params, rows, recipe, entropy_learns=False)
+    return jnp.where(rows.weights > 0, scores, 0).astype(rows.weights.dtype)
 
 
 class UpdatePrograms(NamedTuple):
-    """The jitted functions of a recipe.
+    """The jitted functions of a recipe, for one accumulation step each but `apply`.
 
-    update(state, batch) donates the state; token_logprobs(params, batch).
+    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums) donates
+    the state; score(params, rows).
     """
 
-    update: jax.stages.Wrapped
-    token_logprobs: jax.stages.Wrapped
+    empty: jax.stages.Wrapped
+    accumulate: jax.stages.Wrapped
+    apply: jax.stages.Wrapped
+    score: jax.stages.Wrapped
 
 
 @cache
 def programs(recipe: Recipe) -> UpdatePrograms:
     """The programs over the whole mesh.
 
-    To compile them ahead of time, lower them with abstract_state and abstract_batch. `update`
-    returns the state with the shardings of its argument, so that it compiles once.
+    To compile them ahead of time, lower them with abstract_state, abstract_rows and abstract_sums.
+    They return sums and state with the shardings of their arguments, so that they compile once.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
+    weights = transformer.shardings(recipe.model, recipe.mesh, "train")
+    sums = Sums(weights, everywhere, everywhere, everywhere)
+    state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     return UpdatePrograms(
+        jax.jit(partial(empty, recipe=recipe), out_shardings=sums),
         jax.jit(
-            partial(update, recipe=recipe),
-            donate_argnames="state",
-            out_shardings=(shardings, everywhere),
+            partial(accumulate, recipe=recipe),
+            donate_argnames="sums",
+            out_shardings=(sums, everywhere),
         ),
-        jax.jit(partial(token_logprobs, recipe=recipe), out_shardings=batch_sharding(recipe.mesh)),
+        jax.jit(
+            partial(apply, recipe=recipe),
+            donate_argnames="state",
+            out_shardings=(state, everywhere),
+        ),
+        jax.jit(partial(score, recipe=recipe), out_shardings=rows_sharding(recipe.mesh)),
     )
+
+
+def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
+    """ShapeDtypeStructs with shardings of the sums over such rows: to compile."""
+    params = abstract_state(recipe).params
+    return programs(recipe).empty.eval_shape(params, rows)
+
+
+def update(
+    programs: UpdatePrograms, state: PolicyState, batch: Batch
+) -> tuple[PolicyState, dict[str, Array]]:
+    """The state after one optimizer step on the batch, and its metrics. It owns `state`."""
+    sums, values = programs.empty(state.params, batch[0]), []
+    for rows in batch:
+        sums, value = programs.accumulate(sums, state.params, rows)
+        values = paced([*values, value])
+    return programs.apply(state, sums)
+
+
+def token_logprobs(
+    programs: UpdatePrograms, params: Params, batch: Batch
+) -> list[Float[Array, "R T"]]:
+    """Log-probability of each target, 0 elsewhere: for Rows.old and Rows.reference."""
+    scores = []
+    for rows in batch:
+        scores = paced([*scores, programs.score(params, rows)])
+    return scores
+
+
+def paced(results: list[Array]) -> list[Array]:
+    """The results, of which all but the last IN_FLIGHT are there."""
+    if len(results) > IN_FLIGHT:
+        jax.block_until_ready(results[-IN_FLIGHT - 1])
+    return results

@@ -58,14 +58,15 @@ def warm_start(
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
-    update = policy_update.programs(recipe).update
+    programs = policy_update.programs(recipe)
     begin, tokens = time.perf_counter(), 0
     for step in range(config.sft.steps):
         if interrupted():
             raise Interrupted("the warm start was interrupted")
-        batch = make_batch(config, mesh, dataset.solutions(step, config.sft.batch))
-        tokens += int((batch.weights > 0).sum())
-        state, metrics = update(state, batch)
+        solutions = dataset.solutions(step, config.sft.batch)
+        tokens += sum(len(solution) for _, solution in solutions)
+        batch = make_batch(config, recipe, solutions)
+        state, metrics = policy_update.update(programs, state, batch)
         if (step + 1) % SAY_EVERY == 0 or step + 1 == config.sft.steps:
             metrics = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
             metrics["tokens_per_second"] = tokens / (time.perf_counter() - begin)
@@ -80,19 +81,24 @@ def warm_start(
 
 
 def supervised(recipe: Recipe, config: Config) -> Recipe:
-    """The recipe of the warm start: negative log-likelihood, and an optimizer of its own."""
+    """The recipe of the warm start: negative log-likelihood, and an optimizer of its own.
+
+    Worked solutions may be longer than answers: as long as a row.
+    """
     adam = Adam.short(config, config.sft.learning_rate, config.sft.steps, config.sft.weight_decay)
-    return replace(recipe, adam=adam, objective=Objective(is_supervised=True))
+    return replace(recipe, adam=adam, objective=Objective(is_supervised=True), longest=None)
 
 
-def make_batch(config: Config, mesh: Mesh, solutions: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+def make_batch(
+    config: Config, recipe: Recipe, solutions: list[tuple[np.ndarray, np.ndarray]]
+) -> Batch:
     """Worked solutions in packed rows; every solution token has the same weight."""
     examples = [Example(uid, prompt, solution) for uid, (prompt, solution) in enumerate(solutions)]
     packed = packing.pack(
         examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
     )
     weights = answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
-    return policy_update.make_batch(packed, mesh, weights, np.ones(len(examples)))
+    return policy_update.make_batch(packed, recipe, weights, np.ones(len(examples)))
 
 
 def cache_folder(config: Config, model: ModelConfig) -> Path | None:
