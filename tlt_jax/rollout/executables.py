@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout import portable
-from tlt_jax.rollout.portable import Portable, PortabilityError, Shelf
+from tlt_jax.rollout.portable import PortabilityError, Portable, Shelf
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.prices import LOADING, Prices
 from tlt_jax.rollout.programs import DraftOnly, GroupShapes, of_group
