@@ -211,7 +211,7 @@ NAMES = tuple(
         (
             "speculation/prediction_error",
             "scalar",
-            "median |log(predicted / measured tokens per second)| of the chunks",
+            "median |log(predicted / measured tokens per second)| of the chunks whose time is reliable",
         ),
         (
             "speculation/round_ms@{k}",

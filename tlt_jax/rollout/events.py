@@ -21,8 +21,8 @@ class Decision:
 
     The chunk ends once fewer than `min_live` sequences are live, as others may then take their
     rows, or fewer rows do, and after `rounds` if those are fewer than the request's. It is data: a
-    rollout can be replayed from its decisions. `least_slots`: of the smallest cache bucket that would
-    do. `predicted`: tokens per second, nan when unknown.
+    rollout can be replayed from its decisions. `predicted`: tokens per second with `live` rows, nan
+    when unknown. `least_slots`: of the smallest cache bucket that would do.
     """
 
     group: int
@@ -33,6 +33,7 @@ class Decision:
     min_live: int = 1
     rounds: int = MOST_ROUNDS
     joining: tuple[int, ...] = ()
+    live: int = 0
     least_slots: int = 0
     predicted: float = math.nan
     reason: str = ""

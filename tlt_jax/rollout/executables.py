@@ -67,8 +67,9 @@ class Executables:
     `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
 
     A program that another group has, or an earlier run left in `folder`, is loaded from there where
-    the backend can do that. Others are compiled in the background, one at a time, on accelerators, whose host is free, and on a CPU with
-    more cores than devices; elsewhere compiling takes the rollout's own cores, and is waited for.
+    the backend can do that. Others are compiled in the background, one at a time, on accelerators,
+    whose host is free, and on a CPU with more cores than devices; elsewhere compiling takes the
+    rollout's own cores, and is waited for.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.savings import MARGIN, Savings, smallest
+from tlt_jax.rollout.savings import Savings, smallest
 from tlt_jax.rollout.state import GroupView, Offers
 from tlt_jax.spec_decode.strategy import PLAIN, name
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
@@ -90,10 +90,9 @@ class Planner:
         cells = [cell for cell in cells if cell not in there]
         if not cells:
             return None
-        saved = self.savings.expected(cells, there, self.speeds) / self.groups
-        prices = np.array([offers.price(cell) for cell in cells])
-        best = int(np.argmax(saved - MARGIN * prices))
-        return cells[best] if saved[best] > MARGIN * prices[best] else None
+        # Groups decode side by side: what one of them saves is not saved by the others too.
+        prices = self.groups * np.array([offers.price(cell) for cell in cells])
+        return self.savings.best(cells, there, prices, self.speeds)
 
     def decide(self, view: GroupView, offers: Offers = ALL_THERE) -> Decision:
         """Buckets that hold the live rows, and a strategy for them, of the programs that are there.
@@ -128,6 +127,7 @@ class Planner:
             choice.strategy,
             min_live,
             rounds_that_fit(view, slots, choice),
+            live=view.live,
             least_slots=self.least(view)[1],
             predicted=choice.predicted,
             reason=reason,

@@ -183,6 +183,7 @@ class RolloutRecorder:
             is_moved=dispatched.is_moved,
             catch_up=self.catch_up[group],
             least_slots=decision.least_slots,
+            planned_live=decision.live,
             is_exploring=decision.is_exploring,
         )
         self.catch_up[group] = 0.0

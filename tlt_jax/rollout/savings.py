@@ -11,9 +11,11 @@ from tlt_jax.tuner.interface import Cell
 
 MEMORY = 0.8  # weight of a rollout in the means over rollouts, relative to the next one
 LEAST = 0.5  # of the first rollout, before a mean over it is extrapolated
-MARGIN = (
-    1.5  # by which an expected saving must exceed the price: it is the largest of several estimates
-)
+# By which an expected saving must exceed the price: it is the largest of several estimates.
+MARGIN = 1.5
+# A standard error of log speed above which a saving is a guess, and the share of the rest of the run
+# that may be spent on one: no run gets much slower for programs that disappoint.
+GUESS, RISK = 0.3, 0.03
 
 Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.outlook
 Situation = tuple[int, int]  # the smallest batch and cache buckets that hold the live rows
@@ -55,16 +57,32 @@ class Savings:
         """What is still to be decoded, over what was."""
         return (self.left + 1 - self.share) / max(self.rollouts + self.share, LEAST)
 
-    def expected(self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds) -> np.ndarray:
+    def best(
+        self, cells: Sequence[Cell], there: Sequence[Cell], prices: np.ndarray, speeds: Speeds
+    ) -> Cell | None:
+        """The cell that is expected to save most beyond its price (seconds [C]), if one does by MARGIN.
+
+        What would be bought on a guess may cost a small share of the rest of the run alone.
+        """
+        saved, rest, error = self.expected(cells, there, speeds)
+        is_sound = (error <= GUESS) | (prices <= RISK * rest)
+        worth = np.where(is_sound, saved - MARGIN * prices, -np.inf)
+        best = int(np.argmax(worth))
+        return cells[best] if worth[best] > 0 else None
+
+    def expected(
+        self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds
+    ) -> tuple[np.ndarray, float, np.ndarray]:
         """Seconds [C] that each of the cells is expected to save over the best of those that are there.
 
         The expectation is over what is not known of both: where the cell turns out to be slower it
-        is not used, and saves nothing.
+        is not used, and saves nothing. Also the seconds that the rest of the run takes without, and
+        standard errors [C] of the cells' log speeds.
         """
         speed, error = speeds([*cells, *there])
         speed_C, error_C = speed[: len(cells)], error[: len(cells)]
         batch_C, slots_C = (np.array([cell[i] for cell in cells]) for i in (0, 1))
-        saved_C = np.zeros(len(cells))
+        saved_C, rest = np.zeros(len(cells)), 0.0
         for (batch, slots), tokens in self.tokens.items():
             usable = [
                 len(cells) + i
@@ -75,9 +93,10 @@ class Savings:
                 continue
             best = max(usable, key=lambda i: speed[i])
             seconds = self.horizon * tokens / np.exp(speed[best])
+            rest += seconds
             share_C = saving(speed_C - speed[best], np.hypot(error_C, error[best]))
             saved_C += np.where((batch_C >= batch) & (slots_C >= slots), seconds * share_C, 0.0)
-        return saved_C
+        return saved_C, rest, error_C
 
 
 def smallest(sizes: Iterable[int], least: float) -> int:

@@ -42,9 +42,9 @@ def metrics(
     }
 
     errors = [
-        abs(math.log(one.predicted * one.seconds / one.tokens))
+        abs(math.log(one.promised * one.seconds / one.tokens))
         for one in rollout.measurements
-        if one.predicted > 0
+        if one.promised > 0 and one.is_timed
     ]
     if errors:
         found["prediction_error"] = float(np.median(errors))
@@ -118,7 +118,7 @@ def line(one: Measurement) -> ChunkRecord:
         one.slots,
         strategies.name(one.strategy),
         one.reason,
-        None if math.isnan(one.predicted) else one.predicted,
+        None if math.isnan(one.promised) else one.promised,
         one.tokens / one.seconds,
         one.tokens,
         one.rounds,

@@ -103,9 +103,9 @@ def begin() -> State:
     speed of the best arm over that of plain decoding. chunk: rounds of the last chunk that did not
     explore. incumbents: batch -> arm. trial: the last exploration; open until measured. plans:
     batch -> its decision: arm, log speed, number of choices to reuse it for (hold) and still left,
-    running mean of the error in log speed (drift), from how many arms it was known (offered). seen: timed measurements. law: weights of the
-    cost model, and the number of measurements they are fitted to. evidence, cells: see acceptance,
-    cost_model.
+    running mean of the error in log speed (drift), from how many arms it was chosen (offered).
+    seen: timed measurements. law: weights of the cost model, and the number of measurements they
+    are fitted to. evidence, cells: see acceptance, cost_model.
     """
     return {
         "choices": 0,

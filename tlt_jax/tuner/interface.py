@@ -39,7 +39,8 @@ class Measurement(NamedTuple):
     `is_moved`: `seconds` includes copying the rows to another batch size or cache size.
     `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
     without it; 0 when that time is unreliable. `least_slots`: slots that the rows needed at least,
-    as a cache bucket; 0: not known.
+    as a cache bucket; 0: not known. `planned_live`: the live rows that the prediction is for: some
+    may end during the chunk, or have ended before it.
     """
 
     group: int
@@ -59,12 +60,18 @@ class Measurement(NamedTuple):
     is_moved: bool = False
     catch_up: float = 0.0
     least_slots: int = 0
+    planned_live: int = 0
     is_exploring: bool = False
 
     @property
     def is_timed(self) -> bool:
         """True when `seconds` is reliable."""
         return is_timed(self.seconds, self.doubt)
+
+    @property
+    def promised(self) -> float:
+        """The predicted tokens per second of the rows that were live in the mean; nan: no prediction."""
+        return self.predicted * self.live / (self.planned_live or self.live)
 
 
 class Choice(NamedTuple):
