@@ -53,7 +53,10 @@ class Planner:
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
         self.savings, self.longest, self.groups = savings or Savings(), longest, groups
-        self.seconds, self.weighed = 0.0, -math.inf  # measured, and when programs were last weighed
+        self.seconds = 0.0  # measured
+        self.weighed: dict[
+            tuple[int, int], float
+        ] = {}  # when programs were, by the least that fits
         self.known: dict[Hashable, list[Cell]] = {}
 
     def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None:
@@ -73,10 +76,10 @@ class Planner:
             there = [cell for cell in there if cell.strategy in arms]
             if not there:
                 return Cell(*self.first(view)[:2], arms[0])
-        if self.seconds < self.weighed + WEIGHED:
+        if self.seconds < self.weighed.get(least, -math.inf) + WEIGHED:
             return None
 
-        self.weighed = self.seconds
+        self.weighed[least] = self.seconds
         cells = self.fitting(
             view,
             [
@@ -115,7 +118,12 @@ class Planner:
                 reason = f"{reason}, while {name(choice.strategy)} is compiled"
                 choice = choice._replace(strategy=arm, predicted=math.nan, is_exploring=False)
 
-        fewer = max((cell.batch for cell in every if cell.batch < batch), default=0)
+        # The rows move on when they fit fewer that are there; those that hold them now were not chosen.
+        below = min(batch, view.live)
+        fewer = max(
+            (cell.batch for cell in every if cell.batch < below and cell.slots >= view.need(PLAIN)),
+            default=0,
+        )
         min_live = max(
             view.live - view.live // ADMISSION_PATIENCE if view.waiting else 1, fewer + 1
         )
@@ -139,7 +147,8 @@ class Planner:
         self.state = self.tuner.observe(self.state, measurement)
         batch = smallest(self.batches, measurement.live)
         where = (batch, measurement.least_slots or measurement.slots)
-        self.savings.add(where, measurement.tokens / max(measurement.live, 1.0))
+        tokens = measurement.tokens / max(measurement.live, 1.0)
+        self.savings.add(where, tokens, measurement.seconds)
         self.seconds += measurement.seconds
 
     def there(self, view: GroupView, offers: Offers) -> list[Cell]:

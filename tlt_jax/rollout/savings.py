@@ -13,8 +13,9 @@ MEMORY = 0.8  # weight of a rollout in the means over rollouts, relative to the 
 LEAST = 0.5  # of the first rollout, before a mean over it is extrapolated
 # By which an expected saving must exceed the price: it is the largest of several estimates.
 MARGIN = 1.5
-# A standard error of log speed above which a saving is a guess, and the share of the rest of the run
-# that may be spent on one: no run gets much slower for programs that disappoint.
+CAUTION = 0.5  # standard errors of log speed subtracted from what a cell is faster
+# A standard error of log speed above which a saving is a guess, and the share of the run that may be
+# spent on guesses: no run gets much slower for programs that disappoint.
 GUESS, RISK = 0.3, 0.03
 
 Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.outlook
@@ -32,6 +33,7 @@ class Savings:
         self.tokens: dict[Situation, float] = {}
         self.rollouts = 0.0  # of which they are
         self.left, self.sequences, self.finished = 0.0, 1, {}
+        self.seconds = self.guessed = 0.0  # measured, and spent on guesses
 
     def begin(self, left: float, sequences: int) -> None:
         """A rollout of so many sequences begins, and so many like it come after it."""
@@ -43,9 +45,10 @@ class Savings:
         """So many sequences of this rollout have ended in a data group."""
         self.finished[group] = finished
 
-    def add(self, where: Situation, tokens: float) -> None:
-        """So many tokens of one live row were decoded in this situation."""
+    def add(self, where: Situation, tokens: float, seconds: float = 0.0) -> None:
+        """So many tokens of one live row were decoded in this situation, in these seconds."""
         self.tokens[where] = self.tokens.get(where, 0.0) + tokens
+        self.seconds += seconds
 
     @property
     def share(self) -> float:
@@ -62,22 +65,27 @@ class Savings:
     ) -> Cell | None:
         """The cell that is expected to save most beyond its price (seconds [C]), if one does by MARGIN.
 
-        What would be bought on a guess may cost a small share of the rest of the run alone.
+        All that is compiled on guesses may cost a small share of the run.
         """
         saved, rest, error = self.expected(cells, there, speeds)
-        is_sound = (error <= GUESS) | (prices <= RISK * rest)
+        is_guess = error > GUESS
+        is_sound = ~is_guess | (self.guessed + prices <= RISK * (self.seconds + rest))
         worth = np.where(is_sound, saved - MARGIN * prices, -np.inf)
         best = int(np.argmax(worth))
-        return cells[best] if worth[best] > 0 else None
+        if worth[best] <= 0:
+            return None
+        self.guessed += prices[best] if is_guess[best] else 0.0
+        return cells[best]
 
     def expected(
         self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds
     ) -> tuple[np.ndarray, float, np.ndarray]:
         """Seconds [C] that each of the cells is expected to save over the best of those that are there.
 
-        The expectation is over what is not known of both: where the cell turns out to be slower it
-        is not used, and saves nothing. Also the seconds that the rest of the run takes without, and
-        standard errors [C] of the cells' log speeds.
+        What is not known of both counts against it: of many cells some always look better than they
+        are. But of a guess it is the expectation: where the cell turns out to be slower it is not
+        used, and saves nothing; else drafting would never be tried. Also the seconds that the rest
+        of the run takes without, and standard errors [C] of the cells' log speeds.
         """
         speed, error = speeds([*cells, *there])
         speed_C, error_C = speed[: len(cells)], error[: len(cells)]
@@ -94,8 +102,11 @@ class Savings:
             best = max(usable, key=lambda i: speed[i])
             seconds = self.horizon * tokens / np.exp(speed[best])
             rest += seconds
-            share_C = saving(speed_C - speed[best], np.hypot(error_C, error[best]))
-            saved_C += np.where((batch_C >= batch) & (slots_C >= slots), seconds * share_C, 0.0)
+            apart_C, doubt_C = speed_C - speed[best], np.hypot(error_C, error[best])
+            sure_C = np.maximum(1 - np.exp(CAUTION * doubt_C - apart_C), 0)
+            share_C = np.where(error_C > GUESS, saving(apart_C, doubt_C), sure_C)
+            is_held_C = (batch_C >= batch) & (slots_C >= slots)
+            saved_C += np.where(is_held_C, seconds * share_C, 0)
         return saved_C, rest, error_C
 
 
