@@ -85,12 +85,12 @@ def test_a_state_without_a_policy_has_no_such_item(state, tmp_path):
     assert found.tuner is None
 
 
-def test_a_tuner_that_learns_nothing_begins_without_a_word(state, tmp_path, caplog):
+def test_a_tuner_that_learns_costs_alone_begins_without_a_word(state, tmp_path, caplog):
     with Store(tmp_path) as store:
         run_state.save(store, state, BASIS)
         store.wait()
         found = run_state.restore(store, like(state), fixed.fixed("off"), {"version": 4})
-    assert found.tuner == {} and not caplog.records
+    assert found.tuner == fixed.fixed("off").init() and not caplog.records
 
 
 def test_the_state_is_a_pytree_of_what_is_trained(state):
