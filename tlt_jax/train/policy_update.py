@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,13 @@ from tlt_jax import optimizer
 from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Packed
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.distributed.mesh import is_cpu, sharding
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam, TrainState
 from tlt_jax.train import losses
 
-# Accumulation steps that are dispatched and not awaited: the CPU client fails with dozens.
+# Accumulation steps that are dispatched and not awaited, on accelerators.
 IN_FLIGHT = 8
 
 
@@ -392,11 +392,11 @@ def update(
     programs: UpdatePrograms, state: PolicyState, batch: Batch
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics. It owns `state`."""
-    sums, values = programs.empty(state.params, batch[0]), []
+    sums, values = settled(programs.empty(state.params, batch[0])), []
     for rows in batch:
         sums, value = programs.accumulate(sums, state.params, rows)
         values = paced([*values, value])
-    return programs.apply(state, sums)
+    return settled(programs.apply(state, sums))
 
 
 def token_logprobs(
@@ -410,7 +410,19 @@ def token_logprobs(
 
 
 def paced(results: list[Array]) -> list[Array]:
-    """The results, of which all but the last IN_FLIGHT are there."""
+    """The results, of which all but the last IN_FLIGHT are there; on a CPU all."""
     if len(results) > IN_FLIGHT:
         jax.block_until_ready(results[-IN_FLIGHT - 1])
+    settled(results[-1])
+    return results
+
+
+def settled(results: Any) -> Any:
+    """The results, which on a CPU are there.
+
+    Programs over several fake devices whose collectives wait for each other take all of a CPU's
+    threads when some dozens are dispatched, and then none of them ends.
+    """
+    if is_cpu(jax.tree.leaves(results)[0].sharding.mesh):
+        jax.block_until_ready(results)
     return results
