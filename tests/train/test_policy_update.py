@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Optim
@@ -476,3 +478,26 @@ def test_recipe_holds_the_numbers_of_the_configuration():
     assert recipe.adam == Adam(2e-4, 7, "cosine", 3, 0.0, 0.9, 0.9, 0.2, 1.0)
     assert recipe.objective == Objective()
     assert hash(recipe) == hash(replace(recipe))
+
+
+def test_on_a_cpu_every_program_of_an_update_is_awaited_before_the_next(monkeypatch):
+    """Dozens of programs over several devices that nobody awaits take all threads, and none ends."""
+    mesh, happened = make_mesh(2, 1), []
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def program(name, *, several=True):
+        def call(*_):
+            happened.append(name)
+            one = jax.device_put(jnp.zeros(()), place)
+            return (one, one) if several else one
+
+        return call
+
+    stubs = policy_update.UpdatePrograms(
+        program("empty"), program("accumulate"), program("apply"), program("score", several=False)
+    )
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: happened.append("awaited"))
+    policy_update.update(stubs, SimpleNamespace(params=None), [None] * 3)
+    policy_update.token_logprobs(stubs, None, [None] * 2)
+    names = ["empty", *["accumulate"] * 3, "apply", *["score"] * 2]
+    assert happened == [one for name in names for one in (name, "awaited")]
