@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout import executables, portable, prices
+from tlt_jax.rollout import executables, portable, prices, shelf
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Decode, Start, StateShape, of_group
@@ -213,7 +213,7 @@ def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_dam
         return answers(result), sum(not one.is_loaded for one in programs.compiles)
 
     expected, compiled = made()
-    files = sorted((tmp_path / "kept").iterdir())
+    files = sorted(path for path in (tmp_path / "kept").iterdir() if path.is_file())
     assert compiled == len(files) > 3
     assert made() == (expected, 0)
     files[0].write_bytes(files[0].read_bytes()[:300])
@@ -239,3 +239,33 @@ def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little()
     programs.get(ours)
     assert programs.price(ours) == 0 and programs.version != version
     assert 0 < programs.price(theirs) == prices.LOADING * programs.prices.of(theirs) < price
+
+
+def test_what_an_earlier_run_compiled_costs_a_later_one_little_before_it_is_lowered(tmp_path):
+    def run(**rest) -> executables.Executables:
+        group = toys.executables(2, V, **rest).shapes
+        return executables.Executables(group, lambda compiled: None, tmp_path)
+
+    start, fewer = (Start(StateShape(1, rows, 64)) for rows in (2, 4))
+    first = run()
+    unknown = first.price(start)
+    first.get(start)
+    (took,) = [one.seconds for one in first.compiles]
+
+    later = run()
+    assert later.price(start) == pytest.approx(prices.KEPT * took, abs=1e-3)
+    assert later.price(fewer) == pytest.approx(unknown)
+    assert run(drafter=toys.table_drafter()).price(start) == pytest.approx(unknown)
+    later.get(start)
+    assert later.compiles[0].is_loaded and not later.prices.alike
+
+
+def test_what_is_known_of_an_earlier_run_ends_with_the_sources_it_was_made_by(
+    tmp_path, monkeypatch
+):
+    shelf.Shelf(tmp_path).note("chunk", 2.5)
+    assert shelf.Shelf(tmp_path).seconds("chunk") == 2.5
+    assert shelf.Shelf(tmp_path).seconds("another") is None
+    monkeypatch.setattr(shelf, "sources", lambda: "changed")
+    assert shelf.Shelf(tmp_path).seconds("chunk") is None
+    assert shelf.Shelf(None).seconds("chunk") is None

@@ -19,10 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout import portable
-from tlt_jax.rollout.portable import PortabilityError, Portable, Shelf
+from tlt_jax.rollout.portable import PortabilityError, Portable
 from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.prices import LOADING, Prices
-from tlt_jax.rollout.programs import DraftOnly, GroupShapes, of_group
+from tlt_jax.rollout.prices import KEPT, LOADING, Prices
+from tlt_jax.rollout.programs import DraftOnly, GroupShapes, StateShape, of_group
+from tlt_jax.rollout.shelf import Shelf, digest
 from tlt_jax.spec_decode.decode import Report, Weights
 
 MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
@@ -86,6 +87,7 @@ class Executables:
         self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), Shelf(folder)
         self.portables: dict[Program, Portable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
+        self.sizes, self.names = sizes_of(shapes[0]), {}
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
         self.changes = 0  # of `executables`
@@ -114,8 +116,9 @@ class Executables:
         line = replace(line, is_loaded=made.is_loaded)
         self.compiles.append(line)
         self.log(line)
-        if not self.is_shared(program):
+        if not made.is_loaded:
             self.prices.note(program, line.seconds)
+            self.shelf.note(self.asked(program), line.seconds)
         if made.portable and len(self.shapes) > 1:
             self.portables[of_group(program, 0)] = made.portable
         self.executables[program] = made.executable
@@ -148,13 +151,21 @@ class Executables:
             return Made(*found, is_loaded=True)
         hits = len(CACHE_HITS)
         executable, made = compile_now(lowered, self.options), None
-        if len(CACHE_HITS) == hits:
-            try:
-                made = portable.serialized(executable, devices)
-                self.shelf.put(lowered, self.options, made)
-            except PortabilityError as error:
-                log.debug("%s stays where it was compiled: %s", program, error)
-        return Made(executable, made, seconds=0.0, is_loaded=False)
+        if len(CACHE_HITS) > hits:
+            return Made(executable, is_loaded=True)
+        try:
+            made = portable.serialized(executable, devices)
+            self.shelf.put(lowered, self.options, made)
+        except PortabilityError as error:
+            log.debug("%s stays where it was compiled: %s", program, error)
+        return Made(executable, made)
+
+    def asked(self, program: Program) -> str:
+        """The program and its sizes, as text that is the same in every run."""
+        if program not in self.names:
+            basis = of_group(program, 0), self.sizes, sorted(self.options.items())
+            self.names[program] = repr(basis)
+        return self.names[program]
 
     def devices(self, program: Program) -> list[jax.Device]:
         """The devices of its group."""
@@ -174,7 +185,10 @@ class Executables:
         if program in self.executables or (program in self.ahead and self.ahead[program].done()):
             return 0.0
         share = 1.0 if self.waits else BACKGROUND
-        return share * self.prices.of(program) * (LOADING if self.is_shared(program) else 1.0)
+        if self.is_shared(program):
+            return share * LOADING * self.prices.of(program)
+        kept = self.shelf.seconds(self.asked(program))
+        return share * self.prices.of(program) if kept is None else KEPT * kept
 
     def prepare(self, programs: Iterable[Program]) -> None:
         """Compiles what is not there: now, or in the background, where it is one program at a time."""
@@ -215,6 +229,12 @@ class Executables:
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sizes_of(shapes: GroupShapes) -> str:
+    """A digest of what a group's programs are lowered for beside their own sizes."""
+    leaves = jax.tree.leaves((shapes.weights, shapes.state(StateShape(0, 1, 1))))
+    return digest(dict(shapes.mesh.shape), [(leaf.shape, str(leaf.dtype)) for leaf in leaves])
 
 
 def compile_now(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:

@@ -1,4 +1,4 @@
-"""Executables as bytes: loaded for the devices of any data group, and kept in a folder for later runs.
+"""Executables as bytes, loaded for the devices of any data group.
 
 The only file that knows how JAX serializes executables and loads them for devices that they were not
 compiled for; of the latter its public functions know nothing.
@@ -6,22 +6,15 @@ compiled for; of the latter its public functions know nothing.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import logging
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
-
-from tlt_jax import atomic
 
 Unpickler = getattr(serialize_executable, "_JaxPjrtUnpickler", object)
 PLATFORMS = ("cpu", "cuda", "gpu")  # a TPU's executable knows where its chips lie
@@ -30,8 +23,6 @@ FAILURES = (
     ImportError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError, KeyError,
     EOFError, pickle.UnpicklingError,
 )  # fmt: skip
-
-log = logging.getLogger(__name__)
 
 
 class PortabilityError(Exception):
@@ -98,52 +89,3 @@ class Loader(Unpickler):
         if name[0] != "exec":
             return super().persistent_load(name)
         return self.backend.deserialize_executable(name[1], self.execution_devices, self.options)
-
-
-class Shelf:
-    """A folder of serialized executables, each under a digest of all that it was compiled from.
-
-    Only folders that nobody else can write to are safe: loading an executable may run any code, as
-    it does from JAX's own compilation cache.
-    """
-
-    def __init__(self, folder: Path | None):
-        self.folder = folder
-
-    def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
-        """Where an executable of this program lies."""
-        device = jax.local_devices()[0]
-        basis = (
-            jax.__version__, device.client.platform_version, device.device_kind,
-            os.environ.get("XLA_FLAGS"), sorted(options.items()), lowered.as_text(),
-        )  # fmt: skip
-        return self.folder / hashlib.sha256(repr(basis).encode()).hexdigest()
-
-    def get(
-        self,
-        lowered: jax.stages.Lowered,
-        options: Mapping[str, Any],
-        devices: Sequence[jax.Device],
-    ) -> tuple[jax.stages.Compiled, Portable] | None:
-        """The executable for these devices, if it is there and can be loaded."""
-        path = self.path(lowered, options) if self.folder else None
-        if path is None or not path.exists():
-            return None
-        head, _, data = path.read_bytes().partition(b"\n")
-        try:
-            portable = Portable(data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree)
-            return loaded(portable, devices), portable
-        except (PortabilityError, ValueError, TypeError) as error:
-            log.info("%s is not used, and compiled again: %s", path, error)
-            return None
-
-    def put(
-        self, lowered: jax.stages.Lowered, options: Mapping[str, Any], portable: Portable
-    ) -> None:
-        """Keeps the executable."""
-        if self.folder:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            head = json.dumps(portable.devices).encode()
-            path = self.path(lowered, options)
-            with atomic.replacing(path, path.with_name(f"{path.name}.{os.getpid()}")) as temporary:
-                temporary.write_bytes(head + b"\n" + portable.data)

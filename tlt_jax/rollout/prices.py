@@ -13,6 +13,7 @@ from tlt_jax.spec_decode.strategy import PLAIN
 RELATIVE = {Start: 0.07, Prefill: 0.4, Admit: 0.3, Resize: 0.1, CatchUp: 0.5}
 DRAFTS, LEVEL = 1.8, 0.05  # of a chunk that drafts, and more for each level
 LOADING = 0.07  # of a program that another data group has
+KEPT = 0.2  # of one that an earlier run compiled: it is lowered again, and loaded
 FIRST = 3.0  # seconds of a chunk of plain decoding before anything was compiled
 RECENT = 12  # compilations that the estimate is made from: later ones may come from a cache
 

@@ -1,0 +1,113 @@
+"""A folder of serialized executables for later runs, and what is known of them before they are lowered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tlt_jax import atomic
+from tlt_jax.rollout.portable import PortabilityError, Portable, loaded
+
+SECONDS = "seconds"  # the folder of what compilations took, by what they were asked for
+
+log = logging.getLogger(__name__)
+
+
+class Shelf:
+    """Serialized executables, each under a digest of all that it was compiled from; without a folder nothing is kept.
+
+    Only folders that nobody else can write to are safe: loading an executable may run any code, as
+    it does from JAX's own compilation cache.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.found: dict[str, float | None] = {}
+
+    def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
+        """Where an executable of this program lies."""
+        return self.folder / digest(*machine(), sorted(options.items()), lowered.as_text())
+
+    def get(
+        self,
+        lowered: jax.stages.Lowered,
+        options: Mapping[str, Any],
+        devices: Sequence[jax.Device],
+    ) -> tuple[jax.stages.Compiled, Portable] | None:
+        """The executable for these devices, if it is there and can be loaded."""
+        path = self.path(lowered, options) if self.folder else None
+        if path is None or not path.exists():
+            return None
+        head, _, data = path.read_bytes().partition(b"\n")
+        try:
+            portable = Portable(data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree)
+            return loaded(portable, devices), portable
+        except (PortabilityError, ValueError, TypeError) as error:
+            log.info("%s is not used, and compiled again: %s", path, error)
+            return None
+
+    def put(
+        self, lowered: jax.stages.Lowered, options: Mapping[str, Any], portable: Portable
+    ) -> None:
+        """Keeps the executable."""
+        if self.folder:
+            head = json.dumps(portable.devices).encode()
+            write(self.path(lowered, options), head + b"\n" + portable.data)
+
+    def seconds(self, asked: str) -> float | None:
+        """What compiling took an earlier run that was asked for the same; None when none was.
+
+        `asked` names a program and the shapes of its weights. It is only an estimate of what the
+        executable was compiled from: the same text may lead to another program where no file of
+        the package and no version differs.
+        """
+        if self.folder and asked not in self.found:
+            try:
+                self.found[asked] = float(self.note_path(asked).read_text())
+            except (OSError, ValueError):
+                self.found[asked] = None
+        return self.found.get(asked)
+
+    def note(self, asked: str, seconds: float) -> None:
+        """Keeps what a compilation took, for `seconds` of later runs: its executable is in this folder or in JAX's own."""
+        if self.folder:
+            write(self.note_path(asked), f"{seconds:.3f}".encode())
+
+    def note_path(self, asked: str) -> Path:
+        """Where it is said what a compilation took."""
+        return self.folder / SECONDS / digest(*machine(), sources(), asked)
+
+
+def digest(*basis: Any) -> str:
+    """A file name for these values."""
+    return hashlib.sha256(repr(basis).encode()).hexdigest()
+
+
+def machine() -> tuple[str | None, ...]:
+    """What an executable is bound to, beside its program and XLA's options."""
+    device = jax.local_devices()[0]
+    return (
+        jax.__version__, device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS"),
+    )  # fmt: skip
+
+
+@cache
+def sources() -> str:
+    """A digest of the package's source files."""
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return digest(*(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a file atomically, with the folder it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic.replacing(path, path.with_name(f"{path.name}.{os.getpid()}")) as temporary:
+        temporary.write_bytes(content)
