@@ -30,9 +30,11 @@ from tlt_jax.data.packing import Example, Packed
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Batch, PolicyState, Recipe
+from tlt_jax.train.policy_batch import Batch
+from tlt_jax.train.policy_update import PolicyState
+from tlt_jax.train.recipe import Recipe
 
 SHAPES = {
     "smollm2": {
@@ -121,7 +123,9 @@ def packed_batch(given: argparse.Namespace, config: Config, recipe: Recipe) -> t
     weights = answer_weights(packed.answer_lengths, "token_mean", ANSWER)
     advantages = np.random.default_rng(1).normal(size=given.answers)
     recorded = [np.full(length, -1.0) for length in packed.answer_lengths]
-    return packed, policy_update.make_batch(packed, recipe, weights, advantages, recorded)
+    return packed, policy_batch.make_batch(
+        packed, recipe.mesh, recipe.longest, weights, advantages, recorded
+    )
 
 
 def main() -> None:

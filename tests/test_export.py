@@ -18,6 +18,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf
 from tlt_jax.train import policy_update
+from tlt_jax.train.recipe import Recipe
 
 MODEL = """
 model:
@@ -35,7 +36,7 @@ def run(tmp_path_factory):
     config = configuration.read(source)
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
     model = from_config.model_config(config, datasets.tokenizer(config))
-    recipe = policy_update.Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
+    recipe = Recipe.of(config, model, meshes.make_mesh(2, 1), 1)
     with Store(folder, keep=2) as store:
         for step in (1, 2):
             store.save(

@@ -29,7 +29,7 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
-from tlt_jax.train.policy_update import Recipe
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner import make
 from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Measurement

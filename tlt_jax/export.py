@@ -53,13 +53,14 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
     from tlt_jax.distributed import mesh as meshes
     from tlt_jax.models import from_config, hf
     from tlt_jax.train import policy_update
+    from tlt_jax.train.recipe import Recipe
 
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
 
-    recipe = policy_update.Recipe.of(config, model, mesh, total_steps=1)
+    recipe = Recipe.of(config, model, mesh, total_steps=1)
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
         if chosen is None:

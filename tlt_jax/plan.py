@@ -28,7 +28,7 @@ from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.memory import (
     GIB,
     RESIDENT,
@@ -41,7 +41,7 @@ from tlt_jax.train.memory import (
     pick,
     spell,
 )
-from tlt_jax.train.policy_update import Recipe
+from tlt_jax.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def lower(
         given += ("reference",)
     if config.algorithm.minibatches > 1:
         given += ("old",)
-    rows = policy_update.abstract_rows(
-        recipe, packing.rows(config), packing.row_tokens(config), given
+    rows = policy_batch.abstract_rows(
+        recipe.mesh, packing.rows(config), packing.row_tokens(config), given
     )
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
     accumulate = programs.accumulate.lower(sums, params, rows)

@@ -20,7 +20,8 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.train import loop, policy_update
-from tlt_jax.train.policy_update import PolicyState, Rows
+from tlt_jax.train.policy_batch import Rows
+from tlt_jax.train.policy_update import PolicyState
 
 TINY = {
     "model.init": {

@@ -25,7 +25,7 @@ from tlt_jax.data.packing import Packed
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
 from tlt_jax.train import evaluation, loop, policy_update
-from tlt_jax.train.policy_update import Recipe
+from tlt_jax.train.recipe import Recipe
 
 KNOBS = {
     "model.param_dtype": "float64", "model.compute_dtype": "float64", "model.remat": True,

@@ -13,9 +13,9 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import hf, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Objective, Recipe
+from tlt_jax.train.recipe import Objective, Recipe
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -94,8 +94,8 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     )
 
     packed = packing.pack(examples, row_tokens=24, rows=16, groups=2)
-    batch = policy_update.make_batch(
-        packed, recipe, weights, advantages, given[2] if given else None
+    batch = policy_batch.make_batch(
+        packed, recipe.mesh, recipe.longest, weights, advantages, given[2] if given else None
     )
     (rows,) = batch
     if given:

@@ -18,9 +18,11 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Batch, Objective, PolicyState, Recipe, Rows
+from tlt_jax.train.policy_batch import Batch, Rows
+from tlt_jax.train.policy_update import PolicyState
+from tlt_jax.train.recipe import Objective, Recipe
 
 MODEL = transformer.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -64,8 +66,8 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     weights = answer_weights(packed.answer_lengths, "sequence_mean", 8)
     advantages = random.normal(size=len(given))
     sampled = [-3 * random.random(len(example.answer)) for example in given]
-    return policy_update.make_batch(
-        packed, recipe, weights, advantages, sampled if recorded else None
+    return policy_batch.make_batch(
+        packed, recipe.mesh, recipe.longest, weights, advantages, sampled if recorded else None
     )
 
 
@@ -179,7 +181,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
     recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)
     given = ("old", "reference", "recorded")
-    rows = policy_update.abstract_rows(recipe, rows=4, row_tokens=2048, given=given)
+    rows = policy_batch.abstract_rows(recipe.mesh, rows=4, row_tokens=2048, given=given)
     programs, state = policy_update.programs(recipe), policy_update.abstract_state(recipe)
     sums = policy_update.abstract_sums(recipe, rows)
     memory = programs.accumulate.lower(sums, state.params, rows).compile().memory_analysis()

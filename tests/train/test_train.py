@@ -30,6 +30,7 @@ from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import evaluation, loop, policy_update, sft, step_metrics
 from tlt_jax.train.policy_update import PolicyState
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner import beg_mab
 
 STEPS = 4
@@ -126,7 +127,7 @@ def state_of(config: Config, step: int = STEPS) -> PolicyState:
     """The state that the run saved after a step, on the mesh of the configuration."""
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    target = policy_update.abstract_state(policy_update.Recipe.of(config, model, mesh, 1))
+    target = policy_update.abstract_state(Recipe.of(config, model, mesh, 1))
     with Store(config.run, create=False) as store:
         return store.restore(step, {"policy": target}).items["policy"]
 

@@ -33,6 +33,7 @@ from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.train import (
     evaluation,
     memory,
+    policy_batch,
     policy_update,
     run_state,
     sft,
@@ -41,7 +42,9 @@ from tlt_jax.train import (
 )
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_weights, group_advantages
-from tlt_jax.train.policy_update import Batch, PolicyState, Recipe, UpdatePrograms
+from tlt_jax.train.policy_batch import Batch
+from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.interface import State as TunerState
 
@@ -358,8 +361,8 @@ def make_batch(
         packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens
     )
     recorded = [answer.logprobs for answer in answers]
-    return policy_update.make_batch(
-        packed, recipe, weights, advantages[part], recorded
+    return policy_batch.make_batch(
+        packed, recipe.mesh, recipe.longest, weights, advantages[part], recorded
     ), packed.fill
 
 

@@ -6,108 +6,30 @@ loops over accumulation steps, so that one program serves any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
 
 from tlt_jax import optimizer
-from tlt_jax.config import Config
-from tlt_jax.data import packing
-from tlt_jax.data.packing import Packed
-from tlt_jax.distributed.mesh import is_cpu, sharding
+from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.models import token_logprobs as scoring, transformer
-from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.optimizer import Adam, TrainState
+from tlt_jax.models.transformer import Params
+from tlt_jax.optimizer import TrainState
 from tlt_jax.train import losses
+from tlt_jax.train.policy_batch import Batch, Rows, rows_sharding
+from tlt_jax.train.recipe import Objective, Recipe
 
 # Accumulation steps that are dispatched and not awaited, on accelerators.
 IN_FLIGHT = 8
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What the update minimizes.
-
-    The clipped policy gradient with KL and entropy terms (GRPO, arXiv 2402.03300), or with
-    `is_supervised` the negative log-likelihood of the answers. `importance_cap` 0: no importance
-    weights between sampler and trainer.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    importance_cap: float = 0.0
-    temperature: float = 1.0
-    is_supervised: bool = False
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The static arguments of the programs below."""
-
-    model: ModelConfig
-    mesh: Mesh
-    adam: Adam
-    objective: Objective
-    param_dtype: str = "float32"
-    compute_dtype: str = "float32"
-    remat: bool = False
-    logits_chunk: int = 1024
-    attention_block: int = 128
-    longest: int | None = None  # tokens of the longest example; None: a row's
-
-    @classmethod
-    def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
-        """The recipe of a run of `total_steps` optimizer steps.
-
-        Log-probs are at the temperature of the rollout.
-        """
-        algorithm = config.algorithm
-        objective = Objective(
-            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef,
-            algorithm.importance_cap, config.rollout.temperature,
-        )  # fmt: skip
-        return cls(
-            model, mesh, Adam.of(config, total_steps), objective,
-            config.model.param_dtype, config.model.compute_dtype, config.model.remat,
-            config.train.logits_chunk, config.train.attention_block, packing.longest(config),
-        )  # fmt: skip
-
-
 PolicyState = TrainState  # with params of type transformer.Params
-
-
-@struct.dataclass
-class Rows:
-    """The packed rows of one accumulation step; see packing.Packed.
-
-    Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
-    targets. `recorded`: the sampler's log-probs. `old`: the policy's before its first minibatch;
-    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's.
-    """
-
-    tokens: Int32[Array, "R T"]
-    positions: Int32[Array, "R T"]
-    segments: Int32[Array, "R T"]
-    targets: Int32[Array, "R T"]
-    weights: Float[Array, "R T"]
-    advantages: Float[Array, "R T"]
-    recorded: Float[Array, "R T"] | None = None
-    old: Float[Array, "R T"] | None = None
-    reference: Float[Array, "R T"] | None = None
-
-
-Batch = Sequence[Rows]  # a minibatch, by accumulation step
 
 
 @struct.dataclass
@@ -121,52 +43,6 @@ class Sums:
     loss: Float[Array, ""]
     totals: dict[str, Array]
     maxima: dict[str, Array]
-
-
-def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are sharded over the mesh axis "data"."""
-    return sharding(mesh, ("batch", None), "train")
-
-
-def make_batch(
-    packed: Packed,
-    recipe: Recipe,
-    weights: np.ndarray,
-    advantages: np.ndarray,
-    recorded: list[np.ndarray] | None = None,
-) -> Batch:
-    """The batch on the mesh.
-
-    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
-    ValueError for an example that is longer than recipe.longest.
-    """
-    if recipe.longest is not None and packed.positions.max() >= recipe.longest:
-        raise ValueError(
-            f"an example has {packed.positions.max() + 1} tokens, the recipe's longest {recipe.longest}"
-        )
-    fields = {
-        name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")
-    }
-    fields |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
-    if recorded is not None:
-        fields["recorded"] = packed.place(recorded)
-    steps = [Rows(**{name: array[step] for name, array in fields.items()})
-             for step in range(len(packed.tokens))]  # fmt: skip
-    return jax.device_put(steps, rows_sharding(recipe.mesh))
-
-
-def abstract_rows(recipe: Recipe, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:
-    """ShapeDtypeStructs with shardings of an accumulation step: to compile.
-
-    `given`: names of the optional fields that are not None.
-    """
-
-    def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, row_tokens), dtype, sharding=rows_sharding(recipe.mesh))
-
-    wide = jnp.asarray(0.0).dtype
-    integers = {name: array(jnp.int32) for name in ("tokens", "positions", "segments", "targets")}
-    return Rows(**integers, **{name: array(wide) for name in ("weights", "advantages", *given)})
 
 
 def create(params: Params, recipe: Recipe) -> PolicyState:

@@ -16,6 +16,7 @@ from tlt_jax.config import Config
 from tlt_jax.drafter import update as drafter_update
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
 TUNER = "tuner"  # key in a checkpoint's meta: the tuner's state is JSON
@@ -41,7 +42,7 @@ class RunState:
 
 def abstract(
     step: int,
-    policy: policy_update.Recipe | None = None,
+    policy: Recipe | None = None,
     drafter: drafter_update.Recipe | None = None,
 ) -> RunState:
     """ShapeDtypeStructs with shardings of what these recipes train: to restore, or to plan."""

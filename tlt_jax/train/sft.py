@@ -26,9 +26,10 @@ from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.policy_update import Batch, Objective, Recipe
+from tlt_jax.train.policy_batch import Batch
+from tlt_jax.train.recipe import Objective, Recipe
 
 FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25
@@ -98,7 +99,9 @@ def make_batch(
         examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
     )
     weights = answer_weights(packed.answer_lengths, "token_mean", config.rollout.max_new_tokens)
-    return policy_update.make_batch(packed, recipe, weights, np.ones(len(examples)))
+    return policy_batch.make_batch(
+        packed, recipe.mesh, recipe.longest, weights, np.ones(len(examples))
+    )
 
 
 def cache_folder(config: Config, model: ModelConfig) -> Path | None:

@@ -1,0 +1,88 @@
+"""The packed rows that a policy update learns from, on the mesh.
+
+Shapes: R packed rows of an accumulation step, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int32
+
+from tlt_jax.data.packing import Packed
+from tlt_jax.distributed.mesh import sharding
+
+
+@struct.dataclass
+class Rows:
+    """The packed rows of one accumulation step; see packing.Packed.
+
+    Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
+    targets. `recorded`: the sampler's log-probs. `old`: the policy's before its first minibatch;
+    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's.
+    """
+
+    tokens: Int32[Array, "R T"]
+    positions: Int32[Array, "R T"]
+    segments: Int32[Array, "R T"]
+    targets: Int32[Array, "R T"]
+    weights: Float[Array, "R T"]
+    advantages: Float[Array, "R T"]
+    recorded: Float[Array, "R T"] | None = None
+    old: Float[Array, "R T"] | None = None
+    reference: Float[Array, "R T"] | None = None
+
+
+Batch = Sequence[Rows]  # a minibatch, by accumulation step
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are sharded over the mesh axis "data"."""
+    return sharding(mesh, ("batch", None), "train")
+
+
+def make_batch(
+    packed: Packed,
+    mesh: Mesh,
+    longest: int | None,
+    weights: np.ndarray,
+    advantages: np.ndarray,
+    recorded: list[np.ndarray] | None = None,
+) -> Batch:
+    """The batch on the mesh.
+
+    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
+    ValueError for an example of more than `longest` tokens, for which the recipe was made.
+    """
+    if longest is not None and packed.positions.max() >= longest:
+        raise ValueError(
+            f"an example has {packed.positions.max() + 1} tokens, the recipe's longest {longest}"
+        )
+    fields = {
+        name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")
+    }
+    fields |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
+    if recorded is not None:
+        fields["recorded"] = packed.place(recorded)
+    steps = [Rows(**{name: array[step] for name, array in fields.items()})
+             for step in range(len(packed.tokens))]  # fmt: skip
+    return jax.device_put(steps, rows_sharding(mesh))
+
+
+def abstract_rows(mesh: Mesh, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:
+    """ShapeDtypeStructs with shardings of an accumulation step: to compile.
+
+    `given`: names of the optional fields that are not None.
+    """
+
+    def array(dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, row_tokens), dtype, sharding=rows_sharding(mesh))
+
+    wide = jnp.asarray(0.0).dtype
+    integers = {name: array(jnp.int32) for name in ("tokens", "positions", "segments", "targets")}
+    return Rows(**integers, **{name: array(wide) for name in ("weights", "advantages", *given)})
