@@ -21,7 +21,11 @@ from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.collectives import collectives
-from tlt_jax.drafter import update as drafter_update
+from tlt_jax.drafter import (
+    batch as drafter_batch,
+    recipe as drafter_recipe,
+    update as drafter_update,
+)
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
@@ -80,14 +84,14 @@ def lower(
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
-        recipe = drafter_update.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
-        state = drafter_update.abstract_state(recipe)
+        recipe = drafter_recipe.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
+        state = drafter_recipe.abstract_state(recipe)
         reshard = engine.reshard_drafter.lower(state.params)
         yield PlannedProgram(
             "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
         )
-        batch = drafter_update.abstract_batch(
-            recipe, packing.rows(config), packing.row_tokens(config)
+        batch = drafter_batch.abstract_batch(
+            recipe.mesh, packing.rows(config), packing.row_tokens(config)
         )
         update = drafter_update.program(recipe).lower(state, params, batch)
         yield PlannedProgram(

@@ -14,8 +14,13 @@ from tlt_jax.config.schema import DrafterTraining, Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.drafter import update as drafter_update
-from tlt_jax.drafter.update import Batch, DrafterState, Objective, Recipe
+from tlt_jax.drafter import (
+    batch as drafter_batch,
+    recipe as drafter_recipe,
+    update as drafter_update,
+)
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe
 from tlt_jax.models import eagle, transformer
 from tlt_jax.optimizer import Adam
 
@@ -63,7 +68,7 @@ def params_of(recipe: Recipe, seed: int = 1) -> eagle.DrafterParams:
 
 
 def state_of(recipe: Recipe) -> DrafterState:
-    return drafter_update.create(params_of(recipe), recipe)
+    return drafter_recipe.create(params_of(recipe), recipe)
 
 
 def batch_of(recipe: Recipe) -> Batch:
@@ -78,7 +83,7 @@ def batch_of(recipe: Recipe) -> Batch:
     packed = packing.pack(examples, 16, 4)
     assert len(packed.tokens) == 1
     rows = {name: getattr(packed, name)[0] for name in ("tokens", "positions", "segments")}
-    return drafter_update.make_batch(
+    return drafter_batch.make_batch(
         rows | {"loss_mask": packed.spread(np.ones(7))[0] > 0}, recipe.mesh
     )
 
@@ -277,7 +282,7 @@ def test_sharded_and_chunked_updates_are_the_plain_one_and_compile_once(kind, x6
 
 def test_state_is_the_one_announced_for_checkpoints(x64):
     recipe = recipe_of(REDUCED, None, 2, 2, param_dtype="bfloat16", compute_dtype="bfloat16")
-    state, expected = state_of(recipe), drafter_update.abstract_state(recipe)
+    state, expected = state_of(recipe), drafter_recipe.abstract_state(recipe)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     for leaf, announced in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (
@@ -305,12 +310,12 @@ def test_update_never_holds_the_logits_of_all_tokens():
 
     def rows(dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
-            (4, 2048), dtype, sharding=drafter_update.batch_sharding(recipe.mesh)
+            (4, 2048), dtype, sharding=drafter_batch.batch_sharding(recipe.mesh)
         )
 
     batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
     policy = transformer.abstract(model, recipe.mesh, "train", "float32")
-    state = drafter_update.abstract_state(recipe)
+    state = drafter_recipe.abstract_state(recipe)
     memory = drafter_update.program(recipe).lower(state, policy, batch).compile().memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4

@@ -18,8 +18,12 @@ import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.drafter import update as drafter_update
-from tlt_jax.drafter.update import Objective, Recipe
+from tlt_jax.drafter import (
+    batch as drafter_batch,
+    recipe as drafter_recipe,
+    update as drafter_update,
+)
+from tlt_jax.drafter.recipe import Objective, Recipe
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
@@ -58,7 +62,7 @@ def trained() -> eagle.DrafterParams:
     )  # fmt: skip
     policy = transformer.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
     state, random = (
-        drafter_update.create(drafter_of("eagle3", mesh), recipe),
+        drafter_recipe.create(drafter_of("eagle3", mesh), recipe),
         np.random.default_rng(0),
     )
     ones = np.ones((8, 32), np.int32)
@@ -71,7 +75,7 @@ def trained() -> eagle.DrafterParams:
             "loss_mask": ones > 0,
         }
         state, _ = drafter_update.program(recipe)(
-            state, policy, drafter_update.make_batch(rows, mesh)
+            state, policy, drafter_batch.make_batch(rows, mesh)
         )
     return jax.device_get(state.params)
 

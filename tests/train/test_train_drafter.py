@@ -22,7 +22,7 @@ from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.dataset import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.drafter import corpus, update as drafter_update
+from tlt_jax.drafter import corpus, recipe as drafter_recipe, update as drafter_update
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter, transformer
@@ -101,14 +101,14 @@ def inside(config: Config) -> Config:
     return replace(config, run=str(Path(config.run) / "drafter"))
 
 
-def state_of(config: Config, step: int = STEPS) -> drafter_update.DrafterState:
+def state_of(config: Config, step: int = STEPS) -> drafter_recipe.DrafterState:
     """The state that was saved after a step."""
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     sizes = drafter.eagle.for_policy(model, config.drafter_training.kind)
-    recipe = drafter_update.Recipe.of(config, model, sizes, mesh)
+    recipe = drafter_recipe.Recipe.of(config, model, sizes, mesh)
     with Store(inside(config).run, create=False) as store:
-        return store.restore(step, {"drafter": drafter_update.abstract_state(recipe)}).items[
+        return store.restore(step, {"drafter": drafter_recipe.abstract_state(recipe)}).items[
             "drafter"
         ]
 

@@ -307,6 +307,40 @@ class DrafterTraining:
 
 
 @dataclass(frozen=True)
+class IdleTraining:
+    """How data groups that have nothing left to decode train the drafter of speculation.drafter `adaptive`."""
+
+    learning_rate: float = knob(3e-4, "learning rate of the drafter", at_least=0)
+    warmup_steps: int = knob(20, "micro-steps of linear warm-up", at_least=0)
+    grad_clip: float = knob(1.0, "clip the gradient's global norm; 0: off", at_least=0)
+    weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
+    micro_step_ms: float = knob(
+        250.0,
+        "longest micro-step, for which RL work may have to wait: tokens of a micro-step are halved and doubled by it",
+        above=0,
+    )
+    least_idle_s: float = knob(
+        0.5, "least expected idle time of a data group for which training begins", at_least=0
+    )
+    floor: int = knob(
+        0, "micro-steps of every data group in every RL step, idle time or not", at_least=0
+    )
+    rescue: int = knob(
+        8,
+        "micro-steps of every data group in a step without idle time, after the accept length fell by a tenth",
+        at_least=0,
+    )
+    window: int = knob(512, "tokens of a finished sequence that are kept together", at_least=16)
+    windows: int = knob(2, "windows kept of one sequence; shorter ones fit one", at_least=1)
+    replay_mib: int = knob(
+        512, "features of finished sequences that a data group keeps, in MiB", at_least=1
+    )
+    replay_place: str = knob(
+        "host", "where they are kept: host | device", one_of=("host", "device")
+    )
+
+
+@dataclass(frozen=True)
 class Eval:
     every: int = knob(
         20, "evaluate before step 0, then every n steps and at the end; 0: never", at_least=0
@@ -372,6 +406,7 @@ class Config:
     train: Train = section(Train)
     sft: Sft = section(Sft)
     drafter_training: DrafterTraining = section(DrafterTraining)
+    idle_training: IdleTraining = section(IdleTraining)
     eval: Eval = section(Eval)
     checkpoint: Checkpoint = section(Checkpoint)
     log: Log = section(Log)

@@ -8,119 +8,27 @@ s is computed once, and compared with that of every draft step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax import keys, optimizer
-from tlt_jax.config import Config
 from tlt_jax.distributed.mesh import sharding
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state
 from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams, Shared
-from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.optimizer import Adam, TrainState
+from tlt_jax.models.eagle import DrafterParams, Shared
+from tlt_jax.models.transformer import Params
 from tlt_jax.shapes import shaped
 
 # Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
 TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
 ETA = 3.0  # "acceptance" loss (arXiv 2602.23881): decay of the cross-entropy term with acceptance
-DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the update minimizes: the weighted losses of `unroll` draft steps.
-
-    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half
-    width of the uniform noise on the features (arXiv 2401.15077, section 3.2).
-    """
-
-    unroll: int = 1
-    decay: float = 0.8
-    loss: str = "cross_entropy"  # cross_entropy | acceptance
-    noise: float = 0.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The static arguments of the programs below."""
-
-    model: ModelConfig
-    drafter: DrafterConfig
-    mesh: Mesh
-    adam: Adam
-    objective: Objective
-    seed: int = 0
-    param_dtype: str = "float32"
-    compute_dtype: str = "float32"
-    logits_chunk: int = 1024
-    attention_block: int = 512
-
-    @classmethod
-    def of(cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
-        """The recipe of `drafter_training`."""
-        knobs, train = config.drafter_training, config.train
-        unroll = knobs.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
-        return cls(
-            model, drafter, mesh,
-            Adam.short(config, knobs.learning_rate, knobs.steps, knobs.weight_decay),
-            Objective(unroll, knobs.decay, knobs.loss, knobs.noise),
-            train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
-        )  # fmt: skip
-
-
-@struct.dataclass
-class Batch:
-    """Packed rows, see packing.Packed; `loss_mask` marks the positions whose next token is learned.
-
-    `features`: the policy's features that the drafter reads; `states`: its normed last hidden
-    states. None: the update computes them.
-    """
-
-    tokens: Int32[Array, "R T"]
-    positions: Int32[Array, "R T"]
-    segments: Int32[Array, "R T"]
-    loss_mask: Bool[Array, "R T"]
-    features: Float[Array, "R T F"] | None = None
-    states: Float[Array, "R T D"] | None = None
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows are sharded over the mesh axis "data"."""
-    return sharding(mesh, ("batch", None), "train")
-
-
-def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
-    """The batch on the mesh, from tokens, positions, segments and loss_mask [R, T]."""
-    return Batch(**jax.device_put(rows, batch_sharding(mesh)))
-
-
-def abstract_batch(recipe: Recipe, rows: int, tokens: int) -> Batch:
-    """ShapeDtypeStructs with shardings of a batch without features: to compile."""
-    small = partial(jax.ShapeDtypeStruct, (rows, tokens), sharding=batch_sharding(recipe.mesh))
-    return Batch(small(jnp.int32), small(jnp.int32), small(jnp.int32), small(jnp.bool_))
-
-
-def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
-    """The state before the first update. It owns `params`: the first update donates them."""
-    return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
-        params=params
-    )
-
-
-def abstract_state(recipe: Recipe) -> DrafterState:
-    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
-    params = eagle.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
-    return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
-        params=params
-    )
 
 
 def update(

@@ -20,8 +20,13 @@ from tlt_jax.data.dataset import Dataset, Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import Preemption
-from tlt_jax.drafter import corpus, update as drafter_update
-from tlt_jax.drafter.update import DrafterState, Recipe
+from tlt_jax.drafter import (
+    batch as drafter_batch,
+    corpus,
+    recipe as drafter_recipe,
+    update as drafter_update,
+)
+from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer
 from tlt_jax.models import eagle, from_config, hf_drafter
@@ -113,7 +118,7 @@ def begin(
     recipe = Recipe.of(config, model, drafter, mesh)
     if resumed is not None:
         return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
-    return recipe, drafter_update.create(params, recipe)
+    return recipe, drafter_recipe.create(params, recipe)
 
 
 def initial_drafter(
@@ -157,7 +162,7 @@ def train_drafter(
             return state, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch["loss_mask"].sum())
-        state, metrics = update(state, params, drafter_update.make_batch(batch, recipe.mesh))
+        state, metrics = update(state, params, drafter_batch.make_batch(batch, recipe.mesh))
         step += 1
         if step % SAY_EVERY == 0 or step == steps:
             report(

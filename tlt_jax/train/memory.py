@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import Config, schema
 from tlt_jax.distributed.mesh import device_kind, is_cpu
-from tlt_jax.drafter import update as drafter_update
+from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig
@@ -86,8 +86,8 @@ def budget(
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
     if drafter:
-        state = drafter_update.abstract_state(
-            drafter_update.Recipe.of(config, model, drafter, mesh)
+        state = drafter_recipe.abstract_state(
+            drafter_recipe.Recipe.of(config, model, drafter, mesh)
         )
         kinds["drafter"], kinds["drafter optimizer"] = (
             device_bytes(state.params),

@@ -13,7 +13,7 @@ from flax import struct
 
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
-from tlt_jax.drafter import update as drafter_update
+from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
@@ -43,13 +43,13 @@ class RunState:
 def abstract(
     step: int,
     policy: Recipe | None = None,
-    drafter: drafter_update.Recipe | None = None,
+    drafter: drafter_recipe.Recipe | None = None,
 ) -> RunState:
     """ShapeDtypeStructs with shardings of what these recipes train: to restore, or to plan."""
     return RunState(
         step,
         policy and policy_update.abstract_state(policy),
-        drafter and drafter_update.abstract_state(drafter),
+        drafter and drafter_recipe.abstract_state(drafter),
     )
 
 

@@ -1,0 +1,85 @@
+"""What a drafter's update minimizes, the static arguments of its programs, and the state that it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from tlt_jax import optimizer
+from tlt_jax.config import Config
+from tlt_jax.models import eagle_config
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams
+from tlt_jax.optimizer import Adam, TrainState
+
+DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the update minimizes: the weighted losses of `unroll` draft steps.
+
+    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half
+    width of the uniform noise on the features (arXiv 2401.15077, section 3.2).
+    """
+
+    unroll: int = 1
+    decay: float = 0.8
+    loss: str = "cross_entropy"  # cross_entropy | acceptance
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The static arguments of the programs of drafter.update."""
+
+    model: ModelConfig
+    drafter: DrafterConfig
+    mesh: Mesh
+    adam: Adam
+    objective: Objective
+    seed: int = 0
+    param_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    logits_chunk: int = 1024
+    attention_block: int = 512
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
+        """The recipe of `drafter_training`."""
+        knobs, train = config.drafter_training, config.train
+        unroll = knobs.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
+        return cls(
+            model, drafter, mesh,
+            Adam.short(config, knobs.learning_rate, knobs.steps, knobs.weight_decay),
+            Objective(unroll, knobs.decay, knobs.loss, knobs.noise),
+            train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
+        )  # fmt: skip
+
+    @classmethod
+    def while_idle(
+        cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh
+    ) -> Recipe:
+        """The recipe of `idle_training`, on the objective of `drafter_training`: its learning rate never decays."""
+        knobs, optim = config.idle_training, config.optim
+        adam = Adam(
+            knobs.learning_rate, 1, "constant", knobs.warmup_steps, 1.0,
+            optim.beta1, optim.beta2, knobs.weight_decay, knobs.grad_clip,
+        )  # fmt: skip
+        return replace(cls.of(config, model, drafter, mesh), adam=adam)
+
+
+def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
+    """The state before the first update. It owns `params`: the first update donates them."""
+    return optimizer.create(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
+        params=params
+    )
+
+
+def abstract_state(recipe: Recipe) -> DrafterState:
+    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
+    params = eagle_config.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+    return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
+        params=params
+    )
