@@ -100,14 +100,34 @@ def start(
     return Rollout(contexts, listeners, on_finish, clock)
 
 
-def run(rollout: Rollout, interrupted: Callable[[], bool] | None = None) -> RolloutResult:
-    """Polls until all groups are idle; pauses grow while nothing happens. Raises Interrupted soon after `interrupted()`."""
-    pause = PAUSE[0]
-    while not rollout.is_done():
+class Beside(Protocol):
+    """What else is done in the loop of a rollout: rollout.idle.IdleDriver."""
+
+    def poll(self) -> bool:
+        """Whether anything happened; never waits."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+def run(
+    rollout: Rollout,
+    interrupted: Callable[[], bool] | None = None,
+    beside: Beside | None = None,
+) -> RolloutResult:
+    """Polls until all groups are idle, and what is done `beside` it; pauses grow while nothing happens.
+
+    The result is that of when all groups were idle. Raises Interrupted soon after `interrupted()`.
+    """
+    pause, result = PAUSE[0], None
+    while result is None or not (beside is None or beside.is_done):
         if interrupted and interrupted():
             raise Interrupted("the rollout was interrupted")
-        happened = any(look.events for look in rollout.poll())
-        if not (happened or rollout.is_done()):
+        happened = result is None and any(look.events for look in rollout.poll())
+        happened |= beside is not None and beside.poll()
+        if rollout.is_done() and result is None:
+            result = rollout.result()
+        elif not happened:
             rollout.clock.sleep(pause)
         pause = PAUSE[0] if happened else min((1 + LATE) * pause, PAUSE[1])
-    return rollout.result()
+    return result

@@ -14,7 +14,7 @@ import numpy as np
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.rollout import simulated_rounds
 from tlt_jax.rollout.buckets import admission_size
-from tlt_jax.rollout.driver import Rollout
+from tlt_jax.rollout.driver import Beside, Rollout
 from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
@@ -288,22 +288,28 @@ def contexts(
     ]
 
 
-def simulate(rollout: Rollout, programs: SimulatedPrograms) -> RolloutResult:
-    """The rollout until all groups are idle: whenever nothing happens, the next program is done.
+def simulate(
+    rollout: Rollout, programs: SimulatedPrograms, beside: Beside | None = None
+) -> RolloutResult:
+    """The rollout until all groups are idle, and what is done `beside` it: whenever nothing happens, the next program is done.
 
     A look just before tells that it was not done yet: without it no measurement would be known
     better than to a chunk.
     """
-    clock = programs.clock
+    clock, result = programs.clock, None
     while True:
-        happened = any(look.events for look in rollout.poll())
-        if rollout.is_done():
-            return rollout.result()
+        happened = result is None and any(look.events for look in rollout.poll())
+        happened |= beside is not None and beside.poll()
+        if result is None and rollout.is_done():
+            result = rollout.result()
+        if result and (beside is None or beside.is_done):
+            return result
         if happened:
             continue
         ready = programs.next_ready()
         if math.isinf(ready):
             raise RuntimeError("the rollout is not done, and waits for nothing")
         clock.jump(ready - GLANCE)
-        rollout.poll()
+        if result is None:
+            rollout.poll()
         clock.jump(ready)

@@ -1,0 +1,192 @@
+"""Idle work beside a rollout in virtual time: RL work waits for one piece at most, and is the same without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tlt_jax.rollout import driver, remaining, simulated
+from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
+from tlt_jax.rollout.idle import IdleDriver
+from tlt_jax.rollout.planner import Planner
+from tlt_jax.rollout.simulated import in_world
+from tlt_jax.rollout.state import GroupState, Running
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner import fixed, worlds
+from tlt_jax.tuner.interface import Measurement
+from tlt_jax.tuner.worlds import World
+
+PIECE = 0.013  # seconds
+GROUPS = 3
+
+
+@dataclass
+class Work:
+    """Pieces of PIECE seconds; group `fails` raises at its third piece, a group not in `has` has none."""
+
+    programs: simulated.SimulatedPrograms
+    has: tuple[int, ...] = (0, 1, 2)
+    fails: int | None = None
+    kind: str = "train"
+    markers: dict[int, simulated.Marker] = field(default_factory=dict)
+    dispatched: list[tuple[float, int]] = field(default_factory=list)
+    finished: list[tuple[float, int]] = field(default_factory=list)
+    errors: list[tuple[int, str]] = field(default_factory=list)
+
+    def dispatch(self, group: int) -> bool:
+        if group not in self.has:
+            return False
+        self.dispatched.append((self.programs.clock.now(), group))
+        if group == self.fails and sum(one == group for _, one in self.dispatched) == 3:
+            raise OSError("no such luck")
+        self.markers[group] = simulated.Marker(
+            self.programs.clock, self.programs.clock.now() + PIECE
+        )
+        self.programs.due.append(self.markers[group].at)
+        self.programs.due.sort()
+        return True
+
+    def is_ready(self, group: int) -> bool:
+        return self.markers[group].is_ready()
+
+    def done(self, group: int, seconds: float) -> None:
+        self.finished.append((seconds, group))
+
+    def failed(self, group: int, error: Exception) -> None:
+        self.errors.append((group, str(error)))
+
+
+def request(seed=0):
+    return simulated.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
+
+
+def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
+    """A rollout with or without idle work: result, driver, work, looks."""
+    programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(1200))
+    work = work and work(programs, **rest)
+    planner, looks = Planner((1, 2, 4, 8, 16), (2048,), fixed.fixed("off")), []
+    contexts = simulated.contexts(programs, request(seed), planner, GROUPS)
+    rollout = driver.start(contexts, [looks.append], clock=programs.clock)
+    beside = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None
+    result = simulated.simulate(rollout, programs, beside)
+    return result, beside, work, looks
+
+
+def answers(result):
+    return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
+
+
+def idle_from(looks):
+    """When each group went idle."""
+    return {
+        look.group: look.ended
+        for look in looks
+        for event in look.events
+        if isinstance(event, WentIdle)
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_needs_the_devices(
+    seed,
+):
+    plain, *_ = play(seed=seed)
+    result, beside, work, looks = play(Work, seed=seed)
+    went = idle_from(looks)
+    assert len(went) == GROUPS and work.dispatched
+    assert 0 <= beside.delay <= PIECE + 1e-9 and beside.is_done
+    assert max(at for at, _ in work.dispatched) <= max(went.values())
+    assert all(at >= went[group] for at, group in work.dispatched)
+    assert len(work.finished) == len(work.dispatched)
+    assert answers(result) == answers(plain)
+    assert [repr(one) for one in result.decisions] == [repr(one) for one in plain.decisions]
+    assert result.stats["seconds"] == pytest.approx(plain.stats["seconds"], abs=1e-3)
+
+
+def test_all_idle_time_is_used_and_stands_in_the_timeline():
+    result, beside, _, looks = play(Work)
+    went = idle_from(looks)
+    end = max(went.values())
+    idle = {group: end - at for group, at in went.items()}
+    assert sum(idle.values()) > 20 * PIECE
+    for group, seconds in idle.items():
+        assert abs(beside.used[group] - seconds) <= 2 * PIECE
+    spans = [one for one in result.spans if one.kind == "train"]
+    assert sum(one.end - one.start for one in spans) == pytest.approx(
+        sum(beside.used.values()), rel=0.05
+    )
+    kinds = [
+        event for look in looks for event in look.events if isinstance(event, Dispatched | Retired)
+    ]
+    numbers = [
+        (look.group, event.number)
+        for look in looks
+        for event in look.events
+        if isinstance(event, Dispatched)
+    ]
+    assert len(set(numbers)) == len(numbers) and {event.kind for event in kinds} >= {
+        "decode",
+        "train",
+    }
+
+
+def test_without_enough_expected_idle_time_nothing_starts():
+    _, beside, work, _ = play(Work, least=0.5, expected=lambda: 0.4)
+    assert not work.dispatched and beside.delay == 0.0
+    _, _, work, _ = play(Work, least=0.5, expected=lambda: 0.6)
+    assert work.dispatched
+
+
+def test_what_raises_ends_the_work_of_its_group_alone():
+    plain, *_ = play()
+    result, beside, work, looks = play(Work, fails=next(iter(idle_from(play()[3]))))
+    assert work.errors == [(work.fails, "no such luck")]
+    assert sum(group == work.fails for _, group in work.dispatched) == 3
+    others = {group for _, group in work.dispatched} - {work.fails}
+    assert others and answers(result) == answers(plain) and beside.is_done
+
+
+def test_a_group_without_work_stays_idle():
+    first = next(iter(idle_from(play()[3])))
+    _, beside, work, _ = play(Work, has=tuple(set(range(GROUPS)) - {first}))
+    assert {group for _, group in work.dispatched} and first not in {
+        group for _, group in work.dispatched
+    }
+    assert beside.used[first] == 0.0
+
+
+# How long a rollout will still take
+
+
+def test_expected_tokens_worked_by_hand():
+    lengths = [10, 20, 60, 100]
+    assert remaining.expected_tokens(20, 1000, lengths) == 60.0  # of 60 and 100: 40 and 80
+    assert remaining.expected_tokens(20, 30, lengths) == 30.0
+    assert remaining.expected_tokens(100, 1000, lengths) == 100.0  # none was longer
+    assert remaining.expected_tokens(0, 1000, []) == 1.0
+
+
+def test_expected_seconds_are_those_of_the_row_that_takes_longest():
+    asked = simulated.request([4], 8, 100, seed=0, capacity=4)
+
+    def measured(group, tokens, row_rounds, rounds, seconds):
+        hits = np.zeros((1, 1, 1))
+        return Measurement(group, 4, 2, 64, PLAIN, rounds, row_rounds, tokens, seconds, hits)
+
+    states = {
+        0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
+        1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
+    }
+    chunks = [
+        measured(0, 20, 20, 10, 9.0),
+        measured(0, 20, 20, 10, 1.0),
+        measured(1, 40, 20, 10, 4.0),
+    ]
+    # Group 0: 10 tokens a second of a row, 1: 2 tokens a round, 5 a second.
+    assert remaining.seconds(asked, states, chunks, [30]) == pytest.approx(
+        max(20 / 10, 10 / 5, 30 / 5)
+    )
+    assert remaining.seconds(asked, states, [], [30]) == 0.0

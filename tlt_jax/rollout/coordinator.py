@@ -1,0 +1,145 @@
+"""Who may do idle work: a pure state machine over messages; knows no device, no clock and no kind of work.
+
+The worker coordinator of TLT (arXiv 2511.16665, section 4.2). A data group is BUSY while it decodes,
+IDLE when it has nothing left to decode, and TRAINING while it does idle work. Groups work each on
+their own, so none waits for others: any number may train, and join at any time. Every message
+carries its RL step; those of another step are ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Mode(Enum):
+    """What a data group does."""
+
+    BUSY = "busy"
+    IDLE = "idle"
+    TRAINING = "training"
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The modes of all data groups in an RL step.
+
+    `least_seconds`: of expected idle time, below which no work is started. `gave_up`: groups whose
+    work ended by itself, and does not start again. `is_over`: the rollout is done, or was
+    interrupted: no work starts any more.
+    """
+
+    step: int
+    modes: tuple[Mode, ...]
+    least_seconds: float = 0.0
+    gave_up: frozenset[int] = frozenset()
+    is_over: bool = False
+
+    @property
+    def training(self) -> tuple[int, ...]:
+        """The groups that do idle work."""
+        return tuple(group for group, mode in enumerate(self.modes) if mode is Mode.TRAINING)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group has nothing left to decode in this step."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The rollout is expected to take so many seconds more; sent now and then."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """A group's idle work has ended by itself: nothing to do, or an error. It stays idle in this step."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """RL work needs all groups: the rollout is done, or was interrupted."""
+
+    step: int
+
+
+Message = Finished | Expected | GaveUp | Ended
+
+
+@dataclass(frozen=True)
+class Start:
+    """This group is to begin idle work."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """This group is to stop idle work: no further micro-step is dispatched."""
+
+    step: int
+    group: int
+
+
+Command = Start | Stop
+
+
+def begin(step: int, groups: int, least_seconds: float) -> Coordinator:
+    """An RL step begins: all groups are busy."""
+    return Coordinator(step, (Mode.BUSY,) * groups, least_seconds)
+
+
+def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Command]]:
+    """The state after a message, and what the groups are told."""
+    if message.step != state.step:
+        return state, []
+    match message:
+        case Finished(_, group):
+            if state.modes[group] is Mode.BUSY:
+                state = with_mode(state, group, Mode.IDLE)
+            if any(mode is Mode.BUSY for mode in state.modes):
+                return state, []
+            return over(state)
+        case Expected(_, seconds):
+            return (state, []) if seconds < state.least_seconds else started(state)
+        case GaveUp(_, group):
+            if state.modes[group] is Mode.TRAINING:
+                state = with_mode(state, group, Mode.IDLE)
+            return replace(state, gave_up=state.gave_up | {group}), []
+        case Ended():
+            return over(state)
+
+
+def started(state: Coordinator) -> tuple[Coordinator, list[Command]]:
+    """Every idle group begins to work, unless it gave up or the rollout is over."""
+    if state.is_over:
+        return state, []
+    idle = [group for group, mode in enumerate(state.modes) if mode is Mode.IDLE]
+    ready = [group for group in idle if group not in state.gave_up]
+    for group in ready:
+        state = with_mode(state, group, Mode.TRAINING)
+    return state, [Start(state.step, group) for group in ready]
+
+
+def over(state: Coordinator) -> tuple[Coordinator, list[Command]]:
+    """No group works any more, and none begins."""
+    working = state.training
+    for group in working:
+        state = with_mode(state, group, Mode.IDLE)
+    return replace(state, is_over=True), [Stop(state.step, group) for group in working]
+
+
+def with_mode(state: Coordinator, group: int, mode: Mode) -> Coordinator:
+    """The state in which the group does this."""
+    modes = (mode if index == group else old for index, old in enumerate(state.modes))
+    return replace(state, modes=tuple(modes))
