@@ -78,3 +78,33 @@ def view(tree, group: Mesh):
         )
 
     return jax.tree.map(of, tree)
+
+
+def part(tree, group: Mesh):
+    """Zero-copy view of one data group's part [1, ...] of arrays [G, ...] whose first axis lies over `data`.
+
+    The other axes do not. A part may be donated, after which the whole is not to be used.
+    """
+
+    def of(array: jax.Array) -> jax.Array:
+        shape, spec = (1, *array.shape[1:]), PartitionSpec(None, *array.sharding.spec[1:])
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        target = NamedSharding(group, spec)
+        devices = target.addressable_devices_indices_map(shape)
+        return jax.make_array_from_single_device_arrays(
+            shape, target, [shards[device] for device in devices]
+        )
+
+    return jax.tree.map(of, tree)
+
+
+def whole(parts: Sequence, mesh: Mesh):
+    """Zero-copy: the arrays [G, ...] over the mesh of which these are the parts [1, ...], of the groups of this process."""
+
+    def of(*arrays: jax.Array) -> jax.Array:
+        shape = (mesh.shape["data"], *arrays[0].shape[1:])
+        spec = PartitionSpec("data", *arrays[0].sharding.spec[1:])
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), shards)
+
+    return jax.tree.map(of, *parts)

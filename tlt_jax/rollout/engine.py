@@ -22,7 +22,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, driver
+from tlt_jax.rollout import bindings, driver, remaining
 from tlt_jax.rollout.buckets import (
     FIRST_CACHE_BUCKET,
     batch_buckets,
@@ -33,6 +33,7 @@ from tlt_jax.rollout.buckets import (
 from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.harvest import Harvest
+from tlt_jax.rollout.idle import IdleDriver, IdleWork
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
@@ -116,6 +117,7 @@ class Engine:
         self.basis["devices"] = meshes.device_kind(mesh)
 
         self.board, self.rollouts = LocalBoard(), itertools.count()
+        self.lengths: list[int] = []  # tokens of the answers of the rollout before
         self.savings: dict[DecodingParams, Savings] = defaultdict(Savings)
         self.capacity = config.rollout.slots or self.share(
             config.rollout.prompts, config.rollout.samples
@@ -199,17 +201,20 @@ class Engine:
         *,
         on_finish: Callable[[Completion], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
-        harvester: Harvester | None = None,
+        harvesters: Sequence[Harvester] = (),
         listeners: Sequence[Listener] = (),
+        idle_work: IdleWork | None = None,
+        least_idle: float = 0.0,
     ) -> tuple[RolloutResult, TunerState]:
         """The rollout of a request, and the tuner's state after it; without one before it the tuner knows nothing.
 
-        What a harvester wants comes to the listeners as `Harvested`, with states when the engine captures them.
+        What the harvesters, one of each group, want comes to the listeners as `Harvested`, with states when the engine
+        captures them. A group that has nothing left to decode does `idle_work` while the rollout is expected to take at
+        least `least_idle` seconds more; stats have its seconds, idle_used, and how long the end waited for it, idle_delay.
         Raises Interrupted soon after `interrupted()` is true: what the tuner learned meanwhile is lost.
         """
-        queue = WorkQueue(
-            self.board, f"rollout/{next(self.rollouts)}", len(request.prompts), request.samples
-        )
+        number = next(self.rollouts)
+        queue = WorkQueue(self.board, f"rollout/{number}", len(request.prompts), request.samples)
         slots = self.cache_buckets(request.prompts, request.max_new_tokens)
         longest = max(
             len(prompt) + limit
@@ -224,9 +229,10 @@ class Engine:
             self.ngram_memory.begin(request.prompts, request.samples)
         before, waited = len(self.programs.compiles), len(self.programs.waited)
         try:
-            contexts = self.contexts(request, weights, queue, planner, harvester)
+            contexts = self.contexts(request, weights, queue, planner, harvesters)
             rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
-            result = driver.run(rollout, interrupted)
+            beside = idle_work and self.beside(rollout, number, idle_work, least_idle)
+            result = driver.run(rollout, interrupted, beside)
         finally:
             queue.close()
 
@@ -240,7 +246,23 @@ class Engine:
             compile_seconds=sum(compiled.seconds for compiled in new),
             **self.memory_held(),
         )
+        if beside:
+            result.stats.update(idle_used=sum(beside.used.values()), idle_delay=beside.delay)
+        self.lengths = [len(one.tokens) for one in result.completions]
         return result, planner.state
+
+    def beside(
+        self, rollout: driver.Rollout, number: int, work: IdleWork, least: float
+    ) -> IdleDriver:
+        """What gives the idle groups of a rollout this work."""
+
+        def expected() -> float:
+            recorder = rollout.recorder
+            ended = [len(one.tokens) for one in recorder.completions.values()]
+            request, measurements = rollout.contexts[0].request, recorder.measurements
+            return remaining.seconds(request, rollout.states, measurements, ended + self.lengths)
+
+        return IdleDriver(rollout, work, number, len(self.groups), least, expected)
 
     def contexts(
         self,
@@ -248,7 +270,7 @@ class Engine:
         weights: Sequence[Weights],
         queue: WorkQueue,
         planner: Planner,
-        harvester: Harvester | None = None,
+        harvesters: Sequence[Harvester] = (),
     ) -> list[GroupContext]:
         """The fixed side of every data group in a rollout."""
         host_context = self.ngram_memory.siblings if self.ngram_memory else no_context
@@ -256,7 +278,8 @@ class Engine:
         return [
             GroupContext(
                 index, self.programs, weights[index], request, queue, planner, host_context,
-                remembers=drafter.remembers, catches_up=drafter.catch_up is not None, harvester=harvester,
+                remembers=drafter.remembers, catches_up=drafter.catch_up is not None,
+                harvester=harvesters[index] if harvesters else None,
             )
             for index, drafter in enumerate(drafters)
         ]  # fmt: skip

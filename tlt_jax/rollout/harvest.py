@@ -90,7 +90,8 @@ def harvest(
 ) -> tuple[GroupState, list[Event]]:
     """The next windows are copied out of the decoding state of this shape.
 
-    One program takes as many of them as a prefill of their width takes prompts: few sizes.
+    One program takes as many of them as a prefill of their width takes prompts: few sizes. Where it
+    is still compiled in the background these windows are given up.
     """
     width = context.harvester.width
     size = block_size(len(state.windows), width)
@@ -98,7 +99,12 @@ def harvest(
     rows, starts = np.zeros((2, size), np.int32)
     rows[: len(now)] = [window.row for window in now]
     starts[: len(now)] = [window.start for window in now]
-    values = Harvest(shape, size, width)(context.programs, state.device, rows, starts)
+    program = Harvest(shape, size, width)
+    if context.programs.price(program):
+        context.programs.prepare([program])
+        if context.programs.price(program):
+            return replace(state, windows=later), []
+    values = program(context.programs, state.device, rows, starts)
     marker = (
         values.features if values.states is None else values.states
     )  # features may be none wide

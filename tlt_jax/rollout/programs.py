@@ -282,9 +282,9 @@ class DraftOnly:
 
 def of_group(program: Program, group: int) -> Program:
     """The same program of another data group."""
-    if isinstance(program, (Prefill, StateShape)):
-        return replace(program, group=group)
     named = {field.name: getattr(program, field.name) for field in fields(program)}
+    if "group" in named:
+        return replace(program, group=group)
     moved = {
         name: of_group(part, group)
         for name, part in named.items()

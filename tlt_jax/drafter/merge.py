@@ -1,0 +1,105 @@
+"""Copies of the drafter for the data groups, and their merge at the end of a rollout; knows no rollout.
+
+Every data group trains a copy of its own on its own sub-mesh, without collectives across groups
+(local SGD); the merge is the mean of the copies, weighted by the tokens that each was trained on.
+Copies are one state whose leaves have a leading axis of G data groups, over the mesh axis "data".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32
+
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state
+
+
+class MergePrograms(NamedTuple):
+    """The jitted programs over the whole mesh.
+
+    spread(state) -> copies; merge(copies, tokens[G]) -> state, which donates the copies.
+    """
+
+    spread: jax.stages.Wrapped
+    merge: jax.stages.Wrapped
+
+
+@cache
+def programs(recipe: Recipe) -> MergePrograms:
+    """The programs of a recipe over the whole mesh; the state is in the "train" layout."""
+    state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
+    copies = jax.tree.map(lambda leaf: leaf.sharding, abstract_copies(recipe))
+    groups = recipe.mesh.shape["data"]
+    return MergePrograms(
+        jax.jit(partial(spread, groups), out_shardings=copies),
+        jax.jit(merge, donate_argnums=0, out_shardings=state),
+    )
+
+
+def abstract_copies(recipe: Recipe) -> DrafterState:
+    """ShapeDtypeStructs [G, ...] with shardings of the copies of all data groups."""
+    groups = recipe.mesh.shape["data"]
+
+    def copies(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec("data", *without_data(leaf.sharding.spec))
+        sharding = NamedSharding(recipe.mesh, spec)
+        return jax.ShapeDtypeStruct((groups, *leaf.shape), leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(copies, abstract_state(recipe))
+
+
+def abstract_copy(recipe: Recipe, group: Mesh) -> DrafterState:
+    """ShapeDtypeStructs [1, ...] with shardings of one data group's copy on its sub-mesh."""
+
+    def copy(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(group, PartitionSpec(None, *leaf.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(copy, abstract_copies(recipe))
+
+
+def without_data(spec: PartitionSpec) -> tuple[str | None, ...]:
+    """The spec's axes of an array that every data group holds whole."""
+    return tuple(None if axis == "data" else axis for axis in spec)
+
+
+def spread(groups: int, state: DrafterState) -> DrafterState:
+    """The copies [G, ...] of a state."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (groups, *leaf.shape)), state)
+
+
+def merge(copies: DrafterState, tokens: Float32[Array, " G"]) -> DrafterState:
+    """The state whose weights and moments are the means of the copies', weighted by `tokens`, of which one is > 0.
+
+    Copies without tokens count for nothing, whatever their numbers. Counters are the largest of any
+    copy; token ids are the same in all.
+    """
+    share = tokens / jnp.sum(tokens)
+
+    def mean(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.max(leaf, axis=0)
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        weight = share.astype(wide.dtype).reshape(-1, *[1] * (leaf.ndim - 1))
+        counted = jnp.where(weight > 0, weight * wide, 0)
+        return jnp.sum(counted, axis=0).astype(leaf.dtype)
+
+    return jax.tree.map(mean, copies)
+
+
+def parts(copies: DrafterState, groups: Sequence[Mesh]) -> list[DrafterState]:
+    """The copy [1, ...] of each of these data groups, on its sub-mesh; zero-copy."""
+    return [meshes.part(copies, group) for group in groups]
+
+
+def merged(copies: Sequence[DrafterState], tokens: Sequence[int], recipe: Recipe) -> DrafterState:
+    """The merge of the data groups' copies [1, ...], which it owns. At least one was trained on a token."""
+    together = meshes.whole(copies, recipe.mesh)
+    return programs(recipe).merge(together, np.asarray(tokens, np.float32))

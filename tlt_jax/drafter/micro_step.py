@@ -1,0 +1,73 @@
+"""The program of idle work: one optimizer step of a data group's copy of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from tlt_jax.drafter import batch as drafter_batch, merge, update
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.models.transformer import Params
+from tlt_jax.rollout.ports import Program
+from tlt_jax.rollout.programs import GroupShapes, StateShape
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """micro_step(copy[1, ...], policy, batch, learns) -> copy, metrics; donates the copy.
+
+    The batch is `rows` packed rows of `tokens` tokens with features; the policy is in the "rollout"
+    layout. `recipe` is that of the whole mesh.
+    """
+
+    group: int
+    rows: int
+    tokens: int
+    recipe: Recipe
+
+    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
+        copy = merge.abstract_copy(self.recipe, shapes.mesh)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, copy)
+        program = jax.jit(
+            partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh)),
+            donate_argnums=0,
+            out_shardings=(placed, shapes.replicated),
+        )
+        learns = jax.ShapeDtypeStruct((), jnp.bool_, sharding=shapes.replicated)
+        return program.lower(copy, shapes.target.params, self.batch(shapes), learns)
+
+    def batch(self, shapes: GroupShapes) -> Batch:
+        """ShapeDtypeStructs with shardings of a batch; features are sharded as in the decoding state."""
+        size = self.rows, self.tokens
+        state = shapes.state(StateShape(self.group, 1, self.tokens))
+        features = shapes.target.features(state.cache)
+        states = shapes.target.states(state.cache) if shapes.target.states else features
+
+        def like(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            whole = (*size, leaf.shape[-1])
+            return jax.ShapeDtypeStruct(whole, leaf.dtype, sharding=leaf.sharding)
+
+        placed = drafter_batch.batch_sharding(shapes.mesh)
+        small = partial(jax.ShapeDtypeStruct, size, sharding=placed)
+        ids = (small(jnp.int32) for _ in range(3))
+        return Batch(*ids, small(jnp.bool_), like(features), like(states))
+
+    def __str__(self) -> str:
+        return f"drafter step of {self.rows} x {self.tokens}, group {self.group}"
+
+
+def micro_step(
+    copy: DrafterState, policy: Params, batch: Batch, learns: Bool[Array, ""], recipe: Recipe
+) -> tuple[DrafterState, dict[str, Array]]:
+    """The copy [1, ...] after one optimizer step where `learns`, else as it was; and the metrics of before it."""
+    state = jax.tree.map(lambda leaf: leaf[0], copy)
+    after, metrics = update.update(state, policy, batch, recipe)
+    after = jax.tree.map(partial(jnp.where, learns), after, state)
+    return jax.tree.map(lambda leaf: leaf[None], after), metrics
