@@ -171,6 +171,8 @@ class Some:
     def price(self, cell):
         return 0.0 if cell in self.cells else 1.0
 
+    chunk_price = price
+
 
 def test_a_rule_gets_its_strategy_whatever_it_costs():
     _, chunks = whole_run(fixed.fixed(TREE), 1, 30.0)

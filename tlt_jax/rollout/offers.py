@@ -28,11 +28,24 @@ class GroupOffers:
     def price(self, cell: Cell) -> float:
         return sum(map(self.context.programs.price, self.needed(cell)))
 
+    def chunk_price(self, cell: Cell) -> float:
+        return self.context.programs.price(self.chunk(cell))
+
+    def chunk(self, cell: Cell) -> Decode:
+        """The chunk of this cell."""
+        request = self.context.request
+        return Decode(self.shape(cell), request.rounds, cell.strategy, request.params)
+
+    def shape(self, cell: Cell) -> StateShape:
+        """The sizes of the decoding state in this cell."""
+        window = self.context.request.params.stop_window
+        return StateShape(self.context.index, cell.batch, cell.slots, window)
+
     def needed(self, cell: Cell) -> list[Program]:
         """What a chunk of this cell needs: the chunk, and what brings the rows to its shape."""
         context, view, request = self.context, self.view, self.context.request
-        shape = StateShape(context.index, cell.batch, cell.slots, request.params.stop_window)
-        programs: list[Program] = [Decode(shape, request.rounds, cell.strategy, request.params)]
+        shape = self.shape(cell)
+        programs: list[Program] = [self.chunk(cell)]
         if most_lag(context, cell.strategy) < math.inf:
             programs.append(CatchUp(shape))
         if not view.batch:

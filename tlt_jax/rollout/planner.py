@@ -29,6 +29,9 @@ class AllThere:
     def price(self, cell: Cell) -> float:
         return 0.0
 
+    def chunk_price(self, cell: Cell) -> float:
+        return 0.0
+
 
 ALL_THERE = AllThere()
 
@@ -66,8 +69,11 @@ class Planner:
         the rest of the run exceeds its price by most.
         """
         self.savings.progress(view.group, view.finished)
-        there = self.fitting(view, self.there(view, offers))
         least = self.least(view)
+        is_due = self.seconds >= self.weighed.get(least, -math.inf) + WEIGHED
+        if not (is_due or self.tuner.goes_by_rule):
+            return None
+        there = self.fitting(view, self.there(view, offers))
         if not there:
             return None  # nothing is weighed: the chunk cannot do without
         arms = (PLAIN, *self.tuner.usable(least[0], view.live))
@@ -76,7 +82,7 @@ class Planner:
             there = [cell for cell in there if cell.strategy in arms]
             if not there:
                 return Cell(*self.first(view)[:2], arms[0])
-        if self.seconds < self.weighed.get(least, -math.inf) + WEIGHED:
+        if not is_due:
             return None
 
         self.weighed[least] = self.seconds
@@ -156,12 +162,20 @@ class Planner:
         key = (view.group, view.batch, view.slots, view.sources, offers.version)
         if key not in self.known:
             self.known = {one: cells for one, cells in self.known.items() if one[-1] == key[-1]}
+            chunks = self.chunks(view.group, offers)
+            self.known[key] = [cell for cell in chunks if not offers.price(cell)]
+        return self.known[key]
+
+    def chunks(self, group: int, offers: Offers) -> list[Cell]:
+        """The cells whose chunks are there; few of all, of which alone it is asked what else they need."""
+        key = group, offers.version
+        if key not in self.known:
             self.known[key] = [
                 cell
                 for batch in self.batches
                 for slots in self.slots
                 for arm in (PLAIN, *self.tuner.usable(batch, 1))
-                if not offers.price(cell := Cell(batch, slots, arm))
+                if not offers.chunk_price(cell := Cell(batch, slots, arm))
             ]
         return self.known[key]
 

@@ -58,6 +58,9 @@ class Offers(Protocol):
     def price(self, cell: Cell) -> float:
         """What compiling costs before a chunk of this cell, in seconds; 0: all its programs are there."""
 
+    def chunk_price(self, cell: Cell) -> float:
+        """The same of the chunk alone, whatever rows and slots the group has; above 0 only where `price` is."""
+
 
 class Decider(Protocol):
     """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
