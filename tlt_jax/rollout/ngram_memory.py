@@ -36,18 +36,22 @@ class NGramMemory:
     def __init__(self, budget: int, capacity: int, context: int = Settings.max_match):
         self.budget, self.capacity, self.context, self.size = budget, capacity, context, 0
         self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
+        self.keys: list[bytes] = []
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
         """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept."""
-        self.prompts, self.samples, self.begun, self.size = prompts, samples, set(), 0
+        for key in self.shelves.keys() & self.keys:  # those of the rollout before
+            shelf = self.shelves[key]
+            kept = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
+            self.size += sum(len(text.tokens) for text in kept)
+            self.size -= sum(len(text.tokens) for text in shelf)
+            self.shelves[key] = kept
+        self.prompts, self.samples, self.begun = prompts, samples, set()
         self.keys = [
             blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
             for prompt in prompts
         ]
-        for key, shelf in self.shelves.items():
-            self.shelves[key] = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
-            self.size += sum(len(text.tokens) for text in self.shelves[key])
 
     def write(self, uid: int, tokens: np.ndarray) -> None:
         """Appends tokens int32[n] to an answer, unless it was dropped."""

@@ -17,7 +17,8 @@ from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
 # Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
 ADMISSION_PATIENCE = 64
 FEW = 4  # a chunk that could run fewer rounds than this is given a longer cache
-WEIGHED = 0.5  # measured seconds after which it is weighed again what is worth compiling
+# Measured seconds after which it is weighed again what is worth compiling: so many, and this share of those of the run.
+WEIGHED, WEIGHED_SHARE = 0.5, 0.05
 LASTS = 2.0  # rollouts' worth of a saved share that pay for one program more
 
 
@@ -56,10 +57,6 @@ class Planner:
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
         self.savings, self.longest, self.groups = savings or Savings(), longest, groups
-        self.seconds = 0.0  # measured
-        self.weighed: dict[
-            tuple[int, int], float
-        ] = {}  # when programs were, by the least that fits
         self.known: dict[Hashable, list[Cell]] = {}
 
     def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None:
@@ -70,7 +67,8 @@ class Planner:
         """
         self.savings.progress(view.group, view.finished)
         least = self.least(view)
-        is_due = self.seconds >= self.weighed.get(least, -math.inf) + WEIGHED
+        wait = max(WEIGHED, WEIGHED_SHARE * self.savings.seconds)
+        is_due = self.savings.seconds >= self.savings.weighed.get(least, -math.inf) + wait
         if not (is_due or self.tuner.goes_by_rule):
             return None
         there = self.fitting(view, self.there(view, offers))
@@ -85,7 +83,7 @@ class Planner:
         if not is_due:
             return None
 
-        self.weighed[least] = self.seconds
+        self.savings.weighed[least] = self.savings.seconds
         cells = self.fitting(
             view,
             [
@@ -155,7 +153,6 @@ class Planner:
         where = (batch, measurement.least_slots or measurement.slots)
         tokens = measurement.tokens / max(measurement.live, 1.0)
         self.savings.add(where, tokens, measurement.seconds)
-        self.seconds += measurement.seconds
 
     def there(self, view: GroupView, offers: Offers) -> list[Cell]:
         """The cells whose programs are there, from the rows and slots that the group has now."""

@@ -34,6 +34,9 @@ class Savings:
         self.rollouts = 0.0  # of which they are
         self.left, self.sequences, self.finished = 0.0, 1, {}
         self.seconds = self.guessed = 0.0  # measured, and spent on guesses
+        self.weighed: dict[
+            Situation, float
+        ] = {}  # measured seconds when programs for it were weighed last
 
     def begin(self, left: float, sequences: int) -> None:
         """A rollout of so many sequences begins, and so many like it come after it."""
