@@ -10,6 +10,7 @@ from tlt_jax.config import Config, load as configuration
 from tlt_jax.errors import ConfigError
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
+DRAFTER = "drafter"  # the folder of what is trained for drafting
 
 
 def enter(config: Config) -> None:
@@ -48,6 +49,11 @@ def has_begun(config: Config) -> bool:
 def export(config: Config) -> Path:
     """Where the final policy goes."""
     return Path(config.run) / EXPORT
+
+
+def drafter_export(config: Config) -> Path:
+    """Where the drafter that the run trained goes, and where `train.drafter` writes its own."""
+    return Path(config.run) / DRAFTER / EXPORT
 
 
 def is_exported(config: Config) -> bool:

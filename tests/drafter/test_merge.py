@@ -13,7 +13,7 @@ from test_drafter_update import EAGLE, REDUCED, recipe_of, state_of
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import merge
 
-MESHES = [(1, 1), (2, 1), (2, 2), (3, 1)]
+MESHES = [(1, 1), (2, 1), (2, 2), (4, 1)]
 
 
 def groups_of(recipe):
@@ -93,10 +93,10 @@ def test_the_state_from_before_survives_training_and_merging(x64):
         np.testing.assert_array_equal(np.asarray(leaf), was)
 
 
-def test_float16_weights_are_averaged_in_float32(x64):
-    recipe = replace(recipe_of(EAGLE, data=3), param_dtype="bfloat16")
+def test_bfloat16_weights_are_averaged_in_float32(x64):
+    recipe = replace(recipe_of(EAGLE, data=4), param_dtype="bfloat16")
     state = state_of(recipe)
     copies = copies_of(recipe, state)
-    found = merge.merged(copies, [1, 1, 1], recipe)
+    found = merge.merged(copies, [1, 1, 1, 1], recipe)
     for got, was in zip(jax.tree.leaves(found.params), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(was))

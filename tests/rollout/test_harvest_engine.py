@@ -84,7 +84,7 @@ def captures(kind: str) -> tuple[int, ...]:
 ])  # fmt: skip
 def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind, data, model):
     engine, weights = engine_of(kind, data, model, captures_states=True)
-    result, events = roll_out(engine, weights, harvester=Ends())
+    result, events = roll_out(engine, weights, harvesters=[Ends()] * len(engine.groups))
     texts = {
         one.uid: (*tiny.PROMPTS[one.prompt], *one.tokens.tolist()) for one in result.completions
     }
@@ -142,7 +142,7 @@ def test_without_a_harvester_no_program_and_no_event_is_added_and_with_one_featu
     before = dict(engine.programs.executables)
     assert not any(isinstance(event, Ended | Harvested) for event in events)
     assert not any(isinstance(program, Harvest) for program in before)
-    again, events = roll_out(engine, weights, harvester=Ends())
+    again, events = roll_out(engine, weights, harvesters=[Ends()] * len(engine.groups))
     assert tiny.answers(again) == tiny.answers(result)
     harvests = [event for event in events if isinstance(event, Harvested)]
     assert sum(len(event.windows) for event in harvests) == len(result.completions)

@@ -81,13 +81,13 @@ def merge(copies: DrafterState, tokens: Float32[Array, " G"]) -> DrafterState:
     Copies without tokens count for nothing, whatever their numbers. Counters are the largest of any
     copy; token ids are the same in all.
     """
-    share = tokens / jnp.sum(tokens)
 
     def mean(leaf: Array) -> Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.max(leaf, axis=0)
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        weight = share.astype(wide.dtype).reshape(-1, *[1] * (leaf.ndim - 1))
+        share = tokens.astype(wide.dtype) / jnp.sum(tokens.astype(wide.dtype))
+        weight = share.reshape(-1, *[1] * (leaf.ndim - 1))
         counted = jnp.where(weight > 0, weight * wide, 0)
         return jnp.sum(counted, axis=0).astype(leaf.dtype)
 

@@ -77,6 +77,11 @@ class Progress:
             pieces.append(f"loss {values['drafter/loss']:.3f}")
         if "drafter/agreement@1" in values:
             pieces.append(f"agreement {values['drafter/agreement@1']:.3f}")
+        if "speculation/accept_length" in values:
+            pieces.append(f"accept {values['speculation/accept_length']:.1f}")
+        if "idle/used_ratio" in values:
+            used, idle = values["idle/used_ratio"], values["idle/ratio"]
+            pieces.append(f"idle {idle:.0%} ({used:.0%} used)")
         if "perf/tokens_per_second" in values:
             pieces.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
 

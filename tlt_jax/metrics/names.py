@@ -119,6 +119,11 @@ NAMES = tuple(
             "scalar",
             "seconds of the trainer's pass for old (and reference) log-probs",
         ),
+        (
+            "timing_s/drafter",
+            "scalar",
+            "seconds between rollout and update for the drafter: the floor's micro-steps, the merge",
+        ),
         ("timing_s/update", "scalar", "seconds of the policy update, packing its rows included"),
         ("timing_s/eval", "scalar", "seconds of the evaluation before the step"),
         ("timing_s/save_checkpoint", "scalar", "seconds that saving held up the run"),
@@ -293,6 +298,43 @@ NAMES = tuple(
             "non-finite drafter updates skipped since its training began",
         ),
         ("drafter/tokens_per_second", "scalar", "answer tokens per second of drafter training"),
+        # drafter training in idle time: speculation.drafter adaptive
+        (
+            "idle/ratio",
+            "scalar",
+            "share of the data groups' rollout time that decoding leaves, idle training included",
+        ),
+        ("idle/used_ratio", "scalar", "share of that time in which the drafter was trained"),
+        (
+            "idle/delay_s",
+            "scalar",
+            "seconds that the end of the rollout waited for the last micro-step",
+        ),
+        ("drafter/steps", "scalar", "micro-steps of the step, all data groups"),
+        ("drafter/tokens", "scalar", "answer tokens that they learned from"),
+        (
+            "drafter/acceptance_before",
+            "scalar",
+            "expected acceptance of the first draft token on held-out windows, before the step's training",
+        ),
+        ("drafter/acceptance_after", "scalar", "the same, measured last in the step"),
+        ("drafter/replay_tokens", "scalar", "tokens in the replay buffers, all data groups"),
+        ("drafter/replay_bytes", "scalar", "bytes of their features, all data groups"),
+        (
+            "drafter/replay_age",
+            "scalar",
+            "mean age of the tokens learned from, in RL steps",
+        ),
+        (
+            "drafter/merge_weight_max",
+            "scalar",
+            "largest weight of one data group in the merge",
+        ),
+        (
+            "drafter/failures",
+            "scalar",
+            "steps in a row in which idle training failed, and the drafter stayed as it was",
+        ),
         # pictures and texts
         (
             "rollout/timeline",

@@ -35,16 +35,15 @@ from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import run_state, sft
 from tlt_jax.train.run_state import RunState
 
-FOLDER = "drafter"
 SAY_EVERY = 25  # also the most steps that wait on the devices
 
-ABOUT = f"""Everything goes to the folder {FOLDER} of the run; the drafter itself to {FOLDER}/{run_folder.EXPORT}, as SGLang and
-vLLM load it."""
+ABOUT = f"""Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
+{run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it."""
 
 
 def train(config: Config) -> int:
     """Trains to drafter_training.steps, going on from the newest checkpoint; returns the exit code."""
-    config = replace(config, run=str(Path(config.run) / FOLDER))
+    config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
     from_config.check_drafter_training(config)
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)
