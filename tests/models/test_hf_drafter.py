@@ -131,7 +131,8 @@ def test_what_other_programs_write_is_read(written, mesh):
         "eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent"
     )
     assert load(folder, mesh)[0] == cases.config("eagle")
-    assert load(written("eagle_bias", bias="absent"), mesh)[0] == cases.config("eagle_bias")
+    for flags in ({"bias": True, "fc_bias": "absent"}, {"bias": "absent", "fc_bias": "absent"}):
+        assert load(written("eagle_bias", **flags), mesh)[0] == cases.config("eagle_bias")
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ("eagle3", {"attention_bias": True, "mlp_bias": True}, "attention_bias, mlp_bias true"),
         ("eagle3", {"bias": True}, "bias true"),
+        ("eagle3", {"fc_bias": True}, "fc_bias true: not for a drafter of kind eagle3"),
         (
             "eagle3",
             {"norm_before_fc": True, "magic": 3},

@@ -45,7 +45,7 @@ READ = {
     "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "hidden_act", "target_hidden_size",
     "bias", "attention_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config", LAYER_IDS, "initializer_range",
     "original_max_position_embeddings", "quantization_config", "partial_rotary_factor", "use_sliding_window",
-    "layer_types",
+    "layer_types", "fc_bias",
 }  # fmt: skip
 HARMLESS = {
     "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
@@ -146,7 +146,7 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
         rope=layer.rope,
         rms_eps=layer.rms_eps,
         qkv_bias=layer.qkv_bias,
-        fc_bias=kind == "eagle" and bool(raw.get("bias")),
+        fc_bias=bool(raw.get("fc_bias") or raw.get("bias")),
         fc_norm=bool(raw.get("fc_norm")),
         norm_output=bool(raw.get("norm_output")),
         init_std=layer.init_std,
@@ -335,10 +335,11 @@ def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
 
 
 def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a drafter."""
+    """The config.json of a drafter. `bias` is never true: SGLang and vLLM take it for that of the attention."""
     raw = to_hf_config(config.block, dtype)
     if config.kind == "eagle":
-        return raw | {"architectures": [raw["architectures"][0] + "Eagle"], "bias": config.fc_bias}
+        architectures = [raw["architectures"][0] + "Eagle"]
+        return raw | {"architectures": architectures, "bias": False, "fc_bias": config.fc_bias}
     return raw | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
