@@ -111,6 +111,43 @@ def test_d2t_holds_offsets_and_t2d_marks_the_tokens(mesh, tmp_path):
     assert (stored["d2t"].dtype, stored["t2d"].dtype) == (np.int64, bool)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_eagle_drafter_without_a_bias_in_fc_is_written_with_one_of_zeros(dtype, mesh, tmp_path):
+    hf_drafter.save(cases.params("eagle", "float32", mesh), cases.config("eagle"), tmp_path, dtype)
+    bias = load_file(tmp_path / "model.safetensors")["fc.bias"]
+    assert (bias.shape, bias.dtype.name, bias.any()) == ((16,), dtype, False)
+    config, params = load(tmp_path, mesh)
+    assert (config.fc_bias, params.fuse_bias) == (False, None)
+
+
+NO_BIAS, ZEROS, ONES = None, np.zeros(16, np.float32), np.ones(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "told", "has_bias"),
+    [
+        (NO_BIAS, {"bias": False, "fc_bias": "absent"}, False),  # exports of before
+        (ONES, {"bias": True, "fc_bias": "absent"}, True),
+        (ZEROS, {"bias": True, "fc_bias": "absent"}, True),
+        (NO_BIAS, {"bias": True, "fc_bias": "absent"}, False),
+        (ONES, {"bias": "absent", "fc_bias": "absent"}, True),  # other programs'
+        (ZEROS, {"bias": "absent", "fc_bias": "absent"}, False),
+        (ZEROS, {"bias": False, "fc_bias": True}, True),  # ours
+        (ZEROS, {"bias": False, "fc_bias": False}, False),
+        (ONES, {"bias": False, "fc_bias": False}, True),
+    ],
+)
+def test_fc_has_the_bias_that_is_stored_unless_it_is_zero_and_untold(
+    stored, told, has_bias, written, mesh
+):
+    config, params = load(written("eagle", {"fc.bias": stored}, **told), mesh)
+    assert config.fc_bias == has_bias
+    if has_bias:
+        np.testing.assert_array_equal(params.fuse_bias, stored)
+    else:
+        assert params.fuse_bias is None
+
+
 def test_what_other_programs_write_is_read(written, mesh):
     folder = written(
         "eagle3",
@@ -131,8 +168,6 @@ def test_what_other_programs_write_is_read(written, mesh):
         "eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent"
     )
     assert load(folder, mesh)[0] == cases.config("eagle")
-    for flags in ({"bias": True, "fc_bias": "absent"}, {"bias": "absent", "fc_bias": "absent"}):
-        assert load(written("eagle_bias", **flags), mesh)[0] == cases.config("eagle_bias")
 
 
 @pytest.mark.parametrize(
@@ -245,6 +280,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
             {"fc.weight": np.zeros((16, 48), np.float32)},
             "fc.weight has shape \\(16, 48\\).*\\(16, 32\\)",
         ),
+        ("eagle", {"fc.bias": np.zeros(8, np.float32)}, "fc.bias has shape \\(8,\\)"),
+        ("eagle3", {"fc.bias": np.zeros(16, np.float32)}, "unknown fc.bias"),
         ("eagle3", {"d2t": None}, "missing d2t"),
         (
             "eagle3",

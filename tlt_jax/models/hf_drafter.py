@@ -1,8 +1,8 @@
 """Drafter directories as SGLang and vLLM load them: config.json and model.safetensors.
 
 EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t`.
-EAGLE: `layers.0` without its first norm, no head. The embedding is the policy's: it is never
-written, and one in a directory is not read.
+EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter that has
+none. The embedding is the policy's: it is never written, and one in a directory is not read.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ HARMLESS = {
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
     """Every tensor of a drafter's file, in the order of the network; `layer` 0 marks those of DrafterParams.layer."""
     spec = weights(config, 1)
-    for leaf in ("fuse", "fuse_bias", "hidden_norm"):
-        if getattr(spec, leaf) is not None:
-            yield hf.Tensor(TOP[leaf], getattr(spec, leaf).shape, leaf, None)
+    yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
+    if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
+        yield hf.Tensor(TOP["fuse_bias"], (config.hidden_size,), "fuse_bias", None)
+    else:
+        yield hf.Tensor(TOP["hidden_norm"], (config.hidden_size,), "hidden_norm", None)
     if config.fc_norm:
         for capture in range(len(config.captures)):
             yield hf.Tensor(
@@ -83,21 +85,24 @@ def load(
 ) -> tuple[DrafterConfig, DrafterParams]:
     """The drafter of a directory, for this policy, in the "train" layout; each process reads the bytes of its own shards.
 
-    `positions` is the length of the longest sequence that it has to draft for. Raises ModelError, in one line that names
-    what does not fit: the config, the policy, the positions, the draft vocabulary or the tensors.
+    `positions` is the length of the longest sequence that it has to draft for. A bias of zeros in `fc` is none, unless the
+    config says that it is one. Raises ModelError, in one line that names what does not fit: the config, the policy, the
+    positions, the draft vocabulary or the tensors.
     """
     directory, config = Path(directory), read_config(directory, policy, positions)
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
         try:
-            config = replace(config, fc_bias=TOP["fuse_bias"] in stored)  # config.json may not say
-            optional = {"t2d", "d2t"} if config.whole else {"t2d"}
+            optional = {TOP["fuse_bias"], "t2d"} | ({"d2t"} if config.whole else set())
             wanted = [
                 tensor
                 for tensor in tensors(config)
                 if tensor.name in stored or tensor.name not in optional
             ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
+            bias = stored.get(TOP["fuse_bias"])  # config.json may not tell whether it is one
+            has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
+            config = replace(config, fc_bias=has_bias)
             return config, read_params(config, stored, mesh, dtype)
         except ValueError as error:
             raise ModelError(f"drafter {directory}: {error}") from error
@@ -308,7 +313,7 @@ def save(
 def host_copy(
     params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding."""
+    """One tensor on the host, without vocabulary padding; zeros for an absent bias."""
     if tensor.leaf == "ids":
         ids = (
             np.arange(config.draft_vocab_size)
@@ -322,6 +327,8 @@ def host_copy(
         )
     stacked = tensor.leaf == "feature_norms"
     leaf = getattr(params if stacked or tensor.layer is None else params.layer, tensor.leaf)
+    if leaf is None:
+        return np.zeros(tensor.shape, dtype)
     leaf = leaf[tensor.layer] if stacked else leaf
     return np.asarray(fetcher(leaf.sharding.mesh, dtype)(leaf))[: tensor.shape[0]]
 
