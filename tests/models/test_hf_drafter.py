@@ -171,6 +171,20 @@ def test_what_other_programs_write_is_read(written, mesh):
 
 
 @pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("eagle_bias", ["LlamaForCausalLMEagle"]),
+        ("eagle_bias", ["LlamaForCausalLMEagle", "LlamaForCausalLM"]),
+        ("eagle", ["Qwen2ForCausalLMEagle"]),
+        ("eagle", ["Qwen2ForCausalLMEagle", "Qwen2ForCausalLM"]),
+        ("eagle3", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"]),
+    ],
+)
+def test_the_policys_architecture_may_follow_the_drafters(case, names, written, mesh):
+    assert load(written(case, architectures=names), mesh)[0] == cases.config(case)
+
+
+@pytest.mark.parametrize(
     ("outputs", "counts", "captures"),
     [
         (None, None, (2, 3, 4)),
@@ -200,6 +214,17 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
             {"architectures": ["LlamaForCausalLM"]},
             "\\['LlamaForCausalLM'\\] are no drafter.*use Llama",
         ),
+        (
+            "eagle",
+            {"architectures": ["Qwen2ForCausalLMEagle", "LlamaForCausalLM"]},
+            "are no drafter",
+        ),
+        (
+            "eagle",
+            {"architectures": ["LlamaForCausalLM", "LlamaForCausalLMEagle"]},
+            "are no drafter",
+        ),
+        ("eagle", {"architectures": None}, "\\[None\\] are no drafter"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
         ("eagle3", {"hidden_size": None}, "config.json lacks hidden_size"),

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
-from tlt_jax.models import eagle_config, hf
+from tlt_jax.models import eagle_config, hf, hf_config
 from tlt_jax.models.architecture import NORMED, Layer, ModelConfig
 from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids, weights
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
@@ -38,6 +38,7 @@ ARCHITECTURES = {  # name -> kind, model_type
     "LlamaForCausalLMEagle": ("eagle", "llama"),
     "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
 }
+VLLM_EAGLE = {"llama"}  # the families of which vLLM has an EAGLE class
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 READ = {
     "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -130,11 +131,11 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
 def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
     named = raw.get("architectures") or [None]
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
+    kind, family = ARCHITECTURES.get(named[0], (None, None))
+    if kind is None or named[1:] not in ([], [hf_config.ARCHITECTURES[family]]):
         raise ModelError(
             f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}"
         )
-    kind, family = ARCHITECTURES[named[0]]
     refuse_unsupported(raw, kind, family)
     layer = from_hf_config(dict(raw) | {"model_type": family})
     config = DrafterConfig(
@@ -345,8 +346,12 @@ def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
     """The config.json of a drafter. `bias` is never true: SGLang and vLLM take it for that of the attention."""
     raw = to_hf_config(config.block, dtype)
     if config.kind == "eagle":
-        architectures = [raw["architectures"][0] + "Eagle"]
-        return raw | {"architectures": architectures, "bias": False, "fc_bias": config.fc_bias}
+        plain = raw["architectures"]
+        # SGLang takes the first name, vLLM the one that it knows with "Eagle" in front.
+        names = [plain[0] + "Eagle"]
+        if config.block.family in VLLM_EAGLE:
+            names += plain
+        return raw | {"architectures": names, "bias": False, "fc_bias": config.fc_bias}
     return raw | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
