@@ -148,6 +148,14 @@ def test_fc_has_the_bias_that_is_stored_unless_it_is_zero_and_untold(
         assert params.fuse_bias is None
 
 
+@pytest.mark.parametrize("kept", [("d2t", "t2d"), ("d2t",), ("t2d",), ()])
+def test_the_whole_vocabulary_is_read_with_offsets_and_without(kept, written, mesh):
+    spelled = {"d2t": np.zeros(37, np.int64), "t2d": np.ones(37, bool)}
+    folder = written("eagle3_plain", {name: spelled[name] for name in kept})
+    config, params = load(folder, mesh)
+    assert (config, params.ids) == (cases.config("eagle3_plain"), None)
+
+
 def test_what_other_programs_write_is_read(written, mesh):
     folder = written(
         "eagle3",
@@ -160,10 +168,8 @@ def test_what_other_programs_write_is_read(written, mesh):
         eagle_aux_hidden_state_layer_ids=None,
     )
     assert load(folder, mesh)[0] == cases.config("eagle3")
-    folder = written(
-        "eagle3_plain", tensors={"t2d": None, "d2t": None}, fc_norm="absent", norm_output="absent"
-    )
-    assert load(folder, mesh)[1].ids is None
+    folder = written("eagle3_plain", fc_norm="absent", norm_output="absent")
+    assert load(folder, mesh)[0] == cases.config("eagle3_plain")
     folder = written(
         "eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent"
     )
@@ -315,6 +321,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
         ),
         ("eagle3", {"d2t": np.zeros(8, np.int64)}, "t2d marks other tokens"),
         ("eagle3_plain", {"d2t": np.arange(37)}, "d2t: "),
+        ("eagle3_plain", {"d2t": np.zeros(36, np.int64)}, "d2t has shape \\(36,\\)"),
+        ("eagle3_plain", {"t2d": np.arange(37) > 0}, "t2d marks other tokens"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, told, written, mesh):

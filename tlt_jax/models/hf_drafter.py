@@ -1,6 +1,7 @@
 """Drafter directories as SGLang and vLLM load them: config.json and model.safetensors.
 
-EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t`.
+EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t` unless
+it is the whole one.
 EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter that has
 none. The embedding is the policy's: it is never written, and one in a directory is not read.
 """
@@ -56,7 +57,7 @@ HARMLESS = {
 
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """Every tensor of a drafter's file, in the order of the network; `layer` 0 marks those of DrafterParams.layer."""
+    """Every tensor that a drafter's file may hold, in the order of the network; `layer` 0 marks DrafterParams.layer's."""
     spec = weights(config, 1)
     yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
     if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
@@ -298,7 +299,8 @@ def save(
     process takes part; the first one writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
-    listed = list(tensors(config))
+    # vLLM refuses a d2t of the whole vocabulary; SGLang needs none.
+    listed = [tensor for tensor in tensors(config) if tensor.leaf != "ids" or not config.whole]
     arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -316,11 +318,7 @@ def host_copy(
 ) -> np.ndarray:
     """One tensor on the host, without vocabulary padding; zeros for an absent bias."""
     if tensor.leaf == "ids":
-        ids = (
-            np.arange(config.draft_vocab_size)
-            if params.ids is None
-            else np.asarray(params.ids, np.int64)
-        )
+        ids = np.asarray(params.ids, np.int64)
         return (
             ids - np.arange(ids.size)
             if tensor.name == "d2t"
