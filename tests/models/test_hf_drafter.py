@@ -93,6 +93,25 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
         hf_drafter.read_config(tmp_path, cases.policy(hidden_size=32))
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"kind": "eagle"},
+            "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both",
+        ),
+        (
+            {"kind": "eagle", "qkv_bias": False, "fc_bias": True},
+            "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang",
+        ),
+        ({"kind": "eagle", "qkv_bias": False}, None),
+        ({"kind": "eagle3"}, None),
+    ],
+)
+def test_what_vllm_does_not_load_is_told(changes, told):
+    assert hf_drafter.caveat(eagle.for_policy(cases.policy(), **changes)) == told
+
+
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     hf_drafter.save(params, config, tmp_path, "bfloat16")

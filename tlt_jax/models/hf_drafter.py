@@ -293,7 +293,7 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
 def save(
     params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike
 ) -> None:
-    """Writes a directory that SGLang and vLLM load, weights in this dtype; `params` in the "train" layout.
+    """Writes a directory that SGLang and vLLM load, but for `caveat`; weights in this dtype, `params` in the "train" layout.
 
     Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
     process takes part; the first one writes.
@@ -361,3 +361,12 @@ def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
             "use_aux_hidden_state": True,
         },
     }
+
+
+def caveat(config: DrafterConfig) -> str | None:
+    """One line on what vLLM does not do with the directory of this drafter; None: it loads all of it."""
+    if config.kind == "eagle" and config.block.family not in VLLM_EAGLE:
+        return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
+    if config.fc_bias:
+        return "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"
+    return None

@@ -34,7 +34,7 @@ FOLDER = "drafter"
 SAY_EVERY = 25  # also the most steps that wait on the devices
 
 ABOUT = f"""Everything goes to the folder {FOLDER} of the run; the drafter itself to {FOLDER}/{run_folder.EXPORT}, as SGLang and
-vLLM load it."""
+vLLM load it (an EAGLE drafter of a Qwen2 policy only SGLang)."""
 
 
 def train(config: Config) -> int:
@@ -193,12 +193,15 @@ def report(
 
 
 def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
-    """Writes the drafter's directory."""
+    """Writes the drafter's directory; says where it is, and what does not load it."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(
         directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner
     )
+    caveat = hf_drafter.caveat(recipe.drafter)
+    if caveat:
+        print(f"{directory}: {caveat}")
     print(f"{directory}: the drafter after {config.drafter_training.steps} steps")
 
 
