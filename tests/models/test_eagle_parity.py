@@ -92,6 +92,8 @@ class Reference:
         drafted = (x if self.raw["norm_output"] else self.norm("norm", x)) @ self.files[
             "lm_head.weight"
         ].T
+        if "d2t" not in self.files:
+            return drafted
         tokens = self.files["d2t"] + self.torch.arange(drafted.shape[-1])
         scores = self.torch.full((*x.shape[:-1], cases.VOCAB), -math.inf, dtype=x.dtype)
         return scores.index_copy(-1, tokens, drafted)

@@ -93,6 +93,25 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
         hf_drafter.read_config(tmp_path, cases.policy(hidden_size=32))
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"kind": "eagle"},
+            "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both",
+        ),
+        (
+            {"kind": "eagle", "qkv_bias": False, "fc_bias": True},
+            "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang",
+        ),
+        ({"kind": "eagle", "qkv_bias": False}, None),
+        ({"kind": "eagle3"}, None),
+    ],
+)
+def test_what_vllm_does_not_load_is_told(changes, told):
+    assert hf_drafter.caveat(eagle.for_policy(cases.policy(), **changes)) == told
+
+
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     hf_drafter.save(params, config, tmp_path, "bfloat16")
@@ -111,6 +130,51 @@ def test_d2t_holds_offsets_and_t2d_marks_the_tokens(mesh, tmp_path):
     assert (stored["d2t"].dtype, stored["t2d"].dtype) == (np.int64, bool)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_eagle_drafter_without_a_bias_in_fc_is_written_with_one_of_zeros(dtype, mesh, tmp_path):
+    hf_drafter.save(cases.params("eagle", "float32", mesh), cases.config("eagle"), tmp_path, dtype)
+    bias = load_file(tmp_path / "model.safetensors")["fc.bias"]
+    assert (bias.shape, bias.dtype.name, bias.any()) == ((16,), dtype, False)
+    config, params = load(tmp_path, mesh)
+    assert (config.fc_bias, params.fuse_bias) == (False, None)
+
+
+NO_BIAS, ZEROS, ONES = None, np.zeros(16, np.float32), np.ones(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "told", "has_bias"),
+    [
+        (NO_BIAS, {"bias": False, "fc_bias": "absent"}, False),  # exports of before
+        (ONES, {"bias": True, "fc_bias": "absent"}, True),
+        (ZEROS, {"bias": True, "fc_bias": "absent"}, True),
+        (NO_BIAS, {"bias": True, "fc_bias": "absent"}, False),
+        (ONES, {"bias": "absent", "fc_bias": "absent"}, True),  # other programs'
+        (ZEROS, {"bias": "absent", "fc_bias": "absent"}, False),
+        (ZEROS, {"bias": False, "fc_bias": True}, True),  # ours
+        (ZEROS, {"bias": False, "fc_bias": False}, False),
+        (ONES, {"bias": False, "fc_bias": False}, True),
+    ],
+)
+def test_fc_has_the_bias_that_is_stored_unless_it_is_zero_and_untold(
+    stored, told, has_bias, written, mesh
+):
+    config, params = load(written("eagle", {"fc.bias": stored}, **told), mesh)
+    assert config.fc_bias == has_bias
+    if has_bias:
+        np.testing.assert_array_equal(params.fuse_bias, stored)
+    else:
+        assert params.fuse_bias is None
+
+
+@pytest.mark.parametrize("kept", [("d2t", "t2d"), ("d2t",), ("t2d",), ()])
+def test_the_whole_vocabulary_is_read_with_offsets_and_without(kept, written, mesh):
+    spelled = {"d2t": np.zeros(37, np.int64), "t2d": np.ones(37, bool)}
+    folder = written("eagle3_plain", {name: spelled[name] for name in kept})
+    config, params = load(folder, mesh)
+    assert (config, params.ids) == (cases.config("eagle3_plain"), None)
+
+
 def test_what_other_programs_write_is_read(written, mesh):
     folder = written(
         "eagle3",
@@ -123,15 +187,26 @@ def test_what_other_programs_write_is_read(written, mesh):
         eagle_aux_hidden_state_layer_ids=None,
     )
     assert load(folder, mesh)[0] == cases.config("eagle3")
-    folder = written(
-        "eagle3_plain", tensors={"t2d": None, "d2t": None}, fc_norm="absent", norm_output="absent"
-    )
-    assert load(folder, mesh)[1].ids is None
+    folder = written("eagle3_plain", fc_norm="absent", norm_output="absent")
+    assert load(folder, mesh)[0] == cases.config("eagle3_plain")
     folder = written(
         "eagle", tensors={"lm_head.weight": np.zeros((37, 16), np.float32)}, bias="absent"
     )
     assert load(folder, mesh)[0] == cases.config("eagle")
-    assert load(written("eagle_bias", bias="absent"), mesh)[0] == cases.config("eagle_bias")
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("eagle_bias", ["LlamaForCausalLMEagle"]),
+        ("eagle_bias", ["LlamaForCausalLMEagle", "LlamaForCausalLM"]),
+        ("eagle", ["Qwen2ForCausalLMEagle"]),
+        ("eagle", ["Qwen2ForCausalLMEagle", "Qwen2ForCausalLM"]),
+        ("eagle3", ["LlamaForCausalLMEagle3", "LlamaForCausalLM"]),
+    ],
+)
+def test_the_policys_architecture_may_follow_the_drafters(case, names, written, mesh):
+    assert load(written(case, architectures=names), mesh)[0] == cases.config(case)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +239,17 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
             {"architectures": ["LlamaForCausalLM"]},
             "\\['LlamaForCausalLM'\\] are no drafter.*use Llama",
         ),
+        (
+            "eagle",
+            {"architectures": ["Qwen2ForCausalLMEagle", "LlamaForCausalLM"]},
+            "are no drafter",
+        ),
+        (
+            "eagle",
+            {"architectures": ["LlamaForCausalLM", "LlamaForCausalLMEagle"]},
+            "are no drafter",
+        ),
+        ("eagle", {"architectures": None}, "\\[None\\] are no drafter"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
         ("eagle3", {"hidden_size": None}, "config.json lacks hidden_size"),
@@ -179,6 +265,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ("eagle3", {"attention_bias": True, "mlp_bias": True}, "attention_bias, mlp_bias true"),
         ("eagle3", {"bias": True}, "bias true"),
+        ("eagle3", {"fc_bias": True}, "fc_bias true: not for a drafter of kind eagle3"),
         (
             "eagle3",
             {"norm_before_fc": True, "magic": 3},
@@ -243,6 +330,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
             {"fc.weight": np.zeros((16, 48), np.float32)},
             "fc.weight has shape \\(16, 48\\).*\\(16, 32\\)",
         ),
+        ("eagle", {"fc.bias": np.zeros(8, np.float32)}, "fc.bias has shape \\(8,\\)"),
+        ("eagle3", {"fc.bias": np.zeros(16, np.float32)}, "unknown fc.bias"),
         ("eagle3", {"d2t": None}, "missing d2t"),
         (
             "eagle3",
@@ -251,6 +340,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
         ),
         ("eagle3", {"d2t": np.zeros(8, np.int64)}, "t2d marks other tokens"),
         ("eagle3_plain", {"d2t": np.arange(37)}, "d2t: "),
+        ("eagle3_plain", {"d2t": np.zeros(36, np.int64)}, "d2t has shape \\(36,\\)"),
+        ("eagle3_plain", {"t2d": np.arange(37) > 0}, "t2d marks other tokens"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, told, written, mesh):

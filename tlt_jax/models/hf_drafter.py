@@ -1,8 +1,9 @@
 """Drafter directories as SGLang and vLLM load them: config.json and model.safetensors.
 
-EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t`.
-EAGLE: `layers.0` without its first norm, no head. The embedding is the policy's: it is never
-written, and one in a directory is not read.
+EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t` unless
+it is the whole one.
+EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter that has
+none. The embedding is the policy's: it is never written, and one in a directory is not read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
-from tlt_jax.models import eagle_config, hf
+from tlt_jax.models import eagle_config, hf, hf_config
 from tlt_jax.models.architecture import NORMED, Layer, ModelConfig
 from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids, weights
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
@@ -38,6 +39,7 @@ ARCHITECTURES = {  # name -> kind, model_type
     "LlamaForCausalLMEagle": ("eagle", "llama"),
     "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
 }
+VLLM_EAGLE = {"llama"}  # the families of which vLLM has an EAGLE class
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 READ = {
     "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -45,7 +47,7 @@ READ = {
     "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings", "hidden_act", "target_hidden_size",
     "bias", "attention_bias", "mlp_bias", "fc_norm", "norm_output", "eagle_config", LAYER_IDS, "initializer_range",
     "original_max_position_embeddings", "quantization_config", "partial_rotary_factor", "use_sliding_window",
-    "layer_types",
+    "layer_types", "fc_bias",
 }  # fmt: skip
 HARMLESS = {
     "_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_window_layers",
@@ -55,11 +57,13 @@ HARMLESS = {
 
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """Every tensor of a drafter's file, in the order of the network; `layer` 0 marks those of DrafterParams.layer."""
+    """Every tensor that a drafter's file may hold, in the order of the network; `layer` 0 marks DrafterParams.layer's."""
     spec = weights(config, 1)
-    for leaf in ("fuse", "fuse_bias", "hidden_norm"):
-        if getattr(spec, leaf) is not None:
-            yield hf.Tensor(TOP[leaf], getattr(spec, leaf).shape, leaf, None)
+    yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
+    if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
+        yield hf.Tensor(TOP["fuse_bias"], (config.hidden_size,), "fuse_bias", None)
+    else:
+        yield hf.Tensor(TOP["hidden_norm"], (config.hidden_size,), "hidden_norm", None)
     if config.fc_norm:
         for capture in range(len(config.captures)):
             yield hf.Tensor(
@@ -83,21 +87,24 @@ def load(
 ) -> tuple[DrafterConfig, DrafterParams]:
     """The drafter of a directory, for this policy, in the "train" layout; each process reads the bytes of its own shards.
 
-    `positions` is the length of the longest sequence that it has to draft for. Raises ModelError, in one line that names
-    what does not fit: the config, the policy, the positions, the draft vocabulary or the tensors.
+    `positions` is the length of the longest sequence that it has to draft for. A bias of zeros in `fc` is none, unless the
+    config says that it is one. Raises ModelError, in one line that names what does not fit: the config, the policy, the
+    positions, the draft vocabulary or the tensors.
     """
     directory, config = Path(directory), read_config(directory, policy, positions)
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
         try:
-            config = replace(config, fc_bias=TOP["fuse_bias"] in stored)  # config.json may not say
-            optional = {"t2d", "d2t"} if config.whole else {"t2d"}
+            optional = {TOP["fuse_bias"], "t2d"} | ({"d2t"} if config.whole else set())
             wanted = [
                 tensor
                 for tensor in tensors(config)
                 if tensor.name in stored or tensor.name not in optional
             ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
+            bias = stored.get(TOP["fuse_bias"])  # config.json may not tell whether it is one
+            has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
+            config = replace(config, fc_bias=has_bias)
             return config, read_params(config, stored, mesh, dtype)
         except ValueError as error:
             raise ModelError(f"drafter {directory}: {error}") from error
@@ -125,11 +132,11 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
 def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
     named = raw.get("architectures") or [None]
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
+    kind, family = ARCHITECTURES.get(named[0], (None, None))
+    if kind is None or named[1:] not in ([], [hf_config.ARCHITECTURES[family]]):
         raise ModelError(
             f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}"
         )
-    kind, family = ARCHITECTURES[named[0]]
     refuse_unsupported(raw, kind, family)
     layer = from_hf_config(dict(raw) | {"model_type": family})
     config = DrafterConfig(
@@ -146,7 +153,7 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
         rope=layer.rope,
         rms_eps=layer.rms_eps,
         qkv_bias=layer.qkv_bias,
-        fc_bias=kind == "eagle" and bool(raw.get("bias")),
+        fc_bias=bool(raw.get("fc_bias") or raw.get("bias")),
         fc_norm=bool(raw.get("fc_norm")),
         norm_output=bool(raw.get("norm_output")),
         init_std=layer.init_std,
@@ -286,13 +293,14 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
 def save(
     params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike
 ) -> None:
-    """Writes a directory that SGLang and vLLM load, weights in this dtype; `params` in the "train" layout.
+    """Writes a directory that SGLang and vLLM load, but for `caveat`; weights in this dtype, `params` in the "train" layout.
 
     Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
     process takes part; the first one writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
-    listed = list(tensors(config))
+    # vLLM refuses a d2t of the whole vocabulary; SGLang needs none.
+    listed = [tensor for tensor in tensors(config) if tensor.leaf != "ids" or not config.whole]
     arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -308,13 +316,9 @@ def save(
 def host_copy(
     params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding."""
+    """One tensor on the host, without vocabulary padding; zeros for an absent bias."""
     if tensor.leaf == "ids":
-        ids = (
-            np.arange(config.draft_vocab_size)
-            if params.ids is None
-            else np.asarray(params.ids, np.int64)
-        )
+        ids = np.asarray(params.ids, np.int64)
         return (
             ids - np.arange(ids.size)
             if tensor.name == "d2t"
@@ -322,6 +326,8 @@ def host_copy(
         )
     stacked = tensor.leaf == "feature_norms"
     leaf = getattr(params if stacked or tensor.layer is None else params.layer, tensor.leaf)
+    if leaf is None:
+        return np.zeros(tensor.shape, dtype)
     leaf = leaf[tensor.layer] if stacked else leaf
     return np.asarray(fetcher(leaf.sharding.mesh, dtype)(leaf))[: tensor.shape[0]]
 
@@ -335,10 +341,15 @@ def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
 
 
 def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a drafter."""
+    """The config.json of a drafter. `bias` is never true: SGLang and vLLM take it for that of the attention."""
     raw = to_hf_config(config.block, dtype)
     if config.kind == "eagle":
-        return raw | {"architectures": [raw["architectures"][0] + "Eagle"], "bias": config.fc_bias}
+        plain = raw["architectures"]
+        # SGLang takes the first name, vLLM the one that it knows with "Eagle" in front.
+        names = [plain[0] + "Eagle"]
+        if config.block.family in VLLM_EAGLE:
+            names += plain
+        return raw | {"architectures": names, "bias": False, "fc_bias": config.fc_bias}
     return raw | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size,
@@ -350,3 +361,12 @@ def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
             "use_aux_hidden_state": True,
         },
     }
+
+
+def caveat(config: DrafterConfig) -> str | None:
+    """One line on what vLLM does not do with the directory of this drafter; None: it loads all of it."""
+    if config.kind == "eagle" and config.block.family not in VLLM_EAGLE:
+        return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
+    if config.fc_bias:
+        return "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"
+    return None

@@ -38,7 +38,7 @@ from tlt_jax.train.run_state import RunState
 SAY_EVERY = 25  # also the most steps that wait on the devices
 
 ABOUT = f"""Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
-{run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it."""
+{run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it (an EAGLE drafter of a Qwen2 policy only SGLang)."""
 
 
 def train(config: Config) -> int:
@@ -197,12 +197,15 @@ def report(
 
 
 def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
-    """Writes the drafter's directory."""
+    """Writes the drafter's directory; says where it is, and what does not load it."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(
         directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner
     )
+    caveat = hf_drafter.caveat(recipe.drafter)
+    if caveat:
+        print(f"{directory}: {caveat}")
     print(f"{directory}: the drafter after {config.drafter_training.steps} steps")
 
 
