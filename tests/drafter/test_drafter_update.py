@@ -263,6 +263,17 @@ def test_losses_are_those_of_torch(x64):
     )
 
 
+@pytest.mark.parametrize("kind", [EAGLE, WHOLE])
+def test_what_a_draft_step_can_predict_is_told_by_segments_and_not_by_positions(kind, x64):
+    """Attention sees differences of positions alone: where a segment begins changes nothing."""
+    recipe = recipe_of(kind)
+    policy, params = policy_of(recipe), params_of(recipe)
+    batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
+    moved = batch.replace(positions=jnp.where(batch.segments > 0, batch.positions + 5, 0))
+    loss = loss_of(recipe)
+    assert_same(loss(params, shared, batch), loss(params, shared, moved), rtol=1e-10)
+
+
 # Sharding and chunks
 
 

@@ -1,4 +1,5 @@
-"""The adaptive drafter: its losses and update, and the texts that it learns from.
+"""The adaptive drafter: its losses and update, the texts that it learns from, and the replay buffer of a rollout.
 
-Public: update (Recipe, create, update, program), corpus (answer, read, PackedCorpus).
+Public: update (Recipe, create, update, program), corpus (answer, read, PackedCorpus), replay
+(Replay, ReplayConfig).
 """

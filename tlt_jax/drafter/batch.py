@@ -18,6 +18,7 @@ from tlt_jax.distributed.mesh import sharding
 class Batch:
     """Packed rows, see packing.Packed; `loss_mask` marks the positions whose next token is learned.
 
+    A segment may begin at any position of its sequence: what lies before it is not attended to.
     `features`: the policy's features that the drafter reads; `states`: its normed last hidden
     states. None: the update computes them.
     """

@@ -92,7 +92,8 @@ def loss(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states, and its metrics.
 
-    Each term is a mean over the positions in `answers` that draft step j can predict.
+    Each term is a mean over the positions in `loss_mask` that draft step j can predict: j + 1 slots
+    of their segment lie before them.
     """
     objective = recipe.objective
     hidden = eagle.unroll(
@@ -104,7 +105,8 @@ def loss(
 
     total, metrics = jnp.zeros((), scores[0].token_loss.dtype), {"tokens": jnp.sum(batch.loss_mask)}
     for j, (predicted, score) in enumerate(zip(aligned, scores, strict=True)):
-        known = batch.loss_mask & (batch.positions > j)  # slot s - 1 - j is in the segment of s
+        _, reaches = eagle.shift(batch.segments, batch.segments, j + 1)
+        known = batch.loss_mask & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
         token_loss = mean(score.token_loss, known & score.learns)
         step_loss = TOKEN_WEIGHT[recipe.drafter.kind] * token_loss
         if recipe.drafter.kind == "eagle":

@@ -1,0 +1,108 @@
+"""What is drawn from a replay buffer teaches the drafter what each sequence alone would."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_drafter_update as updates
+from replays import PLACES, ROWS, T, feed, replay_of, request_of, texts_of
+
+from tlt_jax.drafter import batch as drafter_batch, update as drafter_update
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.windows import Piece
+from tlt_jax.models import eagle
+
+pytestmark = pytest.mark.usefixtures("x64")
+# (prompt, answer) tokens: features of 20, 12, 9, 11, 8 and 4 positions are known, which fill 2 rows.
+SIZES = ((3, 18), (5, 8), (1, 9), (2, 10), (8, 1), (2, 3))
+
+
+def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> Batch:
+    """Each stretch (uid, first position, stop) in a row of its own, without features."""
+    rows = {
+        name: np.zeros((len(stretches), T), np.int32)
+        for name in ("tokens", "positions", "segments")
+    }
+    rows["loss_mask"] = np.zeros((len(stretches), T), bool)
+    for row, (uid, start, stop) in enumerate(stretches):
+        prompt, answer = texts[uid]
+        places, here = np.arange(start, stop), np.s_[row, : stop - start]
+        rows["tokens"][here] = np.concatenate([prompt, answer])[places]
+        rows["positions"][here] = places
+        rows["segments"][here] = 1
+        last = len(prompt) + len(answer) - 1
+        rows["loss_mask"][here] = (places >= len(prompt) - 1) & (places < last)
+    return drafter_batch.make_batch(rows, recipe.mesh)
+
+
+def whole(recipe: Recipe, texts) -> Batch:
+    """Every text in a row of its own, with what the policy itself observes."""
+    stretches = [(uid, 0, len(prompt) + len(answer)) for uid, (prompt, answer) in texts.items()]
+    return updates.observed(recipe, updates.policy_of(recipe), alone(recipe, texts, stretches))
+
+
+@pytest.mark.parametrize("kind, model", [
+    (updates.EAGLE, 1), (updates.WHOLE, 2), (updates.REDUCED, 1),
+])  # fmt: skip
+def test_packed_sequences_teach_what_each_does_alone(kind, model):
+    recipe = updates.recipe_of(kind, model=model)
+    texts, policy, update = (
+        texts_of(SIZES),
+        updates.policy_of(recipe),
+        drafter_update.program(recipe),
+    )
+    apart = whole(recipe, texts)
+    state, expected = update(updates.state_of(recipe), policy, apart)
+    tokens = int(expected.pop("tokens")) - 1  # position 0 of a prompt of one token teaches nothing
+    for place in PLACES:
+        replay = replay_of(place, mesh=recipe.mesh)
+        replay.begin(7, request_of(texts))
+        states = None if kind == updates.EAGLE else np.asarray(apart.states)
+        feed(replay, texts, np.asarray(apart.features), states)
+        batch = replay.sample(0, ROWS, T)
+        assert (np.asarray(batch.segments) > 0).all(), "the rows are full"
+        assert np.asarray(batch.segments).max() > 2 and np.isfinite(batch.features).all()
+        after, found = update(updates.state_of(recipe), policy, batch)
+        assert int(found.pop("tokens")) == tokens
+        updates.assert_same(found, expected, rtol=1e-9)
+        updates.assert_same(after, state, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [updates.EAGLE, updates.WHOLE])
+def test_packed_windows_teach_what_each_does_alone_from_slots_of_its_own(kind):
+    """And what a plain loop over the slots of the packed rows finds."""
+    recipe = updates.recipe_of(kind)
+    texts, policy = texts_of(((2, 27), (7, 15), (3, 4))), updates.policy_of(recipe)
+    params, shared, observed = updates.params_of(recipe), eagle.shared(policy), whole(recipe, texts)
+    features, states = np.asarray(observed.features), np.asarray(observed.states)
+    wanted = [(0, 0, 10), (0, 9, 19), (0, 18, 28), (2, 2, 12), (2, 11, 21), (4, 0, 6)]
+    apart = alone(recipe, texts, wanted)
+
+    def stretched(source: np.ndarray) -> jax.Array:
+        array = np.zeros((len(wanted), T, source.shape[-1]))
+        for row, (uid, start, stop) in enumerate(wanted):
+            array[row, : stop - start] = source[list(texts).index(uid), start:stop]
+        return jnp.asarray(array)
+
+    apart = apart.replace(features=stretched(features), states=stretched(states))
+    slope = jax.jit(jax.value_and_grad(lambda *given: drafter_update.loss(*given, recipe)[0]))
+    expected = slope(params, shared, apart)
+    for place in PLACES:
+        replay = replay_of(place, width=10, most=4)
+        replay.begin(0, request_of(texts))
+        feed(replay, texts, features, states)
+        held = sorted(replay.held, key=lambda one: (one.uid, one.start))
+        assert [(one.uid, one.start, one.start + one.size) for one in held] == wanted
+        batch = replay.assemble([Piece(one, 0, one.size) for one in held], ROWS, T)
+        found = slope(params, shared, batch)
+        updates.assert_same(found, expected, rtol=1e-9, atol=1e-12)
+    rows = (batch.tokens, batch.features, batch.positions, batch.segments)
+    hidden = jax.jit(
+        lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, updates.UNROLL)
+    )(params)
+    logits = eagle.logits(params, recipe.drafter, shared, hidden)
+    plain = updates.plain_loss(recipe, policy, batch, hidden, logits)
+    assert float(found[0]) == pytest.approx(plain["loss"], rel=1e-10)
