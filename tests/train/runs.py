@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +15,41 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
+from tlt_jax.data import dataset as datasets
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import from_config
+from tlt_jax.train import policy_update
+from tlt_jax.train.policy_update import PolicyState
+from tlt_jax.train.recipe import Recipe
+
+STEPS = 4
+TASK = {"min_length": 3, "max_length": 4, "modulus": 5}
+KNOBS = {
+    "model.init": {
+        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    },
+    "data.task_args": TASK,
+    "data.eval_size": 2,
+    "data.max_prompt_tokens": 8,
+    "rollout.prompts": 2,
+    "rollout.samples": 3,
+    "rollout.max_new_tokens": 12,
+    "rollout.chunk": 4,
+    "rollout.slots": 3,
+    "rollout.batch_buckets": [3],
+    "train.steps": STEPS,
+    "train.row_tokens": 64,
+    "mesh.data": 2,
+    "reward.terms": {"toy_rewards:digest": 1.0},
+    "optim.learning_rate": 0.01,
+    "eval.every": 2,
+    "eval.samples": 2,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 9,
+    "log.progress": False,
+    "sft.cache": "off",
+}  # fmt: skip
 
 
 def saved_steps(config: Config) -> list[int]:
@@ -51,3 +89,32 @@ def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
 
 def preempt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_after(step: int, config: Config, run: Path) -> Config:
+    """The same run in another folder, as a kill -9 leaves it that comes before the save of the next step is whole."""
+    shutil.copytree(config.run, run)
+    for saved in (run / "checkpoints").iterdir():
+        if saved.name.isdigit() and int(saved.name) > step:
+            shutil.rmtree(saved)
+    shutil.rmtree(run / "hf", ignore_errors=True)
+    return replace(config, run=str(run))
+
+
+def state_of(config: Config, step: int = STEPS) -> PolicyState:
+    """The state that the run saved after a step, on the mesh of the configuration."""
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+    target = policy_update.abstract_state(Recipe.of(config, model, mesh, 1))
+    with Store(config.run, create=False) as store:
+        return store.restore(step, {"policy": target}).items["policy"]
+
+
+def completions(config: Config) -> dict[str, list[tuple]]:
+    """Completions file -> the answers in it."""
+    files = sorted((Path(config.run) / "completions").iterdir())
+    fields = ("step", "uid", "prompt", "completion", "reward", "length", "finish")
+    return {
+        f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()]
+        for f in files
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,87 +16,34 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
-from runs import assert_equal, events, preempt, raise_at, saved_steps
+from runs import (
+    STEPS,
+    assert_equal,
+    completions,
+    events,
+    preempt,
+    raise_at,
+    saved_steps,
+    state_of,
+    stopped_after,
+)
 
 from tlt_jax import cli, eval, run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets, tasks
+from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import evaluation, loop, policy_update, sft, step_metrics
-from tlt_jax.train.policy_update import PolicyState
-from tlt_jax.train.recipe import Recipe
+from tlt_jax.train import evaluation, loop, sft, step_metrics
 from tlt_jax.tuner import beg_mab
-
-STEPS = 4
-TASK = {"min_length": 3, "max_length": 4, "modulus": 5}
-KNOBS = {
-    "model.init": {
-        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
-    },
-    "data.task_args": TASK,
-    "data.eval_size": 2,
-    "data.max_prompt_tokens": 8,
-    "rollout.prompts": 2,
-    "rollout.samples": 3,
-    "rollout.max_new_tokens": 12,
-    "rollout.chunk": 4,
-    "rollout.slots": 3,
-    "rollout.batch_buckets": [3],
-    "train.steps": STEPS,
-    "train.row_tokens": 64,
-    "mesh.data": 2,
-    "reward.terms": {"toy_rewards:digest": 1.0},
-    "optim.learning_rate": 0.01,
-    "eval.every": 2,
-    "eval.samples": 2,
-    "checkpoint.every": 1,
-    "checkpoint.keep": 9,
-    "log.progress": False,
-    "sft.cache": "off",
-}  # fmt: skip
 
 DRAFTED = {
     "speculation.drafter": "ngram",
     "speculation.tuner": "beg_mab",
     "speculation.strategies": ["2_2_4"],
 }
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A folder for all tests: compiled programs, and three problems to train on beside two for evaluation."""
-    root = tmp_path_factory.mktemp("train")
-    task = tasks.make("fold", TASK)
-    task.tokenizer().save_pretrained(root / "tokenizer")
-    rows = [{"prompt": row.prompt, "answer": row.answer} for row in task.rows(0, range(5), "train")]
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    compilation_cache.reset_cache()
-    yield root
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def configure(shared):
-    """configure(run folder, {knob: value}) -> the toy configuration: generated problems, no export."""
-
-    def make(run: Path, knobs: dict | None = None) -> Config:
-        values = (
-            KNOBS
-            | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False}
-            | (knobs or {})
-        )
-        pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
-                 for name, value in values.items()]  # fmt: skip
-        return configuration.build({}, pairs)
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -111,35 +57,6 @@ def whole(shared, configure):
     config = configure(shared / "whole", files | {"checkpoint.best_metric": "eval/mean@2"})
     assert loop.train(config) == cli.DONE
     return config
-
-
-def stopped_after(step: int, config: Config, run: Path) -> Config:
-    """The same run in another folder, as a kill -9 leaves it that comes before the save of the next step is whole."""
-    shutil.copytree(config.run, run)
-    for saved in (run / "checkpoints").iterdir():
-        if saved.name.isdigit() and int(saved.name) > step:
-            shutil.rmtree(saved)
-    shutil.rmtree(run / "hf", ignore_errors=True)
-    return replace(config, run=str(run))
-
-
-def state_of(config: Config, step: int = STEPS) -> PolicyState:
-    """The state that the run saved after a step, on the mesh of the configuration."""
-    model = from_config.model_config(config, datasets.tokenizer(config))
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    target = policy_update.abstract_state(Recipe.of(config, model, mesh, 1))
-    with Store(config.run, create=False) as store:
-        return store.restore(step, {"policy": target}).items["policy"]
-
-
-def completions(config: Config) -> dict[str, list[tuple]]:
-    """Completions file -> the answers in it."""
-    files = sorted((Path(config.run) / "completions").iterdir())
-    fields = ("step", "uid", "prompt", "completion", "reward", "length", "finish")
-    return {
-        f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()]
-        for f in files
-    }
 
 
 def chosen(config: Config) -> dict[str, list[dict]]:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import run_folder
+from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, validate
+from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import Preemption
+from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.micro_step import MicroStep
+from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf, hf_drafter
+from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout.engine import Engine
@@ -31,6 +37,7 @@ from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.train import (
+    adaptive,
     evaluation,
     memory,
     policy_batch,
@@ -65,7 +72,10 @@ def train(config: Config) -> int:
     steps = total_steps(config, dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
-    engine = Engine(config, model, mesh, datasets.stop_ids(config, tokenizer), drafter)
+    is_adaptive = config.speculation.drafter == ADAPTIVE
+    stop_ids = datasets.stop_ids(config, tokenizer)
+    engine = Engine(config, model, mesh, stop_ids, drafter, captures_states=is_adaptive)
+    trainer = make_trainer(config, engine) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
     run_folder.enter(config)
@@ -98,7 +108,18 @@ def train(config: Config) -> int:
             Stopwatch() as watch,
         ):
             try:
-                state = begin(config, recipe, engine, dataset, store, writer, resumed, preempted)
+                state = begin(
+                    config,
+                    recipe,
+                    engine,
+                    trainer,
+                    drafter_params,
+                    dataset,
+                    store,
+                    writer,
+                    resumed,
+                    preempted,
+                )
             except Interrupted:
                 return PREEMPTED
 
@@ -109,7 +130,8 @@ def train(config: Config) -> int:
             watch.lap()  # what came before belongs to no step
             while True:
                 with watch.phase("update_weights"):
-                    weights = engine.publish(state.policy.params, drafter_params)
+                    fixed = state.drafter.params if trainer else drafter_params
+                    weights = engine.publish(state.policy.params, fixed)
 
                 measured: dict[str, float] = {}
                 is_new = state.step != resumed or is_due
@@ -156,6 +178,7 @@ def train(config: Config) -> int:
                             texts,
                             preempted,
                             steps - state.step - 1,
+                            trainer,
                         )
                 except Interrupted:
                     run_state.save(store, state, engine.basis, measured)
@@ -168,6 +191,10 @@ def train(config: Config) -> int:
                 if config.speculation.time_drafting:
                     with watch.phase("time_drafting"):
                         drafting = engine.time_drafting(weights, rollout)
+                trained = state.drafter, {}
+                if trainer:
+                    with watch.phase("drafter"):
+                        trained = end_idle_training(config, trainer, state, rollout)
                 del weights  # they may share buffers with the policy, which the update donates
 
                 with watch.phase("update"):
@@ -182,12 +209,15 @@ def train(config: Config) -> int:
                         scores,
                         watch,
                     )
-                state = RunState(state.step + 1, policy, state.drafter, engine.tuner.renew(tuner))
+                acceptance = {LEARNED: trainer.depths} if trainer and trainer.depths else {}
+                tuner = engine.tuner.renew(tuner, acceptance)
+                state = RunState(state.step + 1, policy, trained[0], tuner)
 
                 profiler.leave(state.step)
                 with watch.phase("metrics"):
                     scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
                     scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
+                    scalars |= trained[1]
                     scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
 
                     answers = step_metrics.records(prompts, rollout, scores, texts)
@@ -205,6 +235,8 @@ def train(config: Config) -> int:
         if config.checkpoint.export:
             params, dtype = state.policy.params, config.model.param_dtype
             hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
+            if trainer:
+                save_drafter(config, trainer, state.drafter.params)
     return DONE
 
 
@@ -231,20 +263,62 @@ def begin(
     config: Config,
     recipe: Recipe,
     engine: Engine,
+    trainer: IdleTraining | None,
+    start: DrafterParams | None,
     dataset: Dataset,
     store: Store,
     writer: Writer,
     resumed: int | None,
     interrupted: Callable[[], bool],
 ) -> RunState:
-    """The state of the checkpoint `resumed`; without one, that of the warm-started policy."""
+    """The state of the checkpoint `resumed`; without one, that of the warm-started policy.
+
+    With a trainer its drafter too, which begins as `start`, or from nothing.
+    """
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
-        return run_state.restore(
-            store, run_state.abstract(resumed, recipe), engine.tuner, engine.basis
-        )
+        like = run_state.abstract(resumed, recipe, trainer and trainer.recipe)
+        return run_state.restore(store, like, engine.tuner, engine.basis)
     params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
-    return RunState(0, policy_update.create(params, recipe), tuner=engine.tuner.init())
+    drafter = adaptive.create(config, trainer.recipe, start) if trainer else None
+    return RunState(0, policy_update.create(params, recipe), drafter, engine.tuner.init())
+
+
+def make_trainer(config: Config, engine: Engine) -> IdleTraining:
+    """What the engine's data groups do while they are idle."""
+    recipe = DrafterRecipe.while_idle(config, engine.model_config, engine.drafter, engine.mesh)
+    knobs = config.idle_training
+    return IdleTraining(
+        recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe),
+        adaptive.replay_config(config, recipe), knobs.micro_step_ms / 1e3, knobs.floor, knobs.rescue,
+    )  # fmt: skip
+
+
+def end_idle_training(
+    config: Config, trainer: IdleTraining, state: RunState, rollout: RolloutResult
+) -> tuple[DrafterState, dict[str, float]]:
+    """The drafter after a rollout, and the metrics of its training."""
+    stats, before = rollout.stats, state.drafter
+    if state.step == 0:
+        before = adaptive.with_frequent_ids(config, before, trainer.recipe, rollout)
+    drafter, metrics = trainer.end(before, stats["seconds"], stats["accept_length"])
+    return drafter, metrics | adaptive.idle_metrics(rollout, config.mesh.data, trainer.kind)
+
+
+def save_drafter(config: Config, trainer: IdleTraining, params: DrafterParams) -> None:
+    """Writes the drafter's directory, beside the policy's."""
+    drafter, dtype, is_owner = (
+        trainer.recipe.drafter,
+        config.model.param_dtype,
+        jax.process_index() == 0,
+    )
+    atomic.write_directory(
+        run_folder.drafter_export(config),
+        lambda at: hf_drafter.save(params, drafter, at, dtype),
+        is_owner,
+    )
+    if caveat := hf_drafter.caveat(drafter):
+        print(caveat)
 
 
 def kl_reference(
@@ -275,8 +349,9 @@ def roll_out(
     texts: dict[int, str],
     interrupted: Callable[[], bool],
     rollouts_left: int,
+    trainer: IdleTraining | None,
 ) -> tuple[RolloutResult, TunerState]:
-    """The answers of a step, and the tuner's state after them.
+    """The answers of a step, and the tuner's state after them; idle data groups train the drafter meanwhile.
 
     Each answer is submitted for scoring, and its text added to `texts` by uid, while others are
     still being decoded. Raises Interrupted.
@@ -295,7 +370,13 @@ def roll_out(
         step=state.step,
         rollouts_left=rollouts_left,
     )
-    return engine.run(request, weights, state.tuner, on_finish=finished, interrupted=interrupted)
+    idle = {}
+    if trainer:
+        trainer.begin(state.step, request, weights, state.drafter)
+        idle = trainer.beside_rollout(config.idle_training.least_idle_s)
+    return engine.run(
+        request, weights, state.tuner, on_finish=finished, interrupted=interrupted, **idle
+    )
 
 
 def update_policy(

@@ -1,0 +1,174 @@
+"""Idle groups of a tiny engine train the drafter: no answer changes, and the merge is what they learned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import test_engine as tiny
+import test_harvest_engine as harvests
+
+from tlt_jax.drafter import (
+    idle_training as idle,
+    recipe as drafter_recipe,
+    update as drafter_update,
+)
+from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.micro_step import MicroStep
+from tlt_jax.drafter.recipe import Objective, Recipe
+from tlt_jax.drafter.replay import ReplayConfig
+from tlt_jax.keys import TRAIN_STREAM
+from tlt_jax.models import eagle
+from tlt_jax.optimizer import Adam
+
+compile_cache = tiny.compile_cache
+ADAM = Adam(learning_rate=1e-2, total_steps=1)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+class Setting:
+    """An engine, its trainer, and the drafter's state; `step` makes one RL step."""
+
+    def __init__(self, kind="eagle3", data=2, model=1, **changes):
+        self.engine, self.weights = harvests.engine_of(kind, data, model, captures_states=True)
+        drafter = self.engine.drafter
+        fixed = {"param_dtype": "float64", "compute_dtype": "float64", "logits_chunk": 64}
+        self.recipe = Recipe(
+            tiny.MODEL,
+            drafter,
+            self.engine.mesh,
+            ADAM,
+            Objective(unroll=2),
+            attention_block=16,
+            **fixed,
+        )
+        ids = None if drafter.whole else np.arange(drafter.draft_vocab_size, dtype=np.int32)
+        params = eagle.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
+        self.state = drafter_recipe.create(params, self.recipe)
+        replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
+        values = {"bound": 10.0, "floor": 3} | changes
+        self.trainer = IdleTraining(
+            self.recipe, self.engine.groups, self.engine.programs,
+            partial(MicroStep, recipe=self.recipe), replay, **values,
+        )  # fmt: skip
+        self.results, self.metrics = [], []
+
+    def step(self, trains: bool = True) -> None:
+        prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
+        request = self.engine.request(
+            prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM,
+            step=len(self.results), rollouts_left=5,
+        )  # fmt: skip
+        beside = {}
+        if trains:
+            self.trainer.begin(len(self.results), request, self.weights, self.state)
+            beside = self.trainer.beside_rollout(0.0)
+        result, _ = self.engine.run(request, self.weights, **beside)
+        self.results.append(result)
+        if trains:
+            self.state, metrics = self.trainer.end(self.state, result.stats["seconds"], 0.0)
+            self.metrics.append(metrics)
+
+
+def same(one, other) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind, data, model", [("eagle3", 2, 1), ("eagle", 2, 2), ("eagle3", 1, 1)])
+def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
+    setting, plain = Setting(kind, data, model), Setting(kind, data, model)
+    before = jax.device_get(setting.state)
+    for _ in range(3):
+        setting.step()
+        plain.step(trains=False)
+    for one, other in zip(setting.results, plain.results, strict=True):
+        assert tiny.answers(one) == tiny.answers(other)
+        for a, b in zip(one.completions, other.completions, strict=True):
+            np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    assert setting.metrics[0]["drafter/steps"] == 0, "how long rollouts take is not known yet"
+    for metrics in setting.metrics[1:]:
+        assert metrics["drafter/steps"] >= 3 * data and metrics["drafter/tokens"] > 0
+        assert 0 < metrics["drafter/acceptance_before"] < 1 and metrics["drafter/replay_tokens"] > 0
+        assert 1 / data <= metrics["drafter/merge_weight_max"] <= 1
+    assert not same(setting.state.params, before.params)
+    for leaf, was in zip(jax.tree.leaves(setting.state), jax.tree.leaves(before), strict=True):
+        assert leaf.shape == was.shape and leaf.dtype == was.dtype
+    spans = {span.kind for span in setting.results[1].spans}
+    assert setting.results[1].stats["idle_delay"] >= 0 and spans >= {"decode", "harvest"}
+
+
+def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_learning():
+    setting = Setting("eagle3", 2, 1)
+    setting.step()
+    setting.step()
+    trainer, state = setting.trainer, setting.state
+    batch = trainer.replays[1].sample(0, 1, idle.FIRST_TOKENS)
+    recipe = replace(setting.recipe, mesh=trainer.groups[1])
+    policy = setting.weights[1].target
+    expected, metrics = drafter_update.update(jax.device_get(state), policy, batch, recipe)
+    piece = trainer.piece(1, idle.FIRST_TOKENS)
+    for learns, wanted in ((False, state), (True, expected)):
+        copies = idle.merge.programs(setting.recipe).spread(state)
+        copy = idle.merge.parts(copies, trainer.groups)[1]
+        found, measured = setting.engine.programs.get(piece)(copy, policy, batch, np.bool_(learns))
+        np.testing.assert_allclose(measured["loss"], metrics["loss"], rtol=1e-9)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(np.asarray(a)[0], np.asarray(b), rtol=1e-7, atol=1e-12)
+
+
+def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypatch):
+    setting = Setting(floor=0)
+    monkeypatch.setattr(idle, "GAIN", 1e-9)
+    for _ in range(3):
+        setting.step()
+    assert not setting.trainer.is_active
+    assert not any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
+    monkeypatch.setattr(idle, "GAIN", 1e9)
+    setting.step()
+    assert setting.trainer.is_active
+    assert any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
+
+
+def test_the_size_of_a_micro_step_follows_its_seconds():
+    trainer = Setting().trainer
+    trainer.bound = 0.1
+    assert trainer.sized(256, 0.05) == 256
+    assert trainer.sized(256, 0.15) == 128
+    assert trainer.sized(2048, 0.9) == 128  # 1024 in 0.45 s, 512 in 0.225, 256 in 0.11
+    assert trainer.sized(256, 0.02) == 512
+    assert trainer.sized(256, 1e-9) == idle.MOST_TOKENS
+    assert trainer.sized(idle.LEAST_TOKENS, 9.0) == idle.LEAST_TOKENS
+
+
+def test_while_training_is_paused_only_the_held_out_sequences_are_measured():
+    setting = Setting(floor=2)
+    setting.step()
+    setting.trainer.budget = replace(setting.trainer.budget, best=1.5, is_paused=True)
+    setting.step()
+    before = setting.state
+    assert setting.metrics[-1]["drafter/steps"] == 0
+    assert setting.trainer.budget.best != 1.5, "acceptance is far below that: it begins again"
+    setting.step()
+    assert setting.metrics[-1]["drafter/steps"] > 0 and not same(
+        before.params, setting.state.params
+    )
+
+
+def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
+    setting = Setting(floor=0, rescue=2)
+    setting.step()
+    setting.trainer.pays_off = True
+    prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
+    request = setting.engine.request(
+        prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=1, rollouts_left=5
+    )
+    for accept_length, steps in ((4.0, 0), (3.9, 0), (3.0, 4)):
+        setting.trainer.begin(1, request, setting.weights, setting.state)
+        beside = setting.trainer.beside_rollout(1e9)
+        setting.engine.run(request, setting.weights, **beside)
+        _, metrics = setting.trainer.end(setting.state, 1.0, accept_length)
+        assert metrics["drafter/steps"] == steps

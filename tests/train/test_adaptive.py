@@ -1,0 +1,195 @@
+"""A run that trains its drafter in idle time: the policy's bits are those of a run that does not, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import jax
+import numpy as np
+import pytest
+from runs import assert_equal, completions, events, state_of, stopped_after
+
+from tlt_jax import cli, run_folder
+from tlt_jax.checkpoint import Store
+from tlt_jax.config import Config
+from tlt_jax.data import dataset as datasets
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.models import from_config, hf_drafter
+from tlt_jax.rollout import driver
+from tlt_jax.train import loop, run_state
+
+STEPS = 4
+UNEVEN = {
+    "train.steps": STEPS,
+    "rollout.max_new_tokens": 40,
+    "data.task_args": {"min_length": 3, "max_length": 6, "modulus": 5, "tail": 2.0},
+    "model.init": {
+        "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
+    },
+    "eval.every": 0,
+}  # fmt: skip
+ADAPTIVE = UNEVEN | {
+    "speculation.drafter": "adaptive",
+    "speculation.strategies": ["2_1_3", "2_2_4"],
+    "idle_training.floor": 3,
+    "idle_training.least_idle_s": 0.0,
+    "idle_training.learning_rate": 0.01,
+    "idle_training.window": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(configure, shared):
+    """The run without a drafter."""
+    config = configure(shared / "plain", UNEVEN)
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+@pytest.fixture(scope="module")
+def adaptive(configure, shared):
+    """The run that trains its drafter."""
+    config = configure(shared / "adaptive", ADAPTIVE | {"checkpoint.export": True})
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+def recipe_of(config: Config) -> Recipe:
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+    return Recipe.while_idle(config, model, from_config.new_drafter_config(config, model), mesh)
+
+
+def drafter_of(config: Config, step: int):
+    """The drafter's state in the checkpoint of a step."""
+    with Store(config.run, create=False) as store:
+        return run_state.restore(store, run_state.abstract(step, drafter=recipe_of(config))).drafter
+
+
+def same_policy(ours: Config, theirs: Config, step: int = STEPS) -> None:
+    assert completions(ours) == completions(theirs)
+    assert_equal(state_of(ours, step), state_of(theirs, step))
+
+
+def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
+    same_policy(adaptive, plain)
+    measured = events(adaptive)
+    trained = dict(measured["drafter/steps"])
+    assert all(trained[step] >= 2 * ADAPTIVE["idle_training.floor"] - 2 for step in (2, 3, 4))
+    assert all(value > 0 for _, value in measured["drafter/tokens"])
+    assert {name for name in measured if name.startswith("idle/")} == {
+        "idle/ratio", "idle/used_ratio", "idle/delay_s",
+    }  # fmt: skip
+    for name in ("idle/ratio", "idle/used_ratio"):
+        assert all(0 <= value <= 1 for _, value in measured[name])
+    assert all(0 < value <= 1 for _, value in measured["drafter/acceptance_after"])
+
+
+def test_the_drafter_moves_and_is_saved_and_exported(adaptive):
+    first, last = (drafter_of(adaptive, step) for step in (1, STEPS))
+    assert int(last.step) > int(first.step) > 0
+    moved = [
+        np.abs(np.asarray(one) - np.asarray(other)).max()
+        for one, other in zip(
+            jax.tree.leaves(first.params), jax.tree.leaves(last.params), strict=True
+        )
+    ]
+    assert max(moved) > 1e-4
+    model = from_config.model_config(adaptive, datasets.tokenizer(adaptive))
+    folder = run_folder.drafter_export(adaptive)
+    mesh = meshes.make_mesh(1, 1)
+    _, params = hf_drafter.load(folder, model, mesh, "float32", 48)
+    assert_equal(jax.device_get(params), jax.device_get(last.params))
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
+    adaptive, plain, tmp_path, step, monkeypatch
+):
+    config = stopped_after(step, adaptive, tmp_path / "run")
+    seen = []
+    begin = IdleTraining.begin
+    monkeypatch.setattr(
+        IdleTraining, "begin",
+        lambda self, *given: (seen.append(int(given[-1].step)), begin(self, *given)),
+    )  # fmt: skip
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert seen[0] == int(drafter_of(adaptive, step).step)
+
+
+def test_the_policy_is_the_same_when_pieces_end_at_random_times(
+    configure, plain, tmp_path, monkeypatch
+):
+    draw, is_ready = random.Random(3), IdleTraining.is_ready
+    monkeypatch.setattr(
+        IdleTraining, "is_ready", lambda self, group: draw.random() < 0.2 and is_ready(self, group)
+    )
+    idle = driver.Rollout.is_idle
+    monkeypatch.setattr(
+        driver.Rollout, "is_idle", lambda self, group: draw.random() < 0.5 and idle(self, group)
+    )
+    config = configure(tmp_path / "run", ADAPTIVE)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+
+
+def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_of_it(
+    configure,
+    plain,
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
+    calls = []
+
+    def failing(self, group):
+        calls.append(group)
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(IdleTraining, "dispatch", failing)
+    config = configure(tmp_path / "run", ADAPTIVE)
+    with caplog.at_level(logging.WARNING, "tlt_jax"):
+        assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    said = [
+        record.getMessage() for record in caplog.records if "idle training" in record.getMessage()
+    ]
+    assert sum("no such luck" in text for text in said) == 2, "one line a step"
+    assert "no more of it" in said[-1] and len(said) == 3
+    assert [value for _, value in events(config)["drafter/failures"]] == [1.0, 2.0]
+    assert_equal(jax.device_get(drafter_of(config, 1)), jax.device_get(drafter_of(config, STEPS)))
+
+
+def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
+    configure,
+    plain,
+    tmp_path,
+    monkeypatch,
+):
+    done = IdleTraining.done
+
+    def broken(self, group, seconds):
+        copy = self.copies[group]
+        if copy.steps == 1:
+            copy.metrics = copy.metrics | {"loss": jax.numpy.float32(np.nan)}
+            copy.state = jax.tree.map(lambda leaf: leaf * 0, copy.state)
+        done(self, group, seconds)
+
+    monkeypatch.setattr(IdleTraining, "done", broken)
+    config = configure(tmp_path / "run", ADAPTIVE)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert events(config)["drafter/failures"]
+    assert int(drafter_of(config, STEPS).step) == 0
+
+
+def test_nothing_is_compiled_for_training_that_the_run_cannot_use_up(configure, plain, tmp_path):
+    config = configure(tmp_path / "run", ADAPTIVE | {"idle_training.floor": 0})
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert max(value for _, value in events(config)["drafter/steps"]) == 0

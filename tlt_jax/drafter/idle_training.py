@@ -1,0 +1,306 @@
+"""Idle data groups train the drafter on their own finished sequences, until the last group is done.
+
+The adaptive drafter of TLT (arXiv 2511.16665, section 4): every group trains its own copy, without
+collectives across groups, and the copies are merged before the policy update. It changes no answer
+and no weight of the policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tlt_jax.drafter import merge
+from tlt_jax.drafter.budget import Budget
+from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.replay import Replay, ReplayConfig
+from tlt_jax.rollout.ports import Program, Programs
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.spec_decode.decode import Weights
+
+# What a trained drafter is expected to save of the rest of the run's rollouts, before anything is known of it: at least
+# this share. What training and using it compiles, in micro-steps: itself, harvests, catching up, chunks.
+GAIN, PROGRAMS = 0.15, 5.0
+EVALUATE_EVERY = 16  # micro-steps from one evaluation on held-out windows to the next
+LEAST_TOKENS, MOST_TOKENS = 128, 8192  # of a micro-step
+FIRST_TOKENS = (
+    256  # of the first micro-step of a run, from whose seconds the size of the others follows
+)
+FALLEN, MEMORY = (
+    0.9,
+    0.99,
+)  # accept length over the best so far that counts as fallen; what a step leaves of the best
+FAILURES = 2  # RL steps in a row in which idle work raised, after which there is no more
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Copy:
+    """A data group's copy of the drafter in an RL step, and what became of it.
+
+    `tokens`, `steps`: trained on. `before`, `after`: acceptance of the first draft token on held-out
+    windows, first and last in this step; `depths`: at every depth, last.
+    """
+
+    state: DrafterState
+    pieces: int = 0
+    draws: int = 0
+    steps: int = 0
+    tokens: int = 0
+    before: float | None = None
+    after: float | None = None
+    depths: list[float] = field(default_factory=list)
+    piece: Program | None = None  # that was dispatched last
+    metrics: dict[str, Any] | None = None  # of it
+    learns: bool = False  # whether it does
+
+
+class IdleTraining:
+    """Drafter training as idle work; implements rollout.idle.IdleWork.
+
+    `begin` comes before each rollout, `end` after it. What is not in the drafter's state is a cache:
+    replay, copies, sizes and prices are lost with the process, and cost speed only. `piece(group,
+    rows, tokens)` names the program of a micro-step: micro_step.MicroStep.
+    """
+
+    kind = "train"
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        groups: Sequence[Mesh],
+        programs: Programs,
+        piece: Callable[[int, int, int], Program],
+        replay: ReplayConfig,
+        bound: float,
+        floor: int = 0,
+        rescue: int = 0,
+    ):
+        self.recipe, self.groups = recipe, tuple(groups)
+        self.programs, self.make_piece = programs, piece
+        self.replays = [Replay(replay, index, mesh) for index, mesh in enumerate(self.groups)]
+        self.bound, self.floor, self.rescue = bound, floor, rescue
+        self.best_accept_length = self.seconds = 0.0  # of the rollout before
+        # Held-out acceptance in this step, by depth, given the depths before.
+        self.depths: list[float] = []
+        self.tokens = self.wanted = (
+            FIRST_TOKENS  # of a micro-step: in this step, and from the next on
+        )
+        self.budget = Budget()
+        self.copies: dict[int, Copy] = {}
+        self.policies: list[Any] = []
+        self.is_broken, self.failures = False, 0
+        self.pays_off = self.is_stopped = False
+
+    def beside_rollout(self, least_idle: float) -> dict[str, Any]:
+        """What Engine.run is given so that idle groups train, where they are expected to be idle for so many seconds."""
+        if not self.is_active:
+            return {}
+        return {
+            "harvesters": self.replays,
+            "listeners": [replay.listen for replay in self.replays],
+            "idle_work": self,
+            "least_idle": least_idle,
+        }
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it trains in this run: it pays off, and has not failed too often."""
+        return self.pays_off and not self.is_stopped
+
+    def begin(
+        self,
+        step: int,
+        request: RolloutRequest,
+        weights: Sequence[Weights],
+        state: DrafterState,
+    ) -> None:
+        """A rollout begins, with these weights of every group.
+
+        Whether training pays off is asked anew in every step, until it does; in the first one of a
+        process it is not known. What micro-steps need is compiled here, and nowhere else.
+        """
+        self.copies, self.is_broken = {}, False
+        left = self.seconds * (request.rollouts_left + 1)
+        self.pays_off |= left > 0 and (self.floor > 0 or self.is_worth(left))
+        if not self.is_active:
+            return
+        self.resize(left)
+        for replay in self.replays:
+            replay.begin(step, request)
+        self.policies = [one.target for one in weights]
+        copies = merge.programs(self.recipe).spread(state)
+        self.copies = {
+            group: Copy(part) for group, part in enumerate(merge.parts(copies, self.groups))
+        }
+
+    def is_worth(self, seconds_left: float) -> bool:
+        """Whether what a drafter is expected to save exceeds what training and using it compiles."""
+        price = self.programs.price(self.piece(0, self.wanted))
+        return GAIN * seconds_left > PROGRAMS * price
+
+    def resize(self, seconds_left: float) -> None:
+        """Compiles the micro-steps of the wanted size, and turns to them once they are there.
+
+        Where this would not pay off the size stays.
+        """
+        pieces = [self.piece(group, self.wanted) for group in range(len(self.groups))]
+        if self.tokens != self.wanted and not self.is_worth(seconds_left):
+            self.wanted = self.tokens
+            return
+        self.programs.prepare(pieces)
+        if not any(map(self.programs.price, pieces)):
+            self.tokens = self.wanted
+
+    def piece(self, group: int, tokens: int) -> Program:
+        """The program of a group's micro-steps of so many tokens."""
+        return self.make_piece(group, 1, tokens)
+
+    def dispatch(self, group: int) -> bool:
+        """The next micro-step of a group, or an evaluation on held-out windows."""
+        copy, piece = self.copies.get(group), self.piece(group, self.tokens)
+        if copy is None or self.is_broken or self.programs.price(piece):
+            return False
+        evaluates = copy.pieces % EVALUATE_EVERY == 0
+        replay, batch = self.replays[group], None
+        if evaluates:
+            batch = replay.sample(0, 1, self.tokens, held_out=True)
+            evaluates = batch is not None  # else nothing is held out yet
+        if batch is None and not self.budget.is_paused:
+            batch = replay.sample(copy.draws, 1, self.tokens)
+        if batch is None:
+            return False
+        copy.piece, copy.learns = piece, not evaluates
+        run = self.programs.get(piece)
+        copy.state, copy.metrics = run(
+            copy.state, self.policies[group], batch, np.bool_(copy.learns)
+        )
+        copy.pieces, copy.draws = copy.pieces + 1, copy.draws + 1
+        return True
+
+    def is_ready(self, group: int) -> bool:
+        """Whether the group's piece is done."""
+        return self.copies[group].metrics["loss"].is_ready()
+
+    def done(self, group: int, seconds: float) -> None:
+        """The piece is done, and took so long."""
+        copy = self.copies[group]
+        metrics, copy.metrics = jax.device_get(copy.metrics), None
+        if not np.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"the drafter's loss is {metrics['loss']}")
+        if copy.learns:
+            copy.steps, copy.tokens = copy.steps + 1, copy.tokens + int(metrics["tokens"])
+        else:
+            copy.depths = depths(metrics)
+            copy.after = copy.depths[0]
+            copy.before = copy.after if copy.before is None else copy.before
+        if not self.programs.is_first_run(copy.piece):
+            self.wanted = self.sized(self.tokens, seconds)
+
+    def sized(self, tokens: int, seconds: float) -> int:
+        """Tokens of the next micro-steps, when one of so many took these seconds: it is to stay below the bound.
+
+        A size is a program: it changes only by powers of two, upwards only where less than a quarter
+        of the bound is used.
+        """
+        while seconds > self.bound and tokens > LEAST_TOKENS:
+            tokens, seconds = tokens // 2, seconds / 2
+        while seconds < self.bound / 4 and tokens < MOST_TOKENS:
+            tokens, seconds = tokens * 2, seconds * 2
+        return tokens
+
+    def failed(self, group: int, error: Exception) -> None:
+        """A piece raised: this step's training is lost, and the last good drafter stays."""
+        if not self.is_broken:
+            log.warning(
+                "idle training of group %d failed in this step: %s: %s",
+                group,
+                type(error).__name__,
+                error,
+            )
+        self.is_broken = True
+
+    def keep_alive(self, accept_length: float) -> None:
+        """Every group makes the micro-steps that it has to after a rollout that drafted with this accept length.
+
+        That is the floor, and `rescue` where no group was idle although the accept length fell.
+        """
+        is_low = 0 < accept_length < FALLEN * self.best_accept_length
+        self.best_accept_length = max(MEMORY * self.best_accept_length, accept_length)
+        is_unused = not any(copy.steps for copy in self.copies.values())
+        least = max(self.floor, self.rescue if is_low and is_unused else 0)
+        for group, copy in self.copies.items():
+            try:
+                while copy.steps < least and self.dispatch(group):
+                    began = time.perf_counter()
+                    jax.block_until_ready(copy.metrics["loss"])
+                    self.done(group, time.perf_counter() - began)
+            except Exception as error:  # idle work never ends a run
+                self.failed(group, error)
+
+    def end(
+        self, state: DrafterState, seconds: float, accept_length: float
+    ) -> tuple[DrafterState, dict[str, float]]:
+        """The drafter after a rollout of these seconds, merged from the groups' copies, and the metrics of its training.
+
+        `accept_length`: of the rollout's chunks that drafted; 0: none did. `state` is as it was.
+        """
+        self.seconds = seconds
+        self.keep_alive(accept_length)
+        copies, self.copies, self.policies = self.copies, {}, []
+        self.depths = []
+        tokens = [copy.tokens for copy in copies.values()]
+        metrics = {
+            "drafter/steps": float(sum(copy.steps for copy in copies.values())),
+            "drafter/tokens": float(sum(tokens)),
+        }
+        if self.is_broken:
+            self.failures += 1
+            if self.failures >= FAILURES and not self.is_stopped:
+                self.is_stopped = True
+                log.warning(
+                    "idle training failed in %d steps in a row: there is no more of it",
+                    self.failures,
+                )
+            return state, metrics | {"drafter/failures": float(self.failures)}
+        self.failures = 0
+        metrics |= self.measured(copies)
+        if not sum(tokens):
+            return state, metrics
+        metrics["drafter/merge_weight_max"] = max(tokens) / sum(tokens)
+        ordered = [copies[group].state for group in range(len(self.groups))]
+        return merge.merged(ordered, tokens, self.recipe), metrics
+
+    def measured(self, copies: dict[int, Copy]) -> dict[str, float]:
+        """Held-out acceptance, mean over the groups that measured it, and the replay."""
+        seen = [copy for copy in copies.values() if copy.before is not None]
+        found: dict[str, float] = {}
+        if seen:
+            before, after = (
+                float(np.mean([getattr(one, name) for one in seen])) for name in ("before", "after")
+            )
+            self.budget = self.budget.after(after, is_trained=any(one.steps for one in seen))
+            found = {"drafter/acceptance_before": before, "drafter/acceptance_after": after}
+            self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
+        if copies:
+            parts = [replay.metrics() for replay in self.replays]
+            for name in {name for part in parts for name in part}:
+                values = [part[name] for part in parts if name in part]
+                found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
+        return found
+
+
+def depths(metrics: dict[str, Any]) -> list[float]:
+    """Acceptance at depth 1, 2, ... given the depths before."""
+    found = []
+    while (name := f"acceptance@{len(found) + 1}") in metrics:
+        found.append(float(metrics[name]))
+    return found

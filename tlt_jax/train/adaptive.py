@@ -1,0 +1,92 @@
+"""The drafter of speculation.drafter `adaptive` in the RL loop: made from nothing, trained in idle time."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from tlt_jax import keys
+from tlt_jax.config import Config
+from tlt_jax.data import packing
+from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.replay import ReplayConfig
+from tlt_jax.errors import ConfigError
+from tlt_jax.metrics import group_seconds
+from tlt_jax.models import eagle
+from tlt_jax.models.eagle import DrafterParams
+from tlt_jax.rollout.recorder import RolloutResult
+
+WIDTH_MULTIPLE = 16  # of a window
+HELD_OUT = 8  # one sequence in so many is not learned from, to measure on
+
+
+def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
+    """What every data group keeps of finished sequences. Raises ConfigError when not one window fits."""
+    knobs, longest = config.idle_training, packing.longest(config)
+    width = min(knobs.window, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    numbers = (len(recipe.drafter.captures) + 1) * recipe.model.hidden_size  # features and states
+    mib = width * numbers * np.dtype(recipe.compute_dtype).itemsize / 2**20
+    if mib > knobs.replay_mib:
+        raise ConfigError(
+            f"idle_training.replay_mib {knobs.replay_mib}: a window of {width} tokens takes {mib:.1f} MiB: "
+            f"raise it, or lower idle_training.window"
+        )
+    return ReplayConfig(
+        width=width,
+        max_bytes=knobs.replay_mib * 2**20,
+        place=knobs.replay_place,
+        most=knobs.windows,
+        seed=config.train.seed,
+        held_out=HELD_OUT,
+    )
+
+
+def create(config: Config, recipe: Recipe, start: DrafterParams | None) -> DrafterState:
+    """The drafter before the first step: `start`, or a new one.
+
+    A new one that can propose a part of the vocabulary has the lowest ids, until `with_frequent_ids`.
+    """
+    drafter, dtype = recipe.drafter, config.model.param_dtype
+    if start is not None:
+        return drafter_recipe.create(start, recipe)
+    ids = None if drafter.whole else np.arange(drafter.draft_vocab_size, dtype=np.int32)
+    init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
+    return drafter_recipe.create(eagle.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
+
+
+def with_frequent_ids(
+    config: Config, state: DrafterState, recipe: Recipe, rollout: RolloutResult
+) -> DrafterState:
+    """After the first rollout: a new drafter can propose the tokens that stand in the answers most often.
+
+    Of equal ones those with the lower ids. One that proposes every token, or was started from a
+    directory, stays as it is.
+    """
+    ids = state.params.ids
+    if ids is None or config.drafter_training.start:
+        return state
+    counts = np.zeros(recipe.model.vocab_size, np.int64)
+    for one in rollout.completions:
+        counts += np.bincount(one.tokens, minlength=recipe.model.vocab_size)
+    chosen = np.sort(np.argsort(-counts, kind="stable")[: ids.shape[0]]).astype(np.int32)
+    return state.replace(params=state.params.replace(ids=jax.device_put(chosen, ids.sharding)))
+
+
+def idle_metrics(rollout: RolloutResult, groups: int, kind: str) -> dict[str, float]:
+    """The metrics idle/*: how much of the groups' time the rollout leaves, and how much of that is used.
+
+    `kind`: of the spans of idle work.
+    """
+    seconds = rollout.stats["seconds"]
+    spans = [span for span in rollout.spans if span.kind != kind]
+    idle = sum(
+        group_seconds(spans, rollout.compile_waits, group, (0.0, seconds)).idle
+        for group in range(groups)
+    )
+    used = rollout.stats.get("idle_used", 0.0)
+    return {
+        "idle/ratio": idle / (groups * seconds),
+        "idle/used_ratio": min(used / idle, 1.0) if idle > 0 else 0.0,
+        "idle/delay_s": rollout.stats.get("idle_delay", 0.0),
+    }
