@@ -50,7 +50,7 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.savings import Savings
-from tlt_jax.rollout.state import GroupContext, Harvester, no_context
+from tlt_jax.rollout.state import GroupContext, Harvester, Needs, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -273,15 +273,20 @@ class Engine:
         harvesters: Sequence[Harvester] = (),
     ) -> list[GroupContext]:
         """The fixed side of every data group in a rollout."""
-        host_context = self.ngram_memory.siblings if self.ngram_memory else no_context
-        drafters = [shapes.drafter for shapes in self.programs.shapes]
+        drafters = {"": self.programs.shapes[0].drafter, **self.programs.shapes[0].drafters}
+        needs = {
+            name: Needs(
+                self.ngram_memory.siblings if jax.tree.leaves(one.host_context(1)) else no_context,
+                one.catch_up is not None,
+            )
+            for name, one in drafters.items()
+        }
         return [
             GroupContext(
-                index, self.programs, weights[index], request, queue, planner, host_context,
-                remembers=drafter.remembers, catches_up=drafter.catch_up is not None,
-                harvester=harvesters[index] if harvesters else None,
+                index, self.programs, weights[index], request, queue, planner, needs,
+                drafters[""].remembers, harvesters[index] if harvesters else None,
             )
-            for index, drafter in enumerate(drafters)
+            for index in range(len(self.groups))
         ]  # fmt: skip
 
     def memory_held(self) -> dict[str, int]:
