@@ -10,7 +10,8 @@ from tlt_jax.config.parse import knob, section
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "gsm8k", "exact", "format")
 RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older versions gave them
-NONE, NGRAM = "none", "ngram"  # of speculation.drafter; other values name a directory
+# Of speculation.drafter; other values name a directory.
+NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 
 
 @dataclass(frozen=True)
