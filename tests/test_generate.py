@@ -143,3 +143,10 @@ def test_greedy_equals_transformers(models, capsys):
             inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30
         )
         np.testing.assert_array_equal(ours["token_ids"], theirs[0, len(prompt) :])
+
+
+def test_a_drafter_that_learns_in_training_is_refused_before_anything_is_read(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--model", "nowhere", "--prompt", "1", "--drafter", "adaptive"])
+    assert stopped.value.code == 2
+    assert "speculation.drafter adaptive learns while it trains" in capsys.readouterr().err

@@ -172,6 +172,28 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
         plan_of("--speculation.drafter", "runs/nowhere", "--drafter_training.vocab", "60")
 
 
+def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
+    adaptive = ("--speculation.drafter", "adaptive")
+    kind = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab", "50")
+    settings, recipe, engine = plan_of(*adaptive, *kind)
+    assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
+    told = from_config.load_drafter(settings, recipe.model, recipe.mesh)
+    assert told == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
+
+    (tmp_path / "begun").mkdir()
+    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
+    (tmp_path / "begun" / "config.json").write_text(json.dumps(raw))
+    begun = plan_of(*adaptive, "--drafter_training.start", str(tmp_path / "begun"))[2]
+    assert begun.drafter == engine.drafter
+
+    kinds, alone = budget(settings, recipe, engine), plan_of(*DRAFTERS["eagle3"], *kind[2:])
+    learned = budget(*alone)
+    pool = 4 * settings.speculation.pool * engine.capacity  # bytes that n-grams are given
+    assert kinds.pop("drafter cache") == learned.pop("drafter cache") + pool
+    assert kinds == learned
+    preflight(settings, recipe, engine)
+
+
 def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
     """By hand where it is a rule, and no tuner ever leaves it: measured speeds make every arm the best one in turn."""
     names, batches = ["2_2_4", "4_2_8", "6_4_16", "8_4_48"], [1, 4, 16, 64, 256]

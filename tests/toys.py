@@ -23,11 +23,13 @@ from tlt_jax.rollout.programs import GroupShapes
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, GroupView, Offers
+from tlt_jax.rollout.state import GroupContext, GroupView, Needs, Offers, no_context
+from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target, stateless
+from tlt_jax.spec_decode.merged_drafter import merged_drafter
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
 from tlt_jax.tuner import fixed
 from tlt_jax.tuner.interface import Measurement
@@ -193,12 +195,37 @@ def no_drafter(group: Mesh, vocab: int) -> Drafter:
     return NO_DRAFTER
 
 
-def executables(groups: int, vocab: int, drafter=no_drafter) -> Executables:
-    """Executables of the table target on this many data groups of one device."""
+def executables(
+    groups: int, vocab: int, drafter=no_drafter, named=lambda drafter: {}
+) -> Executables:
+    """Executables of the table target on this many data groups of one device; `named`: what strategies can name too."""
     mesh = meshes.make_mesh(groups, 1)
     parts = [meshes.data_group(mesh, index) for index in range(groups)]
-    shapes = [GroupShapes(table_target(part, vocab), drafter(part, vocab), part) for part in parts]
+    shapes = []
+    for part in parts:
+        own = drafter(part, vocab)
+        shapes.append(GroupShapes(table_target(part, vocab), own, part, named(own)))
     return Executables(shapes, lambda compiled: None)
+
+
+POOL = 24
+
+
+def with_ngrams(drafter: Drafter) -> dict[str, Drafter]:
+    """What an adaptive engine drafts with: n-grams of the sequence and a pool, the drafter, and both in one tree."""
+
+    def draft(weights, state, context, strategy, temperature):
+        return ngram.propose(context.history, context.lengths, context.host_context, strategy)
+
+    ngrams = stateless(
+        draft, host_context=lambda batch: jax.ShapeDtypeStruct((batch, POOL), jnp.int32)
+    )
+    return {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
+
+
+def pool(rows) -> np.ndarray:
+    """A host context of n-grams: texts that have nothing to do with the rows."""
+    return np.random.default_rng(len(rows)).integers(0, 12, (len(rows), POOL), np.int32)
 
 
 def bucketed(batches, slots, strategy: Strategy = PLAIN):
@@ -252,7 +279,11 @@ def contexts(
     return [
         GroupContext(
             i, programs, placed(programs, i, weights, guess), request, queue, planner,
-            remembers=shapes.drafter.remembers, catches_up=shapes.drafter.catch_up is not None,
+            needs={
+                name: Needs(pool if jax.tree.leaves(one.host_context(1)) else no_context, one.catch_up is not None)
+                for name, one in {"": shapes.drafter, **shapes.drafters}.items()
+            },
+            remembers=shapes.drafter.remembers,
         )
         for i, shapes in enumerate(programs.shapes)
     ]  # fmt: skip

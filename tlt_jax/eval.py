@@ -24,6 +24,7 @@ def main() -> int:
     """
     config = configuration.load(command="python -m tlt_jax.eval")
     with cli.prepared(config), Scorer(config) as scorer:
+        validate.validate_without_training(config)
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
         model = from_config.model_config(config, tokenizer)

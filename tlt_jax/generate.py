@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tlt_jax import cli
-from tlt_jax.config import Config, parse as parsing
+from tlt_jax.config import Config, parse as parsing, validate
 from tlt_jax.data import files
 from tlt_jax.errors import ConfigError, DataError
 
@@ -112,6 +112,7 @@ def configure(arguments: argparse.Namespace) -> Config:
     """
     pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
     config = parsing.build(Config, {}, [("model.path", arguments.model), *pairs])
+    validate.validate_without_training(config)
     return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
 
 

@@ -180,7 +180,8 @@ def main() -> int:
 
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
         drafter = from_config.drafter_config(config, model)
-        if drafter and not from_config.drafter_directory(config).exists():
+        directory = from_config.drafter_directory(config)
+        if directory and not directory.exists():
             wanted = f"the {drafter.kind} drafter of `drafter_training`"
             print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 

@@ -212,7 +212,7 @@ def in_turn(strategies: list[str]) -> Tuner:
         choose,
         interface.unchanged,
         interface.unchanged,
-        lambda batch, fewest: arms,
+        lambda state, batch, fewest: arms,
         lambda state, cells: np.zeros((2, len(cells))),
         goes_by_rule=True,
     )

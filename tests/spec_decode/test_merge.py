@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
 from tlt_jax.spec_decode.interface import Drafter
 from tlt_jax.spec_decode.tree import merge, ranks_of, rerank
 
-merged = jax.jit(merge)
+merged = jax.jit(partial(merge, depth=17))  # the longest chain here
 ROWS, VOCAB = 80, 3
 REPEATING = [[3, 1, 4, 1, 5, 1], [2, 6, 2, 3, 2, 8, 2], [*range(12), *range(12), 0]]
 
@@ -166,7 +168,8 @@ def with_texts(drafter: Drafter, texts_first: bool) -> Drafter:
         pool = jnp.zeros((len(context.lengths), 0), jnp.int32)
         one = drafter.draft(weights, state, context, strategy, temperature)
         other = ngram.propose(context.history, context.lengths, pool, strategy)
-        return merge(other, one) if texts_first else merge(one, other)
+        first, second = (other, one) if texts_first else (one, other)
+        return merge(first, second, strategy.depth)
 
     return drafter._replace(draft=draft)
 

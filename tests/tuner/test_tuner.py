@@ -391,7 +391,7 @@ def test_the_trees_of_large_batches_are_bounded():
         chosen.add(choice.strategy)
     assert (
         chosen - {PLAIN}
-        and max(one.nodes for one in chosen) == 4 == made.usable(batch, 1)[-1].nodes
+        and max(one.nodes for one in chosen) == 4 == made.usable(state, batch, 1)[-1].nodes
     )
 
 

@@ -10,7 +10,8 @@ from tlt_jax.config.parse import knob, section
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "gsm8k", "exact", "format")
 RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older versions gave them
-NONE, NGRAM = "none", "ngram"  # of speculation.drafter; other values name a directory
+# Of speculation.drafter; other values name a directory.
+NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 
 
 @dataclass(frozen=True)
@@ -122,18 +123,22 @@ class Speculation:
 
     drafter: str = knob(
         "none",
-        "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter",
+        "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter | adaptive: n-grams, and the "
+        "drafter of `drafter_training`, which learns during the run; only for training",
     )
     tuner: str = knob(
         "goodput",
         "who picks the strategy of the next chunk. goodput: predicted tokens per second | threshold: on when few "
-        "sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy",
+        "sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy. With drafter adaptive goodput "
+        "alone waits until the learned drafter is worth trying",
         one_of=("goodput", "threshold", "beg_mab", "fixed"),
     )
     strategies: list[str] = knob(
         ["3_1_4", "7_1_8", "6_4_16", "1_1_2"],
         "trees to choose from besides none, as depth_topk_nodes (nodes with the root); where a full batch is bound by "
-        "arithmetic a single draft token (1_1_2) may pay though no deeper tree does",
+        "arithmetic a single draft token (1_1_2) may pay though no deeper tree does. With drafter adaptive n-grams draft "
+        "those of topk 1, the learned drafter all, both in one tree those of topk 2 or more; ngram:3_1_4, learned:3_1_4 or "
+        "merged:6_4_16 is one of these alone",
     )
     threshold: int = knob(
         32, "speculation.tuner threshold: most live sequences of a data group", at_least=1

@@ -6,7 +6,7 @@ import re
 from typing import Protocol
 
 from tlt_jax.config.parse import nearest
-from tlt_jax.config.schema import REWARDS, Config
+from tlt_jax.config.schema import ADAPTIVE, REWARDS, Config
 from tlt_jax.errors import ConfigError
 
 
@@ -41,6 +41,15 @@ def validate(config: Config) -> None:
     validate_learning(config)
     validate_shapes(config)
     profile_steps(config)
+
+
+def validate_without_training(config: Config) -> None:
+    """Raises ConfigError for what only a training run can do."""
+    if config.speculation.drafter == ADAPTIVE:
+        raise ConfigError(
+            "speculation.drafter adaptive learns while it trains, and nothing is trained here: give the drafter's "
+            "directory, or ngram"
+        )
 
 
 def validate_model_and_data(config: Config) -> None:

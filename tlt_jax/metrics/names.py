@@ -190,7 +190,7 @@ NAMES = tuple(
         (
             "speculation/accept_length/{drafter}",
             "scalar",
-            "the same by kind of drafter: eagle, eagle3 or ngram",
+            "the same by drafter: eagle, eagle3 or ngram; of an adaptive one ngram, learned or merged",
         ),
         (
             "speculation/accepted/histogram",
@@ -350,7 +350,7 @@ NAMES = tuple(
 HOLES = {
     "{k}": r"\d+",
     "{term}": r"[\w.:/-]+",
-    "{drafter}": "eagle3?|ngram",
+    "{drafter}": "eagle3?|ngram|learned|merged",
     "{phase}": r"\w+",
 }
 

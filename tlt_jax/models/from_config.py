@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from tlt_jax import keys
 from tlt_jax.config import Config, parse
-from tlt_jax.config.schema import NGRAM, NONE
+from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, hf, hf_drafter, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
@@ -49,11 +49,14 @@ def fingerprint(config: Config) -> list[tuple[str, int, int]]:
 
 def load_drafter(
     config: Config, model: ModelConfig, mesh: Mesh
-) -> tuple[DrafterConfig, DrafterParams] | tuple[None, None]:
+) -> tuple[DrafterConfig | None, DrafterParams | None]:
     """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
 
-    Raises ModelError, naming what does not fit, when the drafter was made for another policy.
+    Of an adaptive one the configuration alone: its weights are the training run's. Raises ModelError,
+    naming what does not fit, when the drafter was made for another policy.
     """
+    if config.speculation.drafter == ADAPTIVE:
+        return drafter_config(config, model), None
     path = drafter_directory(config)
     if path is None:
         return None, None
@@ -66,12 +69,13 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
     """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
 
     Reads config.json alone. Before the directory exists, it is the drafter that train.drafter would
-    write. Raises ModelError as `load_drafter` does.
+    write, and with speculation.drafter adaptive the one that training would begin with. Raises
+    ModelError as `load_drafter` does.
     """
     path = drafter_directory(config)
-    if path is None:
+    if path is None and config.speculation.drafter != ADAPTIVE:
         return None
-    if not path.exists():
+    if path is None or not path.exists():
         if not config.drafter_training.start:
             return new_drafter_config(config, model)
         path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
@@ -98,7 +102,9 @@ def check_drafter_training(config: Config) -> None:
 def drafter_directory(config: Config) -> Path | None:
     """The directory that speculation.drafter names."""
     name = config.speculation.drafter
-    return None if name in (NONE, NGRAM) else Path(parse.expand(name, "speculation.drafter"))
+    if name in (NONE, NGRAM, ADAPTIVE):
+        return None
+    return Path(parse.expand(name, "speculation.drafter"))
 
 
 def longest_sequence(config: Config, model: ModelConfig) -> int:

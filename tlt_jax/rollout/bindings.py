@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tlt_jax.config.schema import NONE, Speculation
+from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
@@ -21,8 +22,32 @@ from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
-from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.merged_drafter import merged_drafter
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
+
+
+def bind_drafters(
+    speculation: Speculation,
+    config: DrafterConfig | None,
+    target: Target,
+    group_mesh: Mesh,
+    dtype: str,
+) -> tuple[Drafter, dict[str, Drafter]]:
+    """The drafter on one data group, and those that strategies name: they share its state.
+
+    Raises ConfigError for an adaptive drafter without its configuration.
+    """
+    drafter = bind_drafter(speculation, config, target, group_mesh, dtype)
+    if speculation.drafter != ADAPTIVE:
+        return drafter, {}
+    if config is None:
+        raise ConfigError(
+            "speculation.drafter adaptive drafts with a learned drafter too, and none is configured: "
+            "give its sizes, as train does"
+        )
+    ngrams = ngram_drafter(speculation, group_mesh)
+    return drafter, {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
 
 
 def bind_drafter(
@@ -32,14 +57,17 @@ def bind_drafter(
     group_mesh: Mesh,
     dtype: str,
 ) -> Drafter:
-    """The drafter on one data group."""
+    """The drafter on one data group: the learned one when there is its configuration."""
     if config is not None:
         return learned_drafter(
             network(config, target, group_mesh, dtype),
             Coupling(speculation.coupling, speculation.sharpness),
         )
-    if speculation.drafter == NONE:
-        return NO_DRAFTER
+    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(speculation, group_mesh)
+
+
+def ngram_drafter(speculation: Speculation, group_mesh: Mesh) -> Drafter:
+    """N-grams as a drafter on one data group."""
     whole = NamedSharding(group_mesh, PartitionSpec())
     search = ngram.Settings(speculation.min_match, speculation.max_match)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import NGRAM
+from tlt_jax.config.schema import ADAPTIVE, NGRAM
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.errors import ConfigError
@@ -50,7 +50,7 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.savings import Savings
-from tlt_jax.rollout.state import GroupContext, Harvester, no_context
+from tlt_jax.rollout.state import GroupContext, Harvester, Needs, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -94,16 +94,14 @@ class Engine:
             bindings.bind_target, captures=captures, path=path, captures_states=captures_states
         )
         targets = [bind(model_config, group, dtype) for group in self.groups]
-        shapes = [
-            GroupShapes(
-                target, bindings.bind_drafter(speculation, drafter, target, group, dtype), group
-            )
-            for target, group in zip(targets, self.groups, strict=True)
-        ]
+        shapes = []
+        for target, group in zip(targets, self.groups, strict=True):
+            own, named = bindings.bind_drafters(speculation, drafter, target, group, dtype)
+            shapes.append(GroupShapes(target, own, group, named))
         self.programs = Executables(shapes, log_compile, folder)
         self.draft_seconds: dict[Shape, float] = {}
         memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
-        self.ngram_memory = memory if speculation.drafter == NGRAM else None
+        self.ngram_memory = memory if speculation.drafter in (NGRAM, ADAPTIVE) else None
 
         self.tuner = make.make_tuner(speculation, self.arms, meshes.is_cpu(mesh))
         knobs = {"speculation": asdict(speculation), "mesh": asdict(config.mesh)}
@@ -115,6 +113,8 @@ class Engine:
         del self.basis["speculation.time_drafting"]  # it only measures
         self.basis["version"] = goodput.VERSION
         self.basis["devices"] = meshes.device_kind(mesh)
+        if speculation.drafter == ADAPTIVE:
+            self.basis["drafter"] = self.drafter_kind  # else it is that of the directory
 
         self.board, self.rollouts = LocalBoard(), itertools.count()
         self.lengths: list[int] = []  # tokens of the answers of the rollout before
@@ -273,15 +273,20 @@ class Engine:
         harvesters: Sequence[Harvester] = (),
     ) -> list[GroupContext]:
         """The fixed side of every data group in a rollout."""
-        host_context = self.ngram_memory.siblings if self.ngram_memory else no_context
-        drafters = [shapes.drafter for shapes in self.programs.shapes]
+        drafters = {"": self.programs.shapes[0].drafter, **self.programs.shapes[0].drafters}
+        needs = {
+            name: Needs(
+                self.ngram_memory.siblings if jax.tree.leaves(one.host_context(1)) else no_context,
+                one.catch_up is not None,
+            )
+            for name, one in drafters.items()
+        }
         return [
             GroupContext(
-                index, self.programs, weights[index], request, queue, planner, host_context,
-                remembers=drafter.remembers, catches_up=drafter.catch_up is not None,
-                harvester=harvesters[index] if harvesters else None,
+                index, self.programs, weights[index], request, queue, planner, needs,
+                drafters[""].remembers, harvesters[index] if harvesters else None,
             )
-            for index, drafter in enumerate(drafters)
+            for index in range(len(self.groups))
         ]  # fmt: skip
 
     def memory_held(self) -> dict[str, int]:
@@ -323,9 +328,10 @@ class Engine:
             "rollout chunk": Decode(state, rounds, PLAIN, params),
         }
 
-        largest = make.largest_batches(self.tuner, self.batches)
-        if largest and self.programs.shapes[0].drafter.catch_up:
-            batch = max(largest.values())
+        largest = make.largest_batches(self.tuner, self.batches, {arm.drafter for arm in self.arms})
+        drafter_of = self.programs.shapes[0].drafter_of
+        if caught_up := [batch for arm, batch in largest.items() if drafter_of(arm).catch_up]:
+            batch = max(caught_up)
             found[f"catching up of {batch}"] = CatchUp(
                 StateShape(0, batch, slots, params.stop_window)
             )

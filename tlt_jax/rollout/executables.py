@@ -279,7 +279,7 @@ def log_compile(compiled: Compiled) -> None:
 def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> float:
     """Seconds of a round of drafting alone, on sequences that are half full of zeros: the median of 3 runs after one."""
     shapes, batch = executables.shapes[draft.group], draft.state.batch
-    spec = shapes.known(draft.state), shapes.drafter.host_context(batch)
+    spec = shapes.known(draft.state), shapes.drafter_of(draft.strategy).host_context(batch)
     known, host = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec
     )

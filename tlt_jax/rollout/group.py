@@ -11,7 +11,7 @@ import numpy as np
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
 from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
-from tlt_jax.rollout.offers import GroupOffers, most_lag
+from tlt_jax.rollout.offers import GroupOffers, extends, most_lag
 from tlt_jax.rollout.programs import (
     Admit,
     CatchUp,
@@ -317,14 +317,14 @@ def catch_up(context: GroupContext, state: GroupState) -> tuple[GroupState, list
 
 def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """The decided chunk is dispatched."""
-    decision, request = state.decision, context.request
-    program = Decode(shape_of(context, state), request.rounds, decision.strategy, request.params)
+    decision, strategy, request = state.decision, state.decision.strategy, context.request
+    program = Decode(shape_of(context, state), request.rounds, strategy, request.params)
     uids = tuple(running.uid if running else None for running in state.rows)
     bounds = np.array([decision.min_live, decision.rounds], np.int32)
-    host = () if decision.strategy == PLAIN else context.host_context(uids)
+    host = () if strategy == PLAIN else context.needs[strategy.drafter].host_context(uids)
     device, report = program(context.programs, state.device, context.weights, host, bounds)
 
-    most = min(decision.rounds, request.rounds) * decision.strategy.path
+    most = min(decision.rounds, request.rounds) * strategy.path
     flight = InFlight(
         state.dispatched,
         "decode",
@@ -336,7 +336,7 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         is_disturbed=context.programs.is_disturbed,
     )
     event = Dispatched(flight.number, "decode", state.batch, state.slots, decision, state.is_moved)
-    lag = state.drafter_lag + most if decision.strategy == PLAIN else decision.strategy.path
+    lag = strategy.path if extends(context, strategy) else state.drafter_lag + most
     state = replace(state, device=device, decision=None, drafter_lag=lag, is_moved=False)
     return queued(state, flight), [event]
 

@@ -64,4 +64,9 @@ class GroupOffers:
 
 def most_lag(context: GroupContext, strategy: Strategy) -> float:
     """How many tokens the drafter may lack when a chunk of this strategy begins."""
-    return strategy.path if strategy != PLAIN and context.catches_up else math.inf
+    return strategy.path if extends(context, strategy) else math.inf
+
+
+def extends(context: GroupContext, strategy: Strategy) -> bool:
+    """Whether the rounds of this strategy bring a drafter's state up to date."""
+    return strategy != PLAIN and context.needs[strategy.drafter].catches_up

@@ -74,7 +74,7 @@ class Planner:
         there = self.fitting(view, self.there(view, offers))
         if not there:
             return None  # nothing is weighed: the chunk cannot do without
-        arms = (PLAIN, *self.tuner.usable(least[0], view.live))
+        arms = (PLAIN, *self.tuner.usable(self.state, least[0], view.live))
         if self.tuner.goes_by_rule:
             arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
             there = [cell for cell in there if cell.strategy in arms]
@@ -91,7 +91,7 @@ class Planner:
                 for batch in self.batches
                 for slots in self.slots
                 for arm in arms
-                if arm == PLAIN or arm in self.tuner.usable(batch, view.live)
+                if arm == PLAIN or arm in self.tuner.usable(self.state, batch, view.live)
             ],
         )
         cells = [cell for cell in cells if cell not in there]
@@ -171,7 +171,7 @@ class Planner:
                 cell
                 for batch in self.batches
                 for slots in self.slots
-                for arm in (PLAIN, *self.tuner.usable(batch, 1))
+                for arm in (PLAIN, *self.tuner.usable(self.state, batch, 1))
                 if not offers.chunk_price(cell := Cell(batch, slots, arm))
             ]
         return self.known[key]

@@ -6,8 +6,8 @@ through a `Programs` port, which compiles or simulates it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -40,11 +40,20 @@ class StateShape:
 
 @dataclass(frozen=True)
 class GroupShapes:
-    """Shapes and shardings of what the programs of one data group take and return."""
+    """Shapes and shardings of what the programs of one data group take and return.
+
+    The decoding state holds the state of `drafter`, and the weights are its own. `drafters` are
+    those that strategies name: they share that state, and read, extend or leave it.
+    """
 
     target: Target
     drafter: Drafter
     mesh: Mesh
+    drafters: Mapping[str, Drafter] = field(default_factory=dict)
+
+    def drafter_of(self, strategy: Strategy) -> Drafter:
+        """The drafter that the strategy names; `drafter` when it names none."""
+        return self.drafters[strategy.drafter] if strategy.drafter else self.drafter
 
     @property
     def weights(self) -> Weights:
@@ -229,13 +238,14 @@ class Decode:
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
-        decoder = Decoder(shapes.target, shapes.drafter, self.params, self.strategy)
+        drafter = shapes.drafter_of(self.strategy)
+        decoder = Decoder(shapes.target, drafter, self.params, self.strategy)
         program = jax.jit(
             partial(decode.decode_chunk, decoder, self.rounds),
             donate_argnums=0,
             out_shardings=(shardings(state), shapes.replicated),
         )
-        host = () if self.strategy == PLAIN else shapes.drafter.host_context(self.state.batch)
+        host = () if self.strategy == PLAIN else drafter.host_context(self.state.batch)
         return program.lower(state, shapes.weights, host, shapes.array(2))
 
     def __call__(
@@ -268,10 +278,11 @@ class DraftOnly:
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         known = shapes.known(self.state)
         params = DecodingParams(Sampling(self.temperature))  # drafting knows no top-k or top-p
-        decoder = Decoder(shapes.target, shapes.drafter, params, self.strategy)
+        drafter = shapes.drafter_of(self.strategy)
+        decoder = Decoder(shapes.target, drafter, params, self.strategy)
         function = partial(decode.draft_alone, decoder, self.rounds)
         program = jax.jit(function, donate_argnums=0, out_shardings=shardings(known))
-        return program.lower(known, shapes.weights, shapes.drafter.host_context(self.state.batch))
+        return program.lower(known, shapes.weights, drafter.host_context(self.state.batch))
 
     def __call__(self, programs: Programs, known: Known, weights: Weights, host: PyTree) -> Known:
         return programs.get(self)(known, weights, host)

@@ -22,11 +22,11 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.simulated_rounds import Acceptance, Lengths, Rows
-from tlt_jax.rollout.state import Decider, GroupContext
+from tlt_jax.rollout.state import Decider, GroupContext, Needs
 from tlt_jax.spec_decode.decode import Admission, Report, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.tuner import worlds
 from tlt_jax.tuner.worlds import World
 
@@ -280,12 +280,12 @@ def contexts(
     groups: int = 1,
     catches_up: bool = True,
 ) -> list[GroupContext]:
-    """Groups that share one queue and one planner."""
+    """Groups that share one queue and one planner; n-grams by name never catch up."""
     queue = WorkQueue(LocalBoard(), "simulated", len(request.prompts), request.samples)
+    learned = Needs(catches_up=catches_up)
+    needs = {"": learned, NGRAM: Needs(), LEARNED: learned, MERGED: learned}
     fixed = {"weights": Weights((), ()), "request": request, "queue": queue, "planner": planner}
-    return [
-        GroupContext(group, programs, **fixed, catches_up=catches_up) for group in range(groups)
-    ]
+    return [GroupContext(group, programs, **fixed, needs=needs) for group in range(groups)]
 
 
 def simulate(

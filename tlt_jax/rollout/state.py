@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import jax
@@ -90,11 +90,22 @@ def no_context(rows: Sequence[int | None]) -> PyTree:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What a drafter needs of the host.
+
+    `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> what the drafter is given;
+    `catches_up`: whether it must learn of tokens that were decoded without it.
+    """
+
+    host_context: Callable[[Sequence[int | None]], PyTree] = no_context
+    catches_up: bool = False
+
+
+@dataclass(frozen=True)
 class GroupContext:
     """The fixed side of a group in a rollout.
 
-    `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> what the drafter is given;
-    `remembers` and `catches_up`: whether the drafter reads the history, and must learn of tokens decoded without it.
+    `needs`: of the drafters, by the names that strategies have for them; `remembers`: whether any reads the history.
     Without a `harvester` nothing is copied out of the decoding state.
     """
 
@@ -104,9 +115,8 @@ class GroupContext:
     request: RolloutRequest
     queue: WorkQueue
     planner: Decider
-    host_context: Callable[[Sequence[int | None]], PyTree] = no_context
+    needs: Mapping[str, Needs] = field(default_factory=lambda: {"": Needs()})
     remembers: bool = False
-    catches_up: bool = False
     harvester: Harvester | None = None
 
 
@@ -170,9 +180,9 @@ class InFlight:
 class GroupState:
     """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it.
 
-    `drafter_lag` is the most tokens that the drafter may lack of any row; `started` the prompts whose samples are all
-    started; `unmarked` counts programs on `device` since the last one in flight that took it: they end when `device` is there.
-    `windows` wait to be harvested, from rows as they are now: before them no row moves or is used again.
+    `drafter_lag` is the most tokens that the drafter whose state it holds may lack of any row; `started` the prompts whose
+    samples are all started; `unmarked` counts programs on `device` since the last one in flight that took it: they end when
+    `device` is there. `windows` wait to be harvested, from rows as they are now: before them no row moves or is used again.
     """
 
     device: DecodeState | None = None

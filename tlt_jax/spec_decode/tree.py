@@ -70,8 +70,10 @@ def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> Dra
 
 
 @shaped
-def merge(first: Candidates, second: Candidates) -> Candidates:
+def merge(first: Candidates, second: Candidates, depth: int) -> Candidates:
     """The candidates of two drafters, those of `first` before; paths proposed by both appear once.
+
+    `depth`: levels of `second` at most.
 
     Two candidates are equal when the tokens on their paths from the root are. The one of `second`
     becomes padding (ABSENT, score -inf); its children become children of the one of `first`, which
@@ -82,7 +84,7 @@ def merge(first: Candidates, second: Candidates) -> Candidates:
     its parent: a set that contains a node contains its parent, with at least the node's score, so
     the maximum of the parent's scores is at least the maximum of the node's.
     """
-    both, parents = shared(first, second)
+    both, parents = shared(first, second, depth)
     absorbed = both.any(axis=2)
     gained = jnp.max(jnp.where(both, second.scores[:, :, None], -jnp.inf), axis=1)
 
@@ -101,7 +103,7 @@ def merge(first: Candidates, second: Candidates) -> Candidates:
 
 @shaped
 def shared(
-    first: Candidates, second: Candidates
+    first: Candidates, second: Candidates, depth: int
 ) -> tuple[Bool[Array, "B E C"], Int32[Array, "B E"]]:
     """Which of `second` equal which of `first`; the parents of `second` in the merged set."""
     count = first.tokens.shape[1]
@@ -119,8 +121,8 @@ def shared(
         both, _ = found(nodes)
         return jnp.where(both.any(axis=2), jnp.argmax(both, axis=2).astype(jnp.int32), own)
 
-    turns = jnp.max(second.depths) - 1  # `found` adds the last level
-    return found(jax.lax.fori_loop(0, turns, descend, jnp.broadcast_to(own, second.tokens.shape)))
+    nodes = jnp.broadcast_to(own, second.tokens.shape)
+    return found(jax.lax.fori_loop(0, depth - 1, descend, nodes))  # `found` adds the last level
 
 
 @shaped

@@ -106,8 +106,9 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
     if state.cache.states is not None:
         kinds["states"] = device_bytes(state.cache.states)
     if config.speculation.drafter != schema.NONE:
-        host_context = shapes.drafter.host_context(batch)
-        kinds["drafter cache"] = device_bytes((state.drafter, state.history, host_context))
+        drafters = (shapes.drafter, *shapes.drafters.values())
+        host = max(device_bytes(drafter.host_context(batch)) for drafter in drafters)
+        kinds["drafter cache"] = device_bytes((state.drafter, state.history)) + host
     return kinds
 
 

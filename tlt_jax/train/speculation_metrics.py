@@ -23,15 +23,16 @@ def metrics(
 ) -> dict[str, float]:
     """The metrics speculation/* of a rollout; none without a chunk that drafted.
 
-    `drafting`: seconds of a round's drafting by shape.
+    `drafter_kind`: of the drafter that strategies do not name; `drafting`: seconds of a round's drafting by shape.
     """
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
         return {}
 
+    whole = {f"accept_length/{drafter_kind}": rollout.stats["accept_length"]}
     found = {
         "accept_length": rollout.stats["accept_length"],
-        f"accept_length/{drafter_kind}": rollout.stats["accept_length"],
+        **(accept_lengths(drafted) or whole),
         "share": rollout.stats["speculated_tokens"] / rollout.stats["tokens"],
         "declined": rollout.stats["declined"] / sum(one.row_rounds for one in drafted),
         "pool_programs": rollout.stats["pool_programs"],
@@ -49,6 +50,16 @@ def metrics(
     if errors:
         found["prediction_error"] = float(np.median(errors))
     return {f"speculation/{name}": value for name, value in found.items()}
+
+
+def accept_lengths(drafted: Sequence[Measurement]) -> dict[str, float]:
+    """accept_length/DRAFTER of each drafter that strategies name: tokens of a drafting round of a sequence."""
+    tokens, row_rounds = Counter(), Counter()
+    for one in drafted:
+        if drafter := one.strategy.drafter:
+            tokens[drafter] += one.tokens
+            row_rounds[drafter] += one.row_rounds
+    return {f"accept_length/{drafter}": tokens[drafter] / row_rounds[drafter] for drafter in tokens}
 
 
 def rates(drafted: Sequence[Measurement]) -> dict[str, float]:

@@ -3,7 +3,9 @@
 It knows neither costs nor choices. Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
 "rounds": row rounds, "accepted": {target: mean per row and round}}}}, where source and target are
 strategies as text. A verified tree shows what every smaller tree would have accepted, so one
-measurement is evidence for all smaller strategies too.
+measurement is evidence for all smaller strategies of the same drafter too. Estimates are what is
+known of drafters from elsewhere: {drafter: {"at": clock in rounds, "levels": probabilities that a
+draft holds to depth 1, 2, ..., each given the depth before}}.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name, parse
 
 HALF_LIFE = 512.0  # rounds after which the weight of a measurement is halved
 MEMORY = 2048.0  # limit on the weight of one source, in row rounds
@@ -27,8 +29,12 @@ PRIOR = 4.0  # weight of the prior, in row rounds
 # the best child: within 0.01 of an EAGLE layer's at temperature 1 for w = 1, 2, 4, 8.
 WIDTHS = 0.9
 HITS = np.exp(-np.geomspace(0.02, 9.0, 48))  # grid of p for the prior
-GUESS = 0.6  # p before any measurement
-GUESS_ROUNDS = 8.0  # and its weight, in row rounds
+GUESS = (0.6,)  # levels before any measurement, the last for all deeper ones too
+GUESS_ROUNDS = 8.0  # and the weight of its p, in row rounds
+# Weight of an estimate, in row rounds: with it the prior's log(1 + accepted) has a standard error
+# of 1/8, and p one of (2 * 32)^-0.5, the same. Held-out acceptance is a mean over thousands of
+# tokens, but of answers of the policy before, and without the noise that drafts are coupled with.
+ESTIMATED = 32.0
 
 
 def counterfactual(hits: np.ndarray, strategy: Strategy) -> float:
@@ -61,9 +67,12 @@ def counterfactual(hits: np.ndarray, strategy: Strategy) -> float:
 
 
 def covers(source: Strategy, target: Strategy) -> bool:
-    """True when every tree of the source contains one of the target."""
+    """True when every tree of the source contains one of the target, of the same drafter."""
     return (
-        source.depth >= target.depth and source.topk >= target.topk and source.nodes >= target.nodes
+        source.drafter == target.drafter
+        and source.depth >= target.depth
+        and source.topk >= target.topk
+        and source.nodes >= target.nodes
     )
 
 
@@ -102,20 +111,58 @@ def remaining(entry: Mapping, clock: float) -> float:
     return entry["rounds"] * 0.5 ** ((clock - entry["at"]) / HALF_LIFE)
 
 
+def drafters(evidence: Mapping) -> set[str]:
+    """The drafters that were measured."""
+    return {parse(source).drafter for rows in evidence.values() for source in rows}
+
+
+def estimated(clock: float, levels: Sequence[float]) -> dict:
+    """An estimate of one drafter as of this clock; of probabilities that `modelled` can scale.
+
+    Raises ValueError without a level.
+    """
+    if not len(levels):
+        raise ValueError("an estimate of acceptance has no level: give that of depth 1 at least")
+    return {"at": clock, "levels": np.clip(levels, HITS[-1], HITS[0]).tolist()}
+
+
 def estimate(
-    evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy]
+    evidence: Mapping,
+    clock: float,
+    batch: int,
+    arms: Sequence[Strategy],
+    estimates: Mapping = {},
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accepted tokens per row and round [A], and the standard error of log(1 + accepted) [A].
 
-    The prior is fitted to each arm's own measurements, weighted as of the newest of them: time
-    since then makes estimates less certain, and leaves the prior as it is.
+    Each drafter's arms from its own measurements and its own estimate.
+    """
+    mean_A, error_A = np.zeros((2, len(arms)))
+    for drafter in dict.fromkeys(arm.drafter for arm in arms):
+        here = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
+        own = {
+            where: {text: entry for text, entry in rows.items() if parse(text).drafter == drafter}
+            for where, rows in evidence.items()
+        }
+        mean_A[here], error_A[here] = estimate_of_one(
+            own, clock, batch, [arms[i] for i in here], estimates.get(drafter)
+        )
+    return mean_A, error_A
+
+
+def estimate_of_one(
+    evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy], told: Mapping | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `estimate`, of the arms of one drafter, with its evidence and, when there is one, its estimate.
+
+    The prior is fitted to each arm's own measurements, weighted as of the newest of them, or of the
+    estimate: time since then makes estimates less certain, and leaves the prior as it is.
     """
     position = {name(arm): i for i, arm in enumerate(arms)}
     sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
-    fresh_A = np.full(len(arms), -np.inf)
-    newest = max(
-        (entry["at"] for rows in evidence.values() for entry in rows.values()), default=clock
-    )
+    fresh_A = np.full(len(arms), told["at"] if told else -np.inf)
+    times = [entry["at"] for rows in evidence.values() for entry in rows.values()]
+    newest = max([*times, told["at"]] if told else times, default=clock)
 
     for where, rows in evidence.items():
         for source, entry in rows.items():
@@ -136,34 +183,58 @@ def estimate(
                     own_A[i] += lasting * mean
                     own_weight_A[i] += lasting
 
-    prior_A = prior(arms, own_A / np.maximum(own_weight_A, 1e-12), own_weight_A)
-    mean_A = (sum_A + PRIOR * prior_A) / (weight_A + PRIOR)
+    own_A /= np.maximum(own_weight_A, 1e-12)
+    if told:
+        lasting, trust = (
+            remaining({"rounds": ESTIMATED, "at": told["at"]}, at) for at in (newest, clock)
+        )
+        prior_A = prior(
+            arms, own_A, own_weight_A, tuple(told["levels"]), max(lasting, GUESS_ROUNDS)
+        )
+        trust = max(trust, PRIOR)
+    else:
+        prior_A, trust = prior(arms, own_A, own_weight_A), PRIOR
+    mean_A = (sum_A + trust * prior_A) / (weight_A + trust)
 
     drift_A = np.minimum(WALK * np.sqrt((clock - fresh_A) / HALF_LIFE), FARTHEST)
-    error_A = np.sqrt(mean_A / (1 + mean_A) / (weight_A + PRIOR) + drift_A**2)
+    error_A = np.sqrt(mean_A / (1 + mean_A) / (weight_A + trust) + drift_A**2)
     return mean_A, np.where([arm != PLAIN for arm in arms], error_A, 0.0)
 
 
-def prior(arms: Sequence[Strategy], mean_A: np.ndarray, weight_A: np.ndarray) -> np.ndarray:
-    """Accepted tokens per row and round [A] under one acceptance rate per level.
+def prior(
+    arms: Sequence[Strategy],
+    mean_A: np.ndarray,
+    weight_A: np.ndarray,
+    levels: tuple[float, ...] = GUESS,
+    rounds: float = GUESS_ROUNDS,
+) -> np.ndarray:
+    """Accepted tokens per row and round [A] under acceptance rates of the levels in fixed proportion.
 
-    The rate is the one of the grid that best fits the arms' measured means [A], with weights [A].
+    The rate of the first level is the one of `rates` that best fits the arms' measured means [A],
+    with weights [A], and `levels`, with a weight of so many row rounds.
     """
-    model_HA = np.stack([modelled(arm) for arm in arms], axis=1)
-    error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + GUESS_ROUNDS * (
-        HITS - GUESS
+    model_HA = np.stack([modelled(arm, levels) for arm in arms], axis=1)
+    error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + rounds * (
+        rates(levels) - levels[0]
     ) ** 2
     return model_HA[np.argmin(error_H)]
 
 
-@lru_cache
-def modelled(arm: Strategy) -> np.ndarray:
-    """Accepted tokens of a round for each rate of the grid HITS.
+def rates(levels: tuple[float, ...]) -> np.ndarray:
+    """The grid of rates of the first level [H]: HITS, and that of an estimate itself."""
+    return HITS if levels == GUESS else np.append(HITS, levels[0])
 
-    The tree has min(topk, (nodes - 1) / depth) children of each accepted node.
+
+@lru_cache(1024)
+def modelled(arm: Strategy, levels: tuple[float, ...] = GUESS) -> np.ndarray:
+    """Accepted tokens of a round [H] for each of the `rates` of the first level.
+
+    Rates of deeper levels are its powers, with the exponents that `levels` have; the last for all
+    deeper ones. The tree has min(topk, (nodes - 1) / depth) children of each accepted node.
     """
     if arm == PLAIN:
-        return np.zeros_like(HITS)
+        return np.zeros_like(rates(levels))
     width = min(arm.topk, max((arm.nodes - 1) / arm.depth, 1.0))
-    level = HITS**width**-WIDTHS
-    return sum(level**depth for depth in range(1, arm.depth + 1))
+    level = rates(levels) ** width**-WIDTHS
+    every = np.log([*levels, *levels[-1:] * arm.depth][: arm.depth])
+    return sum(level ** float(power) for power in np.cumsum(every / every[0]))

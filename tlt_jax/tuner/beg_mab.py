@@ -56,10 +56,10 @@ def beg_mab(
             arms[i], predicted, reason
         )
 
-    def renew(state: State) -> State:
+    def renew(state: State, *_: Any) -> State:
         return {**state, "tried": []}  # arms without a reward are chosen again
 
-    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+    def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)
 
     observe = partial(observe_beg_mab, window=window)

@@ -3,8 +3,9 @@
 A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A
 prediction has two parts. seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with
 weights >= 0 (verification costs by the nodes of all rows, so plain rounds of large batches are
-evidence on trees at small ones); and a Gaussian process over the residuals in log seconds, which
-extends them to similar cells. Letters: C cells, A arms, F terms, X columns that describe a cell.
+evidence on trees at small ones; levels are those that a network drafts); and a Gaussian process
+over the residuals in log seconds, which extends them to similar cells. Letters: C cells, A arms,
+F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import Strategy, name, parse
+from tlt_jax.spec_decode.strategy import DRAFTERS, Strategy, name, parse
 from tlt_jax.tuner.interface import Cell, Measurement
 
 SHORT = 4, 0.1  # rounds and seconds below both of which a chunk's fixed overhead distorts its time
@@ -32,7 +33,7 @@ WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01
 AGEING, LIFE, OLD = 0.1, 64, 0.2
 FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
 ALIKE = 0.25  # std of the Gaussian process; its length scales:
-REACH = (1.5, 1.0, 1.0, 0.4)  # in log batch, log nodes, log(1 + depth), log(1 + topk)
+REACH = (1.5, 1.0, 1.0, 0.4)  # in log batch, log nodes, log(1 + levels), log(1 + topk)
 TERMS, PLACE, WHICH = slice(0, 5), slice(5, 9), slice(9, 12)  # columns that describe a cell
 # Std common to a batch and cache size, to a strategy at a batch size, and of a single cell.
 HERE, ARM, CELL = 0.08, 0.05, 0.02
@@ -89,9 +90,10 @@ def settled(cell: Mapping) -> tuple[float, float]:
 @lru_cache(1024)
 def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
     """The columns of a cell: terms of the linear part, kernel coordinates, and identity."""
-    terms = (1.0, batch * arm.nodes, arm.depth, batch * arm.depth * arm.topk, batch * slots)
-    place = (math.log(batch), math.log(arm.nodes), math.log1p(arm.depth), math.log1p(arm.topk))
-    which = (batch, slots, (arm.depth << 40) + (arm.topk << 20) + arm.nodes)
+    levels, drafter = arm.drafted_levels, ("", *DRAFTERS).index(arm.drafter)
+    terms = (1.0, batch * arm.nodes, levels, batch * levels * arm.topk, batch * slots)
+    place = (math.log(batch), math.log(arm.nodes), math.log1p(levels), math.log1p(arm.topk))
+    which = (batch, slots, (drafter << 48) + (arm.depth << 40) + (arm.topk << 20) + arm.nodes)
     return (*terms, *(one / reach for one, reach in zip(place, REACH, strict=True)), *which)
 
 

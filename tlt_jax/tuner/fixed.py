@@ -37,7 +37,7 @@ def fixed(strategy: Strategy | str) -> Tuner:
     def choose(state: State, live: int, batch: int, slots: int, *_: Any) -> tuple[State, Choice]:
         return state, Choice(arm, math.nan, "fixed")
 
-    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+    def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return () if arm == PLAIN else (arm,)
 
     return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)
@@ -55,7 +55,7 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
             return state, Choice(PLAIN, math.nan, f"more than {limit} live")
         return state, Choice(strategies_for(buckets, batch)[0], math.nan, f"at most {limit} live")
 
-    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
+    def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
 
     return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)

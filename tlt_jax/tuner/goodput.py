@@ -8,12 +8,12 @@ seconds are wall-clock seconds of a chunk on the devices of its group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name, parse
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name, parse
 from tlt_jax.tuner import acceptance, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
 from tlt_jax.tuner.exploration import REST, Outlook, decide
@@ -27,7 +27,7 @@ from tlt_jax.tuner.interface import (
     Tuner,
 )
 
-VERSION = 4  # of the state's format
+VERSION = 5  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
@@ -37,7 +37,11 @@ SURPRISE = 0.15  # running mean of the error in log speed above which a decision
 MOST_NODES = 1024  # limit on batch x nodes of a strategy
 
 
-def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.NODE) -> Tuner:
+def goodput(
+    strategies: Sequence[Strategy | str],
+    node_cost: float = cost_model.NODE,
+    learning: Collection[str] = (),
+) -> Tuner:
     """A tuner that predicts the tokens per second of every arm; plain decoding is an arm.
 
     Accepted tokens and seconds are predicted from all measurements so far. Strategies are arms of
@@ -48,16 +52,23 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
     decision for a batch is reused for a number of choices that doubles each time it is confirmed,
     until an exploration is measured or measured speeds deviate from the prediction. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
-    accelerator. Raises ValueError as arms.parse_arms does.
+    accelerator. `learning`: drafters that know nothing at first; an arm of theirs is not usable
+    before their acceptance was estimated (`renew`) or measured. Raises ValueError as
+    arms.parse_arms does.
     """
     arms = parse_arms(strategies)
     learn = partial(observe_goodput, arms=arms)
+
+    def usable(state: State, batch: int, fewest_live: int = 1) -> Sequence[Strategy]:
+        known = acceptance.drafters(state["evidence"]) | state["estimates"].keys()
+        few = affordable(arms, batch, MOST_NODES)
+        return tuple(arm for arm in few if arm.drafter not in learning or arm.drafter in known)
 
     def choose(
         state: State, live: int, batch: int, slots: int, there: Sequence[Strategy] = ()
     ) -> tuple[State, Choice]:
         state, place = {**state, "choices": state["choices"] + 1}, str(batch)
-        offered = (PLAIN, *affordable(arms, batch, MOST_NODES))
+        offered = (PLAIN, *usable(state, batch))
         known = [arm for arm in offered if not there or arm in there]
         plan = state["plans"].get(place)
         if (
@@ -87,9 +98,6 @@ def goodput(strategies: Sequence[Strategy | str], node_cost: float = cost_model.
             view.arms[i], predicted, reason, rounds, is_exploring
         )
 
-    def usable(batch: int, fewest_live: int) -> Sequence[Strategy]:
-        return affordable(arms, batch, MOST_NODES)
-
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         return outlook_of(refitted(state, node_cost) if state["cells"] else state, cells)
 
@@ -105,7 +113,7 @@ def begin() -> State:
     batch -> its decision: arm, log speed, number of choices to reuse it for (hold) and still left,
     running mean of the error in log speed (drift), from how many arms it was chosen (offered).
     seen: timed measurements. law: weights of the cost model, and the number of measurements they
-    are fitted to. evidence, cells: see acceptance, cost_model.
+    are fitted to. evidence, estimates, cells: see acceptance, cost_model.
     """
     return {
         "choices": 0,
@@ -114,6 +122,7 @@ def begin() -> State:
         "gain": 1.0,
         "chunk": 16,
         "evidence": {},
+        "estimates": {},
         "cells": {},
         "incumbents": {},
         "trial": None,
@@ -172,7 +181,9 @@ def refitted(state: State, node_cost: float) -> State:
 
 def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
     """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
-    accepted, error = acceptance.estimate(state["evidence"], state["clock"], batch, arms)
+    accepted, error = acceptance.estimate(
+        state["evidence"], state["clock"], batch, arms, state["estimates"]
+    )
     targets = [Cell(batch, slots, arm) for arm in arms]
     seconds, doubt = cost_model.predict(state["cells"], targets, state["law"]["weights"])
     return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
@@ -187,7 +198,7 @@ def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndar
         here = [i for i, cell in enumerate(cells) if cell.batch == batch]
         arms = [cells[i].strategy for i in here]
         accepted[here], error[here] = acceptance.estimate(
-            state["evidence"], state["clock"], batch, arms
+            state["evidence"], state["clock"], batch, arms, state["estimates"]
         )
     return np.log1p(accepted) - seconds, np.hypot(error, doubt)
 
@@ -243,9 +254,17 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     }
 
 
-def renew_goodput(state: State) -> State:
-    """The state after an update of weights.
+def renew_goodput(state: State, estimated: Mapping[str, Sequence[float]] = {}) -> State:
+    """The state after an update of weights, and with the estimated acceptance of these drafters.
 
-    Acceptance evidence ages by UPDATE rounds, costs stay, an open exploration is dropped.
+    Acceptance evidence and earlier estimates age by UPDATE rounds, costs stay, an open exploration
+    is dropped. Merged trees hold the learned drafter's best candidates, and accept about what its
+    own do or more: they have its estimate when they have none of their own. Raises ValueError for
+    an estimate without a depth.
     """
-    return {**state, "clock": state["clock"] + UPDATE, "trial": None}
+    clock, estimates = state["clock"] + UPDATE, dict(state["estimates"])
+    if LEARNED in estimated:
+        estimated = {MERGED: estimated[LEARNED], **estimated}
+    for drafter, levels in estimated.items():
+        estimates[drafter] = acceptance.estimated(clock, levels)
+    return {**state, "clock": clock, "estimates": estimates, "trial": None}

@@ -101,18 +101,21 @@ class Tuner(NamedTuple):
 
     init() -> state. choose(state, live rows, batch, cache slots, arms) -> (state, Choice); `arms`
     are the strategies whose programs are there, () when all are. observe(state, Measurement) ->
-    state. renew(state) -> state, after the weights of the policy or the drafter changed.
-    usable(batch, fewest_live) -> the strategies, plain decoding left out, that `choose` may return
-    for this batch size when at least `fewest_live` rows are unfinished. outlook(state, cells) ->
-    log tokens per second of one live row, and their standard errors: float[C] each.
+    state. renew(state, acceptance={}) -> state, after the weights of the policy or a drafter changed;
+    acceptance[drafter] is new knowledge of a drafter that strategies name: the expected probability
+    that its draft holds to depth 1, 2, ..., each given the depth before.
+    usable(state, batch, fewest_live) -> the strategies, plain decoding left out, that `choose` may
+    return for this batch size when at least `fewest_live` rows are unfinished; during a rollout they
+    stay the same. outlook(state, cells) -> log tokens per second of one live row, and their standard
+    errors: float[C] each.
     `goes_by_rule`: `choose` may return a strategy that is not among `arms`, and wants no other.
     """
 
     init: Callable[[], State]
     choose: Callable[..., tuple[State, Choice]]
     observe: Callable[[State, Measurement], State]
-    renew: Callable[[State], State]
-    usable: Callable[[int, int], Sequence[Strategy]]
+    renew: Callable[..., State]
+    usable: Callable[[State, int, int], Sequence[Strategy]]
     outlook: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
     goes_by_rule: bool
 

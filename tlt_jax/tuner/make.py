@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from tlt_jax.config.schema import NONE, Speculation
+from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.errors import ConfigError
-from tlt_jax.spec_decode.strategy import OFF, Strategy
+from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, MERGED, NGRAM, OFF, Strategy, name
 from tlt_jax.tuner import beg_mab, fixed, goodput
 from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Tuner
@@ -15,13 +16,36 @@ from tlt_jax.tuner.interface import Tuner
 def arms(speculation: Speculation) -> tuple[Strategy, ...]:
     """The strategies of speculation.strategies, without plain decoding; none without a drafter.
 
-    Raises ConfigError.
+    With drafter adaptive each is one of every drafter that it makes sense for (`drafters_of`), in
+    the order of DRAFTERS, or of the one that it names. Raises ConfigError.
     """
     try:
         parsed = parse_arms(speculation.strategies)
     except ValueError as error:
         raise ConfigError(f"speculation.strategies: {error}") from error
+    if speculation.drafter == ADAPTIVE:
+        return tuple(
+            replace(one, drafter=drafter)
+            for drafter in DRAFTERS
+            for one in parsed
+            if drafter in ((one.drafter,) if one.drafter else drafters_of(one))
+        )
+    for one in parsed:
+        if one.drafter:
+            raise ConfigError(
+                f"speculation.strategies names the drafter of {name(one)}, and speculation.drafter is "
+                f"{speculation.drafter!r}: write {name(replace(one, drafter=''))}, or set the drafter to {ADAPTIVE}"
+            )
     return () if speculation.drafter == NONE else parsed
+
+
+def drafters_of(strategy: Strategy) -> tuple[str, ...]:
+    """The drafters for which a strategy is an arm of its own.
+
+    Arms are few: n-grams alone draft chains, their other continuations are in merged trees. Merged
+    trees have topk 2 or more: a chain has no room for the candidates of two drafters.
+    """
+    return (NGRAM, LEARNED) if strategy.topk == 1 else (LEARNED, MERGED)
 
 
 def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
@@ -37,19 +61,24 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
         "fixed": lambda: fixed.fixed(arms[0]),
         "threshold": lambda: fixed.threshold(arms, speculation.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
-        "goodput": lambda: goodput.goodput(arms, node_cost=1 / 8 if is_cpu else 1 / 200),
+        "goodput": lambda: goodput.goodput(
+            arms, node_cost=1 / 8 if is_cpu else 1 / 200, learning=(LEARNED, MERGED)
+        ),
     }
     return makers[speculation.tuner]()
 
 
-def largest_batches(tuner: Tuner, batches: Sequence[int]) -> dict[Strategy, int]:
+def largest_batches(
+    tuner: Tuner, batches: Sequence[int], drafters: Collection[str] = ()
+) -> dict[Strategy, int]:
     """For each strategy that the tuner may use, the largest batch bucket it may use it for.
 
-    `batches`: the batch buckets, ascending.
+    `batches`: the batch buckets, ascending; `drafters`: names of those that have learned to draft.
     """
+    state = tuner.renew(tuner.init(), dict.fromkeys(drafters, (1.0,)))
     fewest = (1, *(size + 1 for size in batches))
     return {
         arm: batch
         for batch, least in zip(batches, fewest, strict=False)
-        for arm in tuner.usable(batch, least)
+        for arm in tuner.usable(state, batch, least)
     }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.tuner.interface import Choice, Tuner, unchanged
 
 ROUNDS = 2000  # that a world knows of each strategy
@@ -87,20 +87,26 @@ def table(rank: np.ndarray, sibling: np.ndarray, arm: Strategy) -> np.ndarray:
 def gpu(batch: int, slots: int, arm: Strategy) -> float:
     """Milliseconds of a round that is bound by memory up to 200 nodes."""
     verify = 20 * max(1.0, batch * arm.nodes / 200) + batch * slots / 4096
-    return verify + arm.depth * (0.7 + batch * arm.topk / 400) + (0.8 if arm.depth else 0.0)
+    return verify + arm.drafted_levels * (0.7 + batch * arm.topk / 400) + begin(arm, 0.8, 0.1)
 
 
 def cpu(batch: int, slots: int, arm: Strategy) -> float:
     """Milliseconds of a round that is bound by arithmetic from a few nodes on."""
     verify = 1.2 + 0.12 * (batch * arm.nodes) ** 0.95 + batch * slots / 65536
-    return verify + arm.depth * (0.15 + 0.012 * batch * arm.topk) + (0.2 if arm.depth else 0.0)
+    return verify + arm.drafted_levels * (0.15 + 0.012 * batch * arm.topk) + begin(arm, 0.2, 0.05)
+
+
+def begin(arm: Strategy, network: float, text: float) -> float:
+    """Milliseconds of a draft beside its levels: of a network, of a search in a text, of both."""
+    search = text if arm.drafter in (NGRAM, MERGED) else 0.0
+    return search + (network if arm.drafted_levels else 0.0)
 
 
 @dataclass
 class World:
     """A machine and a drafter, whose `quality` may change between rollouts.
 
-    Stalls and bursts are noise of the clock.
+    `drafters`: quality and agreement of those that arms name. Stalls and bursts are noise of the clock.
     """
 
     cost: Callable[[int, int, Strategy], float]
@@ -110,14 +116,21 @@ class World:
     noise: float = 0.04
     stalls: float = 0.02
     bursts: bool = False
+    drafters: dict[str, tuple[float, float]] = field(default_factory=dict)
     library: dict = field(default_factory=dict)
 
     def trees(self, arm: Strategy) -> Trees:
         """Many rounds of the arm: what one of its rounds does is what one of these did."""
-        key = (arm, self.quality, self.agreement)
+        known = self.drafters.get(arm.drafter, (self.quality, self.agreement))
+        key = (arm, *known)
         if key not in self.library:
-            self.library[key] = drafts(self.seed, ROUNDS, self.quality, self.agreement, arm)
+            self.library[key] = drafts(self.seed, ROUNDS, *known, arm)
         return self.library[key]
+
+    def levels(self, drafter: str, depth: int = 8) -> list[float]:
+        """The probability that the best draft of this drafter holds to each depth, given the one before."""
+        held = (self.trees(Strategy(depth, 1, depth + 1, drafter)).rank >= 0).mean(axis=0)
+        return (held / np.maximum([1.0, *held[:-1]], 1e-9)).tolist()
 
     def accepted(self, arm: Strategy) -> float:
         """Accepted tokens of a round, in the mean."""

@@ -1,0 +1,169 @@
+"""Three drafters in one group, over one decoding state: none of them, nor switching between them, changes a token."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rounds
+import test_group as toy
+import toys
+from test_group import PROMPTS, RULES, SAMPLES, TABLE, V
+
+from tlt_jax.keys import sequence_keys
+from tlt_jax.rollout.offers import GroupOffers
+from tlt_jax.rollout.programs import CatchUp, Decode, Start, StateShape
+from tlt_jax.rollout.state import GroupView
+from tlt_jax.spec_decode import decode
+from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
+from tlt_jax.tuner.interface import Cell
+
+pytestmark = pytest.mark.usefixtures("x64")
+TEXTS = ["ngram:3_1_4", "learned:3_2_6", "merged:3_2_7", "learned:2_1_3", "ngram:2_1_3"]
+NGRAM, LEARNED, MERGED, SHORT, SHORT_NGRAM = ARMS = tuple(map(parse, TEXTS))
+EXTENDING = (LEARNED, MERGED, SHORT)  # the state of the learned drafter
+ORDER = (NGRAM, LEARNED, SHORT_NGRAM, PLAIN, MERGED, NGRAM, SHORT, PLAIN, LEARNED, NGRAM, MERGED)
+
+
+@cache
+def programs(groups: int = 1):
+    return toys.executables(groups, V, toys.table_drafter(), toys.with_ngrams)
+
+
+def play(order, guess: str = "exact", groups: int = 1, **rest):
+    """A rollout whose chunks have these strategies in turn."""
+    plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
+
+    def decide(view):
+        strategy = order[next(turn) % len(order)]
+        return replace(plain(view), strategy=strategy, rounds=1 + view.retired % 3)
+
+    return toys.play(
+        programs(groups), TABLE, PROMPTS, SAMPLES, RULES, guess=toy.GUESSES[guess],
+        capacity=6, rounds=3, decide=decide, **rest,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=TEXTS)
+def test_each_drafter_gives_the_tokens_of_plain_decoding(arm):
+    result = play([arm], "noisy")
+    assert toy.answers(result) == toy.reference(RULES)[0]
+    assert {one.strategy for one in result.measurements} == {arm}
+    assert sum(one.hits.sum() for one in result.measurements) > 0
+
+
+@pytest.mark.parametrize("guess, groups", [("exact", 1), ("noisy", 2), ("wrong", 1)])
+def test_drafters_that_change_every_chunk_give_the_tokens_of_plain_decoding(guess, groups):
+    result = play(ORDER, guess, groups)
+    assert toy.answers(result) == toy.reference(RULES)[0]
+    assert {one.strategy for one in result.measurements} == {*ARMS, PLAIN}
+
+
+def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_drafts_and_not_before():
+    result = play(ORDER, max_new_tokens=40)
+    lag = due = 0
+    for one in result.decisions:
+        lag = 99 if one.joining else lag
+        if one.strategy in EXTENDING:
+            due, lag = due + (lag > one.strategy.path), one.strategy.path
+        else:
+            lag += min(one.rounds, 3) * one.strategy.path
+    assert sum(span.kind == "catch_up" for span in result.spans) == due > 4
+
+    # It knows what the target will say, as long as it knows of every token before.
+    drafted = [one for one in result.measurements if one.strategy in EXTENDING]
+    missed = sum(one.strategy.depth * one.row_rounds - int(one.hits.sum()) for one in drafted)
+    row_rounds, ended = sum(one.row_rounds for one in drafted), len(result.completions)
+    assert missed <= 3 * ended < row_rounds, "it misses only where a sequence ends"
+
+
+def test_ngrams_alone_need_no_catching_up():
+    result = play([NGRAM, PLAIN, SHORT_NGRAM])
+    assert not [span for span in result.spans if span.kind == "catch_up"]
+
+
+@pytest.mark.parametrize("arm", (PLAIN, *ARMS), ids=["off", *TEXTS])
+def test_the_programs_of_a_chunk_catch_up_only_where_the_learned_drafter_drafts(arm):
+    (context,) = toys.contexts(programs(), TABLE, PROMPTS, SAMPLES, RULES)
+    view = GroupView(0, 0, 2, 20, 44, 16, 3, batch=2, slots=64)
+    needed = GroupOffers(context, view).needed(Cell(2, 64, arm))
+    assert any(isinstance(one, CatchUp) for one in needed) == (arm in EXTENDING)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=TEXTS)
+def test_a_chunk_of_ngrams_leaves_the_state_of_the_learned_drafter_as_it_is(arm):
+    shape, key = StateShape(0, 2, 64, RULES.stop_window), jax.random.key(0)
+    state, text = programs().get(Start(shape))(), jax.random.randint(key, (2, 70), 1, V, jnp.int32)
+    state = state.replace(
+        roots=text[:, 9], lengths=jnp.full(2, 9, jnp.int32), limits=jnp.full(2, 60, jnp.int32),
+        live=jnp.ones(2, bool), history=text,
+        drafter=jax.tree.map(
+            lambda leaf: jax.random.uniform(key, leaf.shape, maxval=8).astype(leaf.dtype), state.drafter
+        ),
+    )  # fmt: skip
+    before = jax.device_get(state.drafter)
+    weights = toys.placed(programs(), 0, TABLE, None)
+    drafter = programs().shapes[0].drafter_of(arm)
+    host = toys.pool((0, 1)) if jax.tree.leaves(drafter.host_context(2)) else ()
+    chunk = Decode(shape, 3, arm, DecodingParams(Sampling(1.0)))
+    state = jax.device_put(state, programs().shapes[0].replicated)
+    after, report = chunk(programs(), state, weights, host, np.array([1, 3], np.int32))
+    assert int(report.rounds) == 3
+    same = [
+        np.array_equal(old, new)
+        for old, new in zip(*map(jax.tree.leaves, (before, after.drafter)), strict=True)
+    ]
+    assert all(same) == (arm not in EXTENDING)
+
+
+REPEATING = [
+    [3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1],
+    [2, 6, 2, 6, 2, 6, 2],
+    [7, 8, 9, 9, 7, 8, 9, 9, 7],
+]
+
+
+def test_merged_trees_with_nodes_enough_accept_what_either_drafter_alone_accepts():
+    """Of the same states: candidates of a learned tree of two levels are 2 + 4, and of n-grams as many may be there."""
+    shapes = programs().shapes[0]
+    deep, gained = {"learned": Strategy(2, 2, 7, "learned")}, Counter()
+    deep |= {name: Strategy(2, 2, 13, name) for name in ("ngram", "merged")}
+    decoders = {
+        name: Decoder(shapes.target, shapes.drafters[name], RULES, arm)
+        for name, arm in deep.items()
+    }
+    keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(24)))
+    weights = Weights(jnp.asarray(TABLE), jnp.asarray(TABLE + toys.table(V, seed=9, scale=2.0)))
+    host = jnp.asarray(toys.pool(range(24)))
+
+    @jax.jit
+    def step(state):
+        state, _ = decode.catch_up(
+            shapes.target, shapes.drafter, state, weights, jnp.int32(deep["merged"].path)
+        )
+        found = {
+            name: decode.advance_round(decoder, state, weights, host)[1:]
+            for name, decoder in decoders.items()
+        }
+        return decode.advance_round(decoders["ngram"], state, weights, host)[0], found
+
+    state = rounds.begin(decoders["learned"], weights, REPEATING, keys, 20)
+    for _ in range(6):
+        state, found = step(state)
+        counts = {name: np.asarray(emitted.counts) for name, (emitted, _) in found.items()}
+        best = np.maximum(counts["learned"], counts["ngram"])
+        assert (counts["merged"] >= best).all()
+        gained.update({name: int(count.sum()) for name, count in counts.items()})
+        for name, (_, stats) in found.items():
+            drafted = int(counts[name].sum() - (counts[name] > 0).sum())
+            assert int(stats.hits.sum()) == drafted, "every accepted node is counted"
+            assert stats.hits.shape == (2, deep[name].nodes, 2)
+    assert gained["merged"] > max(gained["learned"], gained["ngram"])

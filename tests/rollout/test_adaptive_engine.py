@@ -1,0 +1,150 @@
+"""An engine with speculation.drafter adaptive on a tiny policy: n-grams, an EAGLE drafter, and both in one tree."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import test_speculation as speculation
+import tiny_engine as tiny
+
+from tlt_jax.config.schema import Speculation
+from tlt_jax.errors import ConfigError
+from tlt_jax.keys import TRAIN_STREAM
+from tlt_jax.metrics import names
+from tlt_jax.models import eagle
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.programs import CatchUp, Decode, DraftOnly, StateShape
+from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
+from tlt_jax.train import speculation_metrics
+from tlt_jax.tuner import interface
+from tlt_jax.tuner.interface import Choice, Tuner
+
+compile_cache = tiny.compile_cache
+SETTINGS = Speculation(drafter="adaptive", strategies=["2_1_3", "3_2_7"], pool=64)
+ARMS = ["ngram:2_1_3", "learned:2_1_3", "learned:3_2_7", "merged:3_2_7"]
+
+
+def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) -> Engine:
+    """The engine; the sizes of the learned drafter are those of an untrained one."""
+    plain = tiny.engine_of(data, **rollout)
+    config = replace(plain.config, speculation=settings)
+    return Engine(config, tiny.MODEL, plain.mesh, tiny.STOPS, eagle.for_policy(tiny.MODEL, kind))
+
+
+def in_turn(arms) -> Tuner:
+    """The next chunk has the next strategy; each is followed by each of the others in time."""
+    arms = (*arms, PLAIN)
+
+    def outlook(state, cells):
+        return np.zeros((2, len(cells)))
+
+    def choose(state, live, batch, slots, there=()):
+        turn = state["turn"]
+        place = turn * (1 + turn // len(arms) % (len(arms) - 1)) % len(arms)
+        return {"turn": turn + 1}, Choice(arms[place], math.nan, "in turn")
+
+    same = interface.unchanged
+    begin, usable = lambda: {"turn": 0}, lambda *_: arms
+    return Tuner(begin, choose, same, same, usable, outlook, goes_by_rule=True)
+
+
+@pytest.mark.parametrize("kind, data, slots", [("trained", 1, 5), ("eagle", 2, 0)])
+def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
+    engine = adaptive(
+        "eagle3" if kind == "trained" else kind, data, slots=slots, chunk=2, cache_buckets=[32],
+        batch_buckets=[5 if slots else 6],
+    )  # fmt: skip
+    assert [name(arm) for arm in engine.arms] == ARMS
+    engine.tuner = in_turn(engine.arms)
+    weights = engine.publish(tiny.params_of(engine), speculation.drafter_of(kind, engine.mesh))
+    shape = tiny.PROMPTS, tiny.SAMPLES, tiny.COLD, tiny.LIMIT
+    results = [
+        tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0) for _ in range(2)
+    ]
+    expected, _ = tiny.reference(tiny.COLD)
+    for result in results:  # the second one finds the answers of the first in the memory of n-grams
+        assert tiny.answers(result) == expected
+    hits = Counter()
+    for result in results:
+        for one in result.measurements:
+            hits[name(one.strategy)] += int(one.hits.sum())
+            assert one.tokens == int(one.hits.sum()) + one.row_rounds, "no accepted node is lost"
+    assert hits.keys() == {*ARMS, "off"}
+    assert min(hits[text] for text in (ARMS if kind == "trained" else ["ngram:2_1_3"])) > 0, hits
+    told(engine, results[1])
+    for _ in ARMS:
+        timed = engine.time_drafting(weights, results[1])
+    assert {name(strategy) for _, _, strategy in timed} == set(ARMS) and min(timed.values()) > 0
+
+
+def told(engine: Engine, result) -> None:
+    """The metrics of a step that drafted with every drafter are in the list, and lines name the arms."""
+    found = speculation_metrics.metrics(engine.drafter_kind, result, {})
+    lengths = []
+    for drafter in DRAFTERS:
+        mine = [one for one in result.measurements if one.strategy.drafter == drafter]
+        tokens, row_rounds = (
+            sum(getattr(one, of) for one in mine) for of in ("tokens", "row_rounds")
+        )
+        lengths.append(tokens / row_rounds)
+        assert found[f"speculation/accept_length/{drafter}"] == lengths[-1]
+    assert min(lengths) <= found["speculation/accept_length"] <= max(lengths)
+    assert sum("accept_length" in one for one in found) == 4
+    for one in found:
+        names.find(one, "scalar")
+    lines = speculation_metrics.chunks(engine.drafter_kind, result)
+    assert {line.strategy for line in lines} == {*ARMS, "off"}
+
+
+def forbidden(*_):
+    raise AssertionError("the learned drafter is computed")
+
+
+def test_the_programs_of_ngrams_compute_nothing_of_the_learned_drafter(monkeypatch):
+    engine = adaptive()
+    shape = StateShape(0, 2, 32)
+    for part in ("extend", "step", "logits", "fill"):
+        monkeypatch.setattr(eagle, part, forbidden)
+    engine = adaptive()  # of the functions as they are now
+    for arm in (PLAIN, *engine.arms):
+        programs = [Decode(shape, 2, arm, DecodingParams())]
+        programs += [DraftOnly(shape, 2, arm, 1.0)] if arm != PLAIN else []
+        for program in programs:
+            if arm.drafter in ("", "ngram"):
+                engine.programs.lower(program)
+            else:
+                with pytest.raises(AssertionError, match="is computed"):
+                    engine.programs.lower(program)
+
+
+def test_only_drafters_of_texts_are_given_texts_and_features_are_kept_for_all():
+    engine = adaptive(dtype="float32")
+    shapes = engine.programs.shapes[0]
+    for arm in engine.arms:
+        context = Decode(StateShape(0, 2, 32), 2, arm).lower(shapes, None).args_info[0][2]
+        assert bool(jax.tree.leaves(context)) == (arm.drafter != "learned")
+    captures = eagle.for_policy(tiny.MODEL, "eagle3").captures
+    features = shapes.target.features(shapes.state(StateShape(0, 2, 32)).cache)
+    assert features.shape[2] == len(captures) * tiny.MODEL.hidden_size
+
+
+def test_a_plan_has_the_programs_of_every_arm_though_none_has_learned():
+    engine = adaptive(settings=replace(SETTINGS, tuner="goodput"))
+    found = engine.largest_programs(DecodingParams(), 16, 4, 32)
+    chunks = [one.strategy for one in found.values() if isinstance(one, Decode)]
+    assert chunks == [PLAIN, *engine.arms]
+    assert sum(isinstance(one, CatchUp) for one in found.values()) == 1
+    state = engine.tuner.init()
+    assert {arm.drafter for arm in engine.tuner.usable(state, 1, 1)} == {"ngram"}
+
+
+def test_an_adaptive_engine_needs_the_sizes_of_its_drafter():
+    plain = tiny.engine_of()
+    with pytest.raises(ConfigError, match="speculation.drafter adaptive"):
+        Engine(replace(plain.config, speculation=SETTINGS), tiny.MODEL, plain.mesh)

@@ -1,0 +1,42 @@
+"""Strategies as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_jax.spec_decode.strategy import DRAFTERS, Strategy, name, parse
+
+SHAPES = ["3_1_4", "6_4_16", "1_1_2"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_strategy_without_a_drafter_is_its_shape(shape):
+    assert name(parse(shape)) == shape and parse(shape).drafter == ""
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_strategy_that_names_its_drafter_is_written_and_read_back(drafter, shape):
+    strategy = parse(f"{drafter}:{shape}")
+    assert name(strategy) == f"{drafter}:{shape}" and parse(name(strategy)) == strategy
+    assert strategy.drafter == drafter and strategy != parse(shape)
+    assert Strategy(strategy.depth, strategy.topk, strategy.nodes) == parse(shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eagle:3_1_4", "no drafter is called 'eagle': use one of ngram, learned, merged"),
+        (":3_1_4", "depth_topk_nodes"),
+        ("ngram:off", "depth_topk_nodes"),
+        ("ngram:8_4_8", "strategy ngram:8_4_8: 8 nodes .* use nodes 9"),
+    ],
+)
+def test_a_strategy_of_no_drafter_is_refused_by_name(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+def test_only_ngrams_draft_their_levels_for_nothing():
+    levels = [parse(text).drafted_levels for text in ("5_1_6", *(f"{d}:5_1_6" for d in DRAFTERS))]
+    assert levels == [5, 0, 5, 5]

@@ -1,0 +1,262 @@
+"""Arms of several drafters: what is known of one is no evidence for another's, and an untaught one is not used."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import test_tuner as tuners
+
+from tlt_jax.config.schema import Speculation
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy, name, parse
+from tlt_jax.train import run_state
+from tlt_jax.tuner import acceptance, cost_model, goodput, make, worlds
+from tlt_jax.tuner.interface import Cell
+
+SETTINGS = Speculation(drafter="adaptive")
+ARMS = make.arms(SETTINGS)
+LEVELS = (0.8, 0.7, 0.6, 0.5)
+
+
+def tuner() -> goodput.Tuner:
+    return make.make_tuner(SETTINGS, ARMS, is_cpu=False)
+
+
+def named(drafter: str, *texts: str) -> tuple[Strategy, ...]:
+    return tuple(parse(f"{drafter}:{text}") for text in texts)
+
+
+# Arms
+
+
+def test_every_strategy_is_an_arm_of_the_drafters_that_it_makes_sense_for():
+    assert [name(arm) for arm in ARMS] == [
+        *("ngram:3_1_4", "ngram:7_1_8", "ngram:1_1_2"),
+        *("learned:3_1_4", "learned:7_1_8", "learned:6_4_16", "learned:1_1_2"),
+        "merged:6_4_16",
+    ]  # fmt: skip
+
+
+def test_a_strategy_that_names_its_drafter_is_an_arm_of_this_one_alone():
+    texts = ["merged:3_1_4", "off", "3_1_4", "ngram:6_4_16"]
+    found = make.arms(Speculation(drafter="adaptive", strategies=texts))
+    assert [name(arm) for arm in found] == [
+        "ngram:3_1_4", "ngram:6_4_16", "learned:3_1_4", "merged:3_1_4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "a directory"])
+def test_where_there_is_one_drafter_no_strategy_can_name_another(drafter):
+    with pytest.raises(ValueError, match="learned:3_1_4.*write 3_1_4, or set the drafter to adap"):
+        make.arms(Speculation(drafter=drafter, strategies=["1_1_2", "learned:3_1_4"]))
+
+
+# Evidence
+
+
+@pytest.mark.parametrize("drafter", ["", NGRAM, LEARNED, MERGED])
+def test_a_tree_covers_smaller_ones_of_its_drafter_alone(drafter):
+    source = Strategy(6, 4, 16, drafter)
+    covered = [other for other in ("", NGRAM, LEARNED, MERGED)
+               if acceptance.covers(source, Strategy(3, 1, 4, other))]  # fmt: skip
+    assert covered == [drafter]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_measurement_of_one_drafter_leaves_what_is_known_of_another_as_it_is(is_told):
+    evidence, estimates = {}, {LEARNED: acceptance.estimated(90.0, LEVELS)} if is_told else {}
+    (chain,) = named(LEARNED, "3_1_4")
+    evidence = acceptance.add(evidence, 100.0, 4, chain, 64, tuners.measured(chain, accepted=0.3).hits, ARMS)  # fmt: skip
+    before = acceptance.estimate(evidence, 900.0, 4, ARMS, estimates)
+    for source in (*named(NGRAM, "7_1_8"), *named(MERGED, "6_4_16")):
+        for clock in (200.0, 800.0):
+            hits = tuners.measured(source, accepted=0.9).hits
+            evidence = acceptance.add(evidence, clock, 4, source, 64, hits, ARMS)
+    after = acceptance.estimate(evidence, 900.0, 4, ARMS, estimates)
+    for old, new in zip(before, after, strict=True):
+        for arm, one, other in zip(ARMS, old, new, strict=True):
+            assert (one == other) == (arm.drafter == LEARNED), name(arm)
+
+
+def test_the_name_of_the_only_drafter_makes_no_difference():
+    """A learned drafter's arms, with names and without: the same choices, speeds and doubts."""
+    runs = []
+    for drafter in ("", LEARNED):
+        arms = [Strategy(*parse(text).__dict__.values()) for text in SETTINGS.strategies]
+        arms = [Strategy(arm.depth, arm.topk, arm.nodes, drafter) for arm in arms]
+        world = worlds.World(worlds.gpu, 0.6)
+        state, found = tuners.decode(world, goodput.goodput(arms), rollouts=2)
+        cells = [Cell(4, 512, arm) for arm in (PLAIN, *arms)]
+        runs.append(
+            (
+                [
+                    (choice.strategy.nodes, choice.predicted, choice.reason.split(":")[0][:9])
+                    for run in found
+                    for choice, _ in run.chunks
+                ],
+                np.array(goodput.goodput(arms).outlook(state, cells)).tolist(),
+            )
+        )
+    assert str(runs[0]) == str(runs[1])
+
+
+# Estimates
+
+
+def expected(drafter: str, text: str, told: dict) -> tuple[float, float]:
+    """What the tuner expects of an arm before anything is measured, and its doubt."""
+    state = tuner().renew(tuner().init(), told)
+    arms = named(drafter, text)
+    mean, error = acceptance.estimate({}, state["clock"], 4, arms, state["estimates"])
+    return float(mean[0]), float(error[0])
+
+
+@pytest.mark.parametrize("levels", [(0.8, 0.7, 0.6, 0.5), (0.5,), (0.3, 0.6), (0.9, 0.9, 0.2)])
+@pytest.mark.parametrize("text", ["1_1_2", "3_1_4", "7_1_8"])
+def test_a_chain_is_expected_to_accept_the_sum_of_the_products_of_the_estimate(levels, text):
+    depth = parse(text).depth
+    every = [*levels, *levels[-1:] * depth][:depth]
+    mean, error = expected(LEARNED, text, {LEARNED: levels})
+    assert 1 + mean == pytest.approx(1 + np.cumprod(every).sum())
+    assert error < 0.15
+
+
+def test_a_wide_tree_is_expected_to_accept_more_by_the_law_of_widths():
+    levels = (0.5, 0.4, 0.4, 0.3, 0.3, 0.3)
+    every = np.cumprod(np.array(levels) ** 2.5**-0.9).sum()
+    for drafter in (LEARNED, MERGED):
+        mean, _ = expected(drafter, "6_4_16", {LEARNED: levels})
+        assert 1 + mean == pytest.approx(1 + every)
+
+
+def test_merged_trees_have_the_learned_drafters_estimate_or_their_own():
+    worse = {LEARNED: (0.9,), MERGED: (0.2,)}
+    assert expected(MERGED, "6_4_16", worse) < expected(MERGED, "6_4_16", {LEARNED: (0.9,)})
+    assert expected(LEARNED, "6_4_16", worse) == expected(LEARNED, "6_4_16", {LEARNED: (0.9,)})
+    assert expected(NGRAM, "3_1_4", worse) == expected(NGRAM, "3_1_4", {})
+
+
+def test_an_estimate_yields_to_measurements_and_old_measurements_to_a_new_estimate():
+    made, (arm,) = tuner(), named(LEARNED, "1_1_2")
+    state, seen = made.renew(made.init(), {LEARNED: (0.9,)}), []
+
+    def known():
+        mean, _ = acceptance.estimate(
+            state["evidence"], state["clock"], 4, [arm], state["estimates"]
+        )
+        seen.append(float(mean[0]))
+
+    known()
+    for _ in range(20):
+        state = made.observe(state, tuners.measured(arm, accepted=0.2))
+    known()
+    for _ in range(4):
+        state = made.renew(state, {LEARNED: (0.9,)})
+    known()
+    assert seen[0] > 0.85 and seen[1] < 0.3 and seen[2] > 0.7
+
+
+def test_an_estimate_is_trusted_less_as_weights_change():
+    made, (arm,) = tuner(), named(LEARNED, "3_1_4")
+    state, doubts = made.renew(made.init(), {LEARNED: LEVELS}), []
+    for _ in range(4):
+        doubts.append(acceptance.estimate({}, state["clock"], 4, [arm], state["estimates"])[1][0])
+        state = made.renew(state)
+    assert doubts == sorted(doubts) and doubts[0] < 0.15 and doubts[-1] > 0.3
+
+
+def test_an_estimate_without_a_level_is_refused():
+    with pytest.raises(ValueError, match="no level"):
+        tuner().renew(tuner().init(), {LEARNED: ()})
+
+
+# What is usable
+
+
+def drafters(state) -> set[str]:
+    return {arm.drafter for arm in tuner().usable(state, 4, 1)}
+
+
+def test_an_arm_is_usable_once_its_drafter_was_estimated_or_measured():
+    made = tuner()
+    state = made.init()
+    assert drafters(state) == {NGRAM}
+    assert drafters(made.renew(state)) == {NGRAM}
+    told = made.renew(state, {LEARNED: LEVELS})
+    assert drafters(told) == {NGRAM, LEARNED, MERGED}
+    assert drafters(made.renew(told)) == {NGRAM, LEARNED, MERGED}
+    assert drafters(made.renew(state, {MERGED: LEVELS})) == {NGRAM, MERGED}
+    seen = made.observe(state, tuners.measured(named(LEARNED, "3_1_4")[0], accepted=0.1))
+    assert drafters(seen) == {NGRAM, LEARNED}
+    assert drafters(json.loads(json.dumps(told))) == drafters(told)
+
+
+def test_what_is_not_usable_is_not_chosen_however_fast_it_looks():
+    made = tuner()
+    for told, chosen in (({}, {"", NGRAM}), ({LEARNED: (0.98,)}, {"", NGRAM, LEARNED, MERGED})):
+        state, taken = made.renew(made.init(), told), set()
+        for _ in range(200):
+            state, choice = made.choose(state, 1, 1, 512)
+            taken.add(choice.strategy.drafter)
+            seen = tuners.measured(choice.strategy, 1, accepted=0.05, rounds=min(choice.rounds, 16))
+            state = made.observe(state, seen)
+        assert taken <= chosen and (LEARNED in taken or MERGED in taken) == bool(told)
+
+
+def test_the_largest_batches_are_those_of_drafters_that_have_learned():
+    batches = [1, 64, 256]
+    assert {arm.drafter for arm in make.largest_batches(tuner(), batches)} == {NGRAM}
+    assert make.largest_batches(tuner(), batches, [NGRAM, LEARNED, MERGED]) == {
+        arm: max(batch for batch in batches if batch * arm.nodes <= goodput.MOST_NODES)
+        for arm in ARMS
+    }
+
+
+def test_the_state_of_an_older_version_starts_anew():
+    made, basis = tuner(), {"version": goodput.VERSION}
+    state = made.renew(made.init(), {LEARNED: LEVELS})
+    older = {key: value for key, value in state.items() if key != "estimates"}
+    for saved in ({"basis": {"version": goodput.VERSION - 1}, "state": state},
+                  {"basis": basis, "state": older}):  # fmt: skip
+        assert run_state.resumed_tuner(saved, made, basis) == made.init()
+    kept = json.loads(json.dumps({"basis": basis, "state": state}))
+    assert run_state.resumed_tuner(kept, made, basis) == state
+
+
+# Costs
+
+
+def seconds(cells, *texts: str) -> list[float]:
+    log, _ = cost_model.predict(cells, [Cell(4, 512, parse(text)) for text in texts])
+    return np.exp(log).tolist()
+
+
+def test_levels_of_ngrams_cost_nothing_before_they_are_measured_and_those_of_a_network_do():
+    cells = {}
+    for batch in (1, 4, 16):
+        for _ in range(3):
+            cells = cost_model.note(cells, batch, 512, PLAIN, worlds.gpu(batch, 512, PLAIN), False)
+    for known in ({}, cells):
+        ngram, learned, merged, only = seconds(
+            known, "ngram:7_1_8", "learned:7_1_8", "merged:7_1_8", "7_1_8"
+        )
+        assert ngram < 0.9 * learned and learned == merged == only
+
+
+def test_seconds_of_one_drafters_chunk_are_not_those_of_anothers():
+    cells, texts = {}, ("ngram:7_1_8", "learned:7_1_8", "merged:7_1_8")
+    truth = dict(zip(texts, (1.3, 2.5, 2.8), strict=True))
+    for _ in range(9):
+        cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
+        for text in texts:
+            cells = cost_model.note(cells, 4, 512, parse(text), truth[text], False)
+    assert len(cells) == 4
+    for text, found in zip(texts, seconds(cells, *texts), strict=True):
+        assert found == pytest.approx(truth[text], rel=0.04)
+    _, (known, other) = cost_model.predict(
+        {key: cell for key, cell in cells.items() if "learned" not in key},
+        [Cell(4, 512, parse(text)) for text in ("ngram:7_1_8", "learned:7_1_8")],
+    )
+    assert known < 0.05 < other and not math.isnan(other)
