@@ -98,7 +98,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     for leaf, was in zip(jax.tree.leaves(setting.state), jax.tree.leaves(before), strict=True):
         assert leaf.shape == was.shape and leaf.dtype == was.dtype
     spans = {span.kind for span in setting.results[1].spans}
-    assert setting.results[1].stats["idle_delay"] >= 0 and spans >= {"decode", "harvest"}
+    assert setting.results[1].stats["idle_delay"] >= 0 and "harvest" in spans
 
 
 def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_learning():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import jax
@@ -19,7 +18,7 @@ from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import driver
-from tlt_jax.train import loop, run_state
+from tlt_jax.train import adaptive as adaptive_run, loop, run_state
 
 STEPS = 4
 UNEVEN = {
@@ -54,7 +53,9 @@ def plain(configure, shared):
 def adaptive(configure, shared):
     """The run that trains its drafter."""
     config = configure(shared / "adaptive", ADAPTIVE | {"checkpoint.export": True})
-    assert loop.train(config) == cli.DONE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_run, "HELD_OUT", 2)  # of six sequences a step
+        assert loop.train(config) == cli.DONE
     return config
 
 
@@ -79,8 +80,9 @@ def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
     same_policy(adaptive, plain)
     measured = events(adaptive)
     trained = dict(measured["drafter/steps"])
-    assert all(trained[step] >= 2 * ADAPTIVE["idle_training.floor"] - 2 for step in (2, 3, 4))
-    assert all(value > 0 for _, value in measured["drafter/tokens"])
+    assert trained[1] == 0, "how long rollouts take is not known yet"
+    assert all(trained[step] >= 2 * ADAPTIVE["idle_training.floor"] for step in (2, 3, 4))
+    assert all(value > 0 for step, value in measured["drafter/tokens"] if step > 1)
     assert {name for name in measured if name.startswith("idle/")} == {
         "idle/ratio", "idle/used_ratio", "idle/delay_s",
     }  # fmt: skip
@@ -90,7 +92,7 @@ def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
 
 
 def test_the_drafter_moves_and_is_saved_and_exported(adaptive):
-    first, last = (drafter_of(adaptive, step) for step in (1, STEPS))
+    first, last = (drafter_of(adaptive, step) for step in (2, STEPS))
     assert int(last.step) > int(first.step) > 0
     moved = [
         np.abs(np.asarray(one) - np.asarray(other)).max()
@@ -143,25 +145,19 @@ def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_
     plain,
     tmp_path,
     monkeypatch,
-    caplog,
+    capsys,
 ):
-    calls = []
-
     def failing(self, group):
-        calls.append(group)
         raise OSError("no such luck")
 
     monkeypatch.setattr(IdleTraining, "dispatch", failing)
     config = configure(tmp_path / "run", ADAPTIVE)
-    with caplog.at_level(logging.WARNING, "tlt_jax"):
-        assert loop.train(config) == cli.DONE
+    assert loop.train(config) == cli.DONE
     same_policy(config, plain)
-    said = [
-        record.getMessage() for record in caplog.records if "idle training" in record.getMessage()
-    ]
+    said = [line for line in capsys.readouterr().out.splitlines() if "idle training" in line]
     assert sum("no such luck" in text for text in said) == 2, "one line a step"
     assert "no more of it" in said[-1] and len(said) == 3
-    assert [value for _, value in events(config)["drafter/failures"]] == [1.0, 2.0]
+    assert [value for _, value in events(config)["drafter/failures"]] == [1.0, 2.0]  # steps 2 and 3
     assert_equal(jax.device_get(drafter_of(config, 1)), jax.device_get(drafter_of(config, STEPS)))
 
 

@@ -24,7 +24,7 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state
 class MergePrograms(NamedTuple):
     """The jitted programs over the whole mesh.
 
-    spread(state) -> copies; merge(copies, tokens[G]) -> state, which donates the copies.
+    spread(state) -> copies; merge(copies, tokens[G]) -> state.
     """
 
     spread: jax.stages.Wrapped
@@ -39,7 +39,7 @@ def programs(recipe: Recipe) -> MergePrograms:
     groups = recipe.mesh.shape["data"]
     return MergePrograms(
         jax.jit(partial(spread, groups), out_shardings=copies),
-        jax.jit(merge, donate_argnums=0, out_shardings=state),
+        jax.jit(merge, out_shardings=state),
     )
 
 
@@ -100,6 +100,6 @@ def parts(copies: DrafterState, groups: Sequence[Mesh]) -> list[DrafterState]:
 
 
 def merged(copies: Sequence[DrafterState], tokens: Sequence[int], recipe: Recipe) -> DrafterState:
-    """The merge of the data groups' copies [1, ...], which it owns. At least one was trained on a token."""
+    """The merge of the data groups' copies [1, ...]. At least one was trained on a token."""
     together = meshes.whole(copies, recipe.mesh)
     return programs(recipe).merge(together, np.asarray(tokens, np.float32))

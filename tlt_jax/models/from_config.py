@@ -52,12 +52,15 @@ def load_drafter(
 ) -> tuple[DrafterConfig | None, DrafterParams | None]:
     """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
 
-    Of an adaptive one the configuration alone: its weights are the training run's. Raises ModelError,
-    naming what does not fit, when the drafter was made for another policy.
+    Of an adaptive one what its training begins with: the drafter of drafter_training.start, or the
+    configuration of a new one alone. Raises ModelError, naming what does not fit, when the drafter
+    was made for another policy.
     """
-    if config.speculation.drafter == ADAPTIVE:
-        return drafter_config(config, model), None
-    path = drafter_directory(config)
+    path, is_adaptive = drafter_directory(config), config.speculation.drafter == ADAPTIVE
+    if is_adaptive and not config.drafter_training.start:
+        return new_drafter_config(config, model), None
+    if is_adaptive:
+        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
     if path is None:
         return None, None
     return hf_drafter.load(

@@ -36,6 +36,7 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
     adaptive,
     evaluation,
