@@ -190,6 +190,8 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     learned = budget(*alone)
     pool = 4 * settings.speculation.pool * engine.capacity  # bytes that n-grams are given
     assert kinds.pop("drafter cache") == learned.pop("drafter cache") + pool
+    state = kinds["drafter"] + kinds["drafter optimizer"]  # sharded over two data groups; a copy is not
+    assert state < kinds.pop("drafter in training") <= 2 * state
     assert kinds == learned
     preflight(settings, recipe, engine)
 
@@ -346,6 +348,27 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     )
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(kind):
+    """But those of the copies and the merge, which are programs of the whole mesh."""
+    adaptive = ("--speculation.drafter", "adaptive", "--drafter_training.kind", kind)
+    place = ("--idle_training.replay_place", "device", "--speculation.strategies", "['2_2_4']")
+    settings, recipe, engine = plan_of(*adaptive, *place, captures_states=True)
+    kinds = budget(settings, recipe, engine)
+    assert kinds["replay"] == 512 * 2**20 // 2 and kinds["drafter in training"] > kinds["drafter"]
+    assert {"replay", "drafter in training"} <= set(memory.phases(kinds)["rollout"])
+    crossed = {}
+    for program in plan.lower(settings, recipe, engine, kinds):
+        compiled = program.lowered.compile()
+        found = collectives(compiled.as_text(), program.mesh)
+        crossed[program.name] = {name.split(" over ")[1] for name in found}
+    assert "drafter update" not in crossed
+    for name in ("harvest", "drafter micro-step"):
+        assert crossed[name] <= {"model"}, name
+    assert any("data" in axes for axes in crossed["drafter merge"])
+    assert {"drafter copies", "drafter reshard"} <= set(crossed)
+
+
 def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
     kinds = budget(settings, recipe, engine)
@@ -364,7 +387,7 @@ def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
             "v5e:2x4",
             DRAFTERS["ngram"],
         ),
-        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", ("--speculation.drafter", "runs/nowhere")),
+        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", ("--speculation.drafter", "adaptive")),
     ],
 )
 def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology, drafting):

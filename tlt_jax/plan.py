@@ -14,25 +14,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
+from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import (
     batch as drafter_batch,
+    merge,
     recipe as drafter_recipe,
     update as drafter_update,
 )
+from tlt_jax.drafter.idle_training import MOST_TOKENS
+from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import adaptive, policy_batch, policy_update
 from tlt_jax.train.memory import (
     GIB,
     RESIDENT,
@@ -84,19 +89,42 @@ def lower(
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
-        recipe = drafter_recipe.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
-        state = drafter_recipe.abstract_state(recipe)
+        drafting = drafter_recipe.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
+        state = drafter_recipe.abstract_state(drafting)
         reshard = engine.reshard_drafter.lower(state.params)
         yield PlannedProgram(
             "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
         )
+        if config.speculation.drafter == ADAPTIVE:
+            yield from lower_idle_training(config, recipe, engine, kinds)
+            return
         batch = drafter_batch.abstract_batch(
             recipe.mesh, packing.rows(config), packing.row_tokens(config)
         )
-        update = drafter_update.program(recipe).lower(state, params, batch)
+        update = drafter_update.program(drafting).lower(state, params, batch)
         yield PlannedProgram(
             "drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer")
         )
+
+
+def lower_idle_training(
+    config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]
+) -> Iterator[PlannedProgram]:
+    """The programs of idle training: the copies, the largest micro-step of data group 0, and the merge.
+
+    Beside a micro-step other groups decode; its own has released its decoding state.
+    """
+    training = drafter_recipe.Recipe.while_idle(config, recipe.model, engine.drafter, recipe.mesh)
+    programs, copies = merge.programs(training), merge.abstract_copies(training)
+    held = pick(kinds, *RESIDENT, "drafter optimizer", "drafter in training")
+    spread = programs.spread.lower(drafter_recipe.abstract_state(training))
+    yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
+    piece = MicroStep(0, 1, MOST_TOKENS, training)
+    beside = held | pick(kinds, "rollout copy", "drafter copy", "replay")
+    lowered = engine.programs.lower(piece)
+    yield PlannedProgram("drafter micro-step", lowered, engine.groups[0], beside)
+    tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
+    yield PlannedProgram("drafter merge", programs.merge.lower(copies, tokens), recipe.mesh, held)
 
 
 def lower_rollout(
@@ -107,7 +135,13 @@ def lower_rollout(
         Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids
     )
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
-    for name, program in engine.largest_programs(params, *sizes).items():
+    window = 0
+    if config.speculation.drafter == ADAPTIVE:
+        training = drafter_recipe.Recipe.while_idle(
+            config, recipe.model, engine.drafter, recipe.mesh
+        )
+        window = adaptive.replay_config(config, training).width
+    for name, program in engine.largest_programs(params, *sizes, window).items():
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
@@ -187,7 +221,13 @@ def main() -> int:
 
         recipe, engine = (
             Recipe.of(config, model, mesh, 1),
-            Engine(config, model, mesh, drafter=drafter),
+            Engine(
+                config,
+                model,
+                mesh,
+                drafter=drafter,
+                captures_states=config.speculation.drafter == ADAPTIVE,
+            ),
         )
         limit, kinds = (
             device_memory(mesh),

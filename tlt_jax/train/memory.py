@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import Config, schema
 from tlt_jax.distributed.mesh import device_kind, is_cpu
-from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.drafter import merge, recipe as drafter_recipe
+from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig
@@ -31,7 +32,9 @@ TPU_GIB = {
     "TPU v6e": 32,
 }
 RESIDENT = ("weights", "optimizer", "drafter")
-ROLLOUT = ("rollout copy", "cache", "features", "states", "drafter copy", "drafter cache")
+ROLLOUT = (
+    "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training", "replay",
+)  # fmt: skip
 UPDATE = ("gradients", "logits chunk")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
@@ -43,6 +46,8 @@ KNOBS = {
     "drafter": "mesh.data (more devices)",
     "drafter copy": "mesh.model (the copy is sharded over it)",
     "drafter cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
+    "drafter in training": "mesh.model (every data group trains a copy, sharded over it)",
+    "replay": "idle_training.replay_mib, or idle_training.replay_place host",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "gradients": "mesh.data (gradients are sharded over it)",
     "logits chunk": "train.logits_chunk",
@@ -94,6 +99,11 @@ def budget(
             device_bytes(state.opt_state),
         )
         kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
+    if drafter and config.speculation.drafter == schema.ADAPTIVE:
+        copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
+        kinds["drafter in training"] = device_bytes(copies)
+        if config.idle_training.replay_place == "device":
+            kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
     return kinds
 
 
