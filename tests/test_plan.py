@@ -190,7 +190,9 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     learned = budget(*alone)
     pool = 4 * settings.speculation.pool * engine.capacity  # bytes that n-grams are given
     assert kinds.pop("drafter cache") == learned.pop("drafter cache") + pool
-    state = kinds["drafter"] + kinds["drafter optimizer"]  # sharded over two data groups; a copy is not
+    state = (
+        kinds["drafter"] + kinds["drafter optimizer"]
+    )  # sharded over two data groups; a copy is not
     assert state < kinds.pop("drafter in training") <= 2 * state
     assert kinds == learned
     preflight(settings, recipe, engine)

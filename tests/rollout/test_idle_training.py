@@ -54,7 +54,7 @@ class Setting:
             self.recipe, self.engine.groups, self.engine.programs,
             partial(MicroStep, recipe=self.recipe), replay, **values,
         )  # fmt: skip
-        self.results, self.metrics = [], []
+        self.results, self.metrics, self.idle = [], [], 9.0
 
     def step(self, trains: bool = True) -> None:
         prompts = [np.asarray(prompt, np.int32) for prompt in tiny.PROMPTS]
@@ -65,11 +65,12 @@ class Setting:
         beside = {}
         if trains:
             self.trainer.begin(len(self.results), request, self.weights, self.state)
-            beside = self.trainer.beside_rollout(0.0)
+            beside = self.trainer.beside_rollout()
         result, _ = self.engine.run(request, self.weights, **beside)
         self.results.append(result)
         if trains:
-            self.state, metrics = self.trainer.end(self.state, result.stats["seconds"], 0.0)
+            seconds = result.stats["seconds"]
+            self.state, metrics = self.trainer.end(self.state, seconds, self.idle, 0.0)
             self.metrics.append(metrics)
 
 
@@ -128,6 +129,11 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     assert not setting.trainer.is_active
     assert not any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
     monkeypatch.setattr(idle, "GAIN", 1e9)
+    setting.trainer.least_idle, setting.trainer.idle, setting.idle = 0.5, 0.4, 0.4
+    setting.step()
+    assert not setting.trainer.is_active, "no group is idle for long enough"
+    setting.idle = 0.6
+    setting.step()
     setting.step()
     assert setting.trainer.is_active
     assert any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
@@ -166,9 +172,10 @@ def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
     request = setting.engine.request(
         prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=1, rollouts_left=5
     )
+    setting.trainer.least_idle = 1e9
     for accept_length, steps in ((4.0, 0), (3.9, 0), (3.0, 4)):
         setting.trainer.begin(1, request, setting.weights, setting.state)
-        beside = setting.trainer.beside_rollout(1e9)
+        beside = setting.trainer.beside_rollout()
         setting.engine.run(request, setting.weights, **beside)
-        _, metrics = setting.trainer.end(setting.state, 1.0, accept_length)
+        _, metrics = setting.trainer.end(setting.state, 1.0, 0.0, accept_length)
         assert metrics["drafter/steps"] == steps

@@ -81,14 +81,18 @@ class IdleTraining:
         piece: Callable[[int, int, int], Program],
         replay: ReplayConfig,
         bound: float,
+        least_idle: float = 0.0,
         floor: int = 0,
         rescue: int = 0,
     ):
         self.recipe, self.groups = recipe, tuple(groups)
         self.programs, self.make_piece = programs, piece
         self.replays = [Replay(replay, index, mesh) for index, mesh in enumerate(self.groups)]
-        self.bound, self.floor, self.rescue = bound, floor, rescue
-        self.best_accept_length = self.seconds = 0.0  # of the rollout before
+        self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
+        self.best_accept_length = 0.0
+        self.seconds = self.idle = (
+            0.0  # of the rollout before: all of it, and what its idlest group was idle
+        )
         # Held-out acceptance in this step, by depth, given the depths before.
         self.depths: list[float] = []
         self.tokens = self.wanted = (
@@ -100,15 +104,15 @@ class IdleTraining:
         self.is_broken, self.failures = False, 0
         self.pays_off = self.is_stopped = False
 
-    def beside_rollout(self, least_idle: float) -> dict[str, Any]:
-        """What Engine.run is given so that idle groups train, where they are expected to be idle for so many seconds."""
+    def beside_rollout(self) -> dict[str, Any]:
+        """What Engine.run is given so that idle groups train."""
         if not self.is_active:
             return {}
         return {
             "harvesters": self.replays,
             "listeners": [replay.listen for replay in self.replays],
             "idle_work": self,
-            "least_idle": least_idle,
+            "least_idle": self.least_idle,
         }
 
     @property
@@ -125,12 +129,14 @@ class IdleTraining:
     ) -> None:
         """A rollout begins, with these weights of every group.
 
-        Whether training pays off is asked anew in every step, until it does; in the first one of a
-        process it is not known. What micro-steps need is compiled here, and nowhere else.
+        Whether training pays off is asked anew in every step, until it does: the rest of the run has
+        to be long enough, and its groups idle for as long as work takes to be started. In the first
+        step of a process that is not known. What micro-steps need is compiled here, and nowhere else.
         """
         self.copies, self.is_broken = {}, False
         left = self.seconds * (request.rollouts_left + 1)
-        self.pays_off |= left > 0 and (self.floor > 0 or self.is_worth(left))
+        is_idle = self.idle > self.least_idle and self.is_worth(left)
+        self.pays_off |= left > 0 and (self.floor > 0 or is_idle)
         if not self.is_active:
             return
         self.resize(left)
@@ -247,13 +253,14 @@ class IdleTraining:
                 self.failed(group, error)
 
     def end(
-        self, state: DrafterState, seconds: float, accept_length: float
+        self, state: DrafterState, seconds: float, idle: float, accept_length: float
     ) -> tuple[DrafterState, dict[str, float]]:
-        """The drafter after a rollout of these seconds, merged from the groups' copies, and the metrics of its training.
+        """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
-        `accept_length`: of the rollout's chunks that drafted; 0: none did. `state` is as it was.
+        `seconds` it took, without compiling; `idle`: those that its idlest group had nothing to
+        decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was.
         """
-        self.seconds = seconds
+        self.seconds, self.idle = seconds, idle
         self.keep_alive(accept_length)
         copies, self.copies, self.policies = self.copies, {}, []
         self.depths = []

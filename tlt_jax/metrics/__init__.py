@@ -1,7 +1,9 @@
 """Output of a run: TensorBoard, console progress, completions, the list of metric names. No JAX."""
 
 from tlt_jax.metrics.names import NAMES, MetricError
-from tlt_jax.metrics.timeline import group_seconds, idle_share
+from tlt_jax.metrics.timeline import GroupSeconds, group_seconds, idle_share
 from tlt_jax.metrics.writer import ChunkRecord, Record, Writer
 
-__all__ = ["NAMES", "ChunkRecord", "MetricError", "Record", "Writer", "group_seconds", "idle_share"]
+__all__ = [
+    "NAMES", "ChunkRecord", "GroupSeconds", "MetricError", "Record", "Writer", "group_seconds", "idle_share",
+]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
@@ -12,7 +14,7 @@ from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
-from tlt_jax.metrics import group_seconds
+from tlt_jax.metrics import GroupSeconds, group_seconds
 from tlt_jax.models import eagle
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rollout.recorder import RolloutResult
@@ -73,20 +75,19 @@ def with_frequent_ids(
     return state.replace(params=state.params.replace(ids=jax.device_put(chosen, ids.sharding)))
 
 
-def idle_metrics(rollout: RolloutResult, groups: int, kind: str) -> dict[str, float]:
-    """The metrics idle/*: how much of the groups' time the rollout leaves, and how much of that is used.
-
-    `kind`: of the spans of idle work.
-    """
-    seconds = rollout.stats["seconds"]
+def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:
+    """How each data group spent the rollout; idle work, whose spans are of this kind, is idle time."""
     spans = [span for span in rollout.spans if span.kind != kind]
-    idle = sum(
-        group_seconds(spans, rollout.compile_waits, group, (0.0, seconds)).idle
-        for group in range(groups)
-    )
-    used = rollout.stats.get("idle_used", 0.0)
+    window = 0.0, rollout.stats["seconds"]
+    waits = rollout.compile_waits
+    return [group_seconds(spans, waits, group, window) for group in range(groups)]
+
+
+def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict[str, float]:
+    """The metrics idle/*: how much of the groups' time the rollout leaves, and how much of that is used."""
+    idle, used = sum(group.idle for group in groups), rollout.stats.get("idle_used", 0.0)
     return {
-        "idle/ratio": idle / (groups * seconds),
+        "idle/ratio": idle / (len(groups) * rollout.stats["seconds"]),
         "idle/used_ratio": min(used / idle, 1.0) if idle > 0 else 0.0,
         "idle/delay_s": rollout.stats.get("idle_delay", 0.0),
     }

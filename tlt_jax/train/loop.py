@@ -291,7 +291,7 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
     knobs = config.idle_training
     return IdleTraining(
         recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe),
-        adaptive.replay_config(config, recipe), knobs.micro_step_ms / 1e3, knobs.floor, knobs.rescue,
+        adaptive.replay_config(config, recipe), knobs.micro_step_ms / 1e3, knobs.least_idle_s, knobs.floor, knobs.rescue,
     )  # fmt: skip
 
 
@@ -299,11 +299,14 @@ def end_idle_training(
     config: Config, trainer: IdleTraining, state: RunState, rollout: RolloutResult
 ) -> tuple[DrafterState, dict[str, float]]:
     """The drafter after a rollout, and the metrics of its training."""
-    stats, before = rollout.stats, state.drafter
+    before = state.drafter
     if state.step == 0:
         before = adaptive.with_frequent_ids(config, before, trainer.recipe, rollout)
-    drafter, metrics = trainer.end(before, stats["seconds"], stats["accept_length"])
-    return drafter, metrics | adaptive.idle_metrics(rollout, config.mesh.data, trainer.kind)
+    groups = adaptive.decoding_seconds(rollout, config.mesh.data, trainer.kind)
+    seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
+    idle = max(group.idle for group in groups)
+    drafter, metrics = trainer.end(before, seconds, idle, rollout.stats["accept_length"])
+    return drafter, metrics | adaptive.idle_metrics(rollout, groups)
 
 
 def save_drafter(config: Config, trainer: IdleTraining, params: DrafterParams) -> None:
@@ -374,7 +377,7 @@ def roll_out(
     idle = {}
     if trainer:
         trainer.begin(state.step, request, weights, state.drafter)
-        idle = trainer.beside_rollout(config.idle_training.least_idle_s)
+        idle = trainer.beside_rollout()
     return engine.run(
         request, weights, state.tuner, on_finish=finished, interrupted=interrupted, **idle
     )
