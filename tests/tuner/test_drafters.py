@@ -167,6 +167,13 @@ def test_an_estimate_is_trusted_less_as_weights_change():
     assert doubts == sorted(doubts) and doubts[0] < 0.15 and doubts[-1] > 0.3
 
 
+def test_an_estimate_that_is_not_finite_is_one_of_a_drafter_that_accepts_nothing():
+    for levels in ((math.nan,), (math.inf, 0.5), (0.0,)):
+        mean, error = expected(LEARNED, "3_1_4", {LEARNED: levels})
+        assert 0 <= mean < 0.01 and math.isfinite(error)
+    assert expected(LEARNED, "3_1_4", {LEARNED: (0.6, math.nan)})[0] == pytest.approx(0.6, abs=1e-3)
+
+
 def test_an_estimate_without_a_level_is_refused():
     with pytest.raises(ValueError, match="no level"):
         tuner().renew(tuner().init(), {LEARNED: ()})

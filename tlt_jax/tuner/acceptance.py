@@ -10,6 +10,7 @@ draft holds to depth 1, 2, ..., each given the depth before}}.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -119,11 +120,12 @@ def drafters(evidence: Mapping) -> set[str]:
 def estimated(clock: float, levels: Sequence[float]) -> dict:
     """An estimate of one drafter as of this clock; of probabilities that `modelled` can scale.
 
-    Raises ValueError without a level.
+    What is not finite counts as 0. Raises ValueError without a level.
     """
     if not len(levels):
         raise ValueError("an estimate of acceptance has no level: give that of depth 1 at least")
-    return {"at": clock, "levels": np.clip(levels, HITS[-1], HITS[0]).tolist()}
+    finite = np.where(np.isfinite(levels), levels, 0.0)
+    return {"at": clock, "levels": np.clip(finite, HITS[-1], HITS[0]).tolist()}
 
 
 def estimate(
@@ -158,11 +160,12 @@ def estimate_of_one(
     The prior is fitted to each arm's own measurements, weighted as of the newest of them, or of the
     estimate: time since then makes estimates less certain, and leaves the prior as it is.
     """
+    levels, since = (tuple(told["levels"]), told["at"]) if told else (GUESS, -math.inf)
     position = {name(arm): i for i, arm in enumerate(arms)}
     sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
-    fresh_A = np.full(len(arms), told["at"] if told else -np.inf)
+    fresh_A = np.full(len(arms), since)
     times = [entry["at"] for rows in evidence.values() for entry in rows.values()]
-    newest = max([*times, told["at"]] if told else times, default=clock)
+    newest = max(max(times, default=clock), since)
 
     for where, rows in evidence.items():
         for source, entry in rows.items():
@@ -183,17 +186,10 @@ def estimate_of_one(
                     own_A[i] += lasting * mean
                     own_weight_A[i] += lasting
 
+    lasting, trust = (remaining({"rounds": ESTIMATED, "at": since}, at) for at in (newest, clock))
     own_A /= np.maximum(own_weight_A, 1e-12)
-    if told:
-        lasting, trust = (
-            remaining({"rounds": ESTIMATED, "at": told["at"]}, at) for at in (newest, clock)
-        )
-        prior_A = prior(
-            arms, own_A, own_weight_A, tuple(told["levels"]), max(lasting, GUESS_ROUNDS)
-        )
-        trust = max(trust, PRIOR)
-    else:
-        prior_A, trust = prior(arms, own_A, own_weight_A), PRIOR
+    prior_A = prior(arms, own_A, own_weight_A, levels, max(lasting, GUESS_ROUNDS))
+    trust = max(trust, PRIOR)
     mean_A = (sum_A + trust * prior_A) / (weight_A + trust)
 
     drift_A = np.minimum(WALK * np.sqrt((clock - fresh_A) / HALF_LIFE), FARTHEST)
