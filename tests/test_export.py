@@ -15,8 +15,10 @@ from tlt_jax.checkpoint import Store
 from tlt_jax.config import load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 
@@ -109,3 +111,32 @@ def test_help_names_every_option(monkeypatch, capsys):
         call(monkeypatch, "--help")
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--run", "--out", "--step", "--dtype", "--mesh.data"))
+
+
+def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
+    run, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "adaptive"
+    source = tmp_path / "source.yaml"
+    source.write_text(f"run: {folder}{MODEL}speculation: {{drafter: adaptive}}\n")
+    config = configuration.read(source)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(configuration.to_yaml(config))
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    drafter = from_config.new_drafter_config(config, model)
+    recipe = DrafterRecipe.while_idle(config, model, drafter, meshes.make_mesh(2, 1))
+    with Store(folder, keep=2) as store:
+        state = jax.tree.map(partial(fill, 3), drafter_recipe.abstract_state(recipe))
+        store.save(1, {"drafter": state})
+    where = "--run", folder, "--out", tmp_path / "out"
+    assert call(monkeypatch, *where, "--drafter", "--mesh.data", "1") == 0
+    assert "the drafter after step 1" in capsys.readouterr().out
+    read, params = hf_drafter.load(
+        tmp_path / "out", model, meshes.make_mesh(1, 1), "float32", model.max_positions
+    )
+    assert read == drafter
+    assert all((np.asarray(leaf) == 3).all() for leaf in jax.tree.leaves(params))
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, "--run", run, "--out", tmp_path / "none", "--drafter")
+    assert stopped.value.code == 2
+    assert "trains no drafter, its speculation.drafter is none" in capsys.readouterr().err

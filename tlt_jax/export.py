@@ -1,18 +1,20 @@
-"""`python -m tlt_jax.export --run RUN --out DIR`: the policy of a checkpoint as a Hugging Face model directory."""
+"""`python -m tlt_jax.export --run RUN --out DIR`: the policy or the drafter of a checkpoint as a model directory."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import load as configuration
-from tlt_jax.config.schema import DTYPES, Config
+from tlt_jax.config.schema import ADAPTIVE, DTYPES, Config
 from tlt_jax.errors import ConfigError
 
 ABOUT = f"""--run RUN     folder of the run
 --out DIR     directory to write
 --step N      which checkpoint: a step, latest (default), or best by checkpoint.best_metric
+--drafter     the drafter that the run trains (speculation.drafter adaptive), instead of the policy
 --dtype DTYPE dtype of the written weights: {" | ".join(DTYPES)} (default: model.param_dtype)
 Knobs of the run may be overridden, for example --mesh.data 1 where fewer devices are."""
 
@@ -26,6 +28,9 @@ def main() -> int:
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
     step = cli.take(arguments, "--step") if "--step" in arguments else "latest"
     dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
+    is_drafter = "--drafter" in arguments
+    if is_drafter:
+        arguments.remove("--drafter")
 
     try:
         config = run_folder.read(run, arguments)
@@ -35,7 +40,8 @@ def main() -> int:
     with cli.prepared(config):
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is unknown: use {', '.join(DTYPES)}")
-        print(f"{out}: the policy after step {export(config, run, out, step, dtype)}")
+        what, write = ("drafter", export_drafter) if is_drafter else ("policy", export)
+        print(f"{out}: the {what} after step {write(config, run, out, step, dtype)}")
     return 0
 
 
@@ -45,34 +51,69 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
     `step`: a number, latest or best; `dtype`: of the written weights, by default model.param_dtype.
     Raises ConfigError or CheckpointError when there is no such checkpoint.
     """
-    import jax
-
-    from tlt_jax.checkpoint import Store
-    from tlt_jax.config import validate
     from tlt_jax.data import dataset as datasets
-    from tlt_jax.distributed import mesh as meshes
-    from tlt_jax.models import from_config, hf
+    from tlt_jax.models import hf
     from tlt_jax.train import policy_update
     from tlt_jax.train.recipe import Recipe
 
+    model, mesh = sizes(config)
+    target = policy_update.abstract_state(Recipe.of(config, model, mesh, total_steps=1))
+    chosen, state = restore(config, run, step, "policy", target)
     tokenizer = datasets.tokenizer(config)
-    model = from_config.model_config(config, tokenizer)
-    validate.validate_model(config, model, jax.device_count())
-    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+    hf.save(state.params, model, out, mesh, tokenizer, dtype or config.model.param_dtype)
+    return chosen
 
-    recipe = Recipe.of(config, model, mesh, total_steps=1)
+
+def export_drafter(
+    config: Config, run: Path, out: Path, step: str = "latest", dtype: str = ""
+) -> int:
+    """As `export`, the drafter that the run trains in idle time, for serving engines.
+
+    Raises ConfigError also for a run that trains none.
+    """
+    from tlt_jax.drafter import recipe as drafter_recipe
+    from tlt_jax.models import from_config, hf_drafter
+
+    if config.speculation.drafter != ADAPTIVE:
+        raise ConfigError(
+            f"--drafter: {run} trains no drafter, its speculation.drafter is {config.speculation.drafter}"
+        )
+    model, mesh = sizes(config)
+    drafter = from_config.drafter_config(config, model)
+    recipe = drafter_recipe.Recipe.while_idle(config, model, drafter, mesh)
+    target = drafter_recipe.abstract_state(recipe)
+    chosen, state = restore(config, run, step, "drafter", target)
+    hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
+    if caveat := hf_drafter.caveat(drafter):
+        print(f"{out}: {caveat}")
+    return chosen
+
+
+def sizes(config: Config) -> tuple[Any, Any]:
+    """The policy's ModelConfig and the mesh of the configuration. Raises ConfigError when it does not fit the devices."""
+    import jax
+
+    from tlt_jax.config import validate
+    from tlt_jax.data import dataset as datasets
+    from tlt_jax.distributed import mesh as meshes
+    from tlt_jax.models import from_config
+
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    validate.validate_model(config, model, jax.device_count())
+    return model, meshes.make_mesh(config.mesh.data, config.mesh.model)
+
+
+def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tuple[int, Any]:
+    """The step that is meant, and its item with the shardings of the target."""
+    from tlt_jax.checkpoint import Store
+
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
         if chosen is None:
             raise ConfigError(
                 f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}"
             )
-        state = store.restore(chosen, {"policy": policy_update.abstract_state(recipe)}).items[
-            "policy"
-        ]
-
-    hf.save(state.params, model, out, mesh, tokenizer, dtype or config.model.param_dtype)
-    return chosen
+        return chosen, store.restore(chosen, {item: target}).items[item]
 
 
 def number(text: str) -> int:
