@@ -24,7 +24,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.data.packing import Packed
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, loop, policy_update
+from tlt_jax.train import evaluation, loop, policy_batch
 from tlt_jax.train.recipe import Recipe
 
 KNOBS = {
@@ -112,7 +112,7 @@ OF_BATCHES = [
     (loop, "group_advantages", loop_mutants.dealt_to_the_next, check_batches),
     (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
     (loop, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
-    (policy_update, "make_batch", loop_mutants.without_last_tokens, check_batches),
+    (policy_batch, "make_batch", loop_mutants.without_last_tokens, check_batches),
     (loop, "update_policy", reading(algorithm__advantage="grpo"), check_batches),
     (loop, "update_policy", reading(algorithm__aggregation="token_mean"), check_batches),
 ]
