@@ -62,9 +62,12 @@ def test_each_drafter_gives_the_tokens_of_plain_decoding(arm):
 
 @pytest.mark.parametrize("guess, groups", [("exact", 1), ("noisy", 2), ("wrong", 1)])
 def test_drafters_that_change_every_chunk_give_the_tokens_of_plain_decoding(guess, groups):
-    result = play(ORDER, guess, groups)
-    assert toy.answers(result) == toy.reference(RULES)[0]
-    assert {one.strategy for one in result.measurements} == {*ARMS, PLAIN}
+    used = set()
+    for start in range(0, len(ORDER), 4):  # all are reached, however few chunks a rollout takes
+        result = play(ORDER[start:] + ORDER[:start], guess, groups)
+        assert toy.answers(result) == toy.reference(RULES)[0]
+        used |= {one.strategy for one in result.measurements}
+    assert used == {*ARMS, PLAIN}
 
 
 def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_drafts_and_not_before():
