@@ -38,17 +38,22 @@ def programs(groups: int = 1):
     return toys.executables(groups, V, toys.table_drafter(), toys.with_ngrams)
 
 
-def play(order, guess: str = "exact", groups: int = 1, **rest):
-    """A rollout whose chunks have these strategies in turn."""
+def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, **rest):
+    """A rollout whose chunks have these strategies in turn, for 1 to 3 rounds, n-grams for `ngram_rounds` when given.
+
+    With one chunk in flight, in one group, what they are does not depend on the speed of the machine.
+    """
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def decide(view):
         strategy = order[next(turn) % len(order)]
-        return replace(plain(view), strategy=strategy, rounds=1 + view.retired % 3)
+        is_long = ngram_rounds and strategy.drafter == "ngram"
+        rounds = ngram_rounds if is_long else 1 + view.retired % 3
+        return replace(plain(view), strategy=strategy, rounds=rounds)
 
     return toys.play(
         programs(groups), TABLE, PROMPTS, SAMPLES, RULES, guess=toy.GUESSES[guess],
-        capacity=6, rounds=3, decide=decide, **rest,
+        capacity=6, rounds=ngram_rounds or 3, decide=decide, in_flight=in_flight, **rest,
     )  # fmt: skip
 
 
@@ -60,14 +65,18 @@ def test_each_drafter_gives_the_tokens_of_plain_decoding(arm):
     assert sum(one.hits.sum() for one in result.measurements) > 0
 
 
-@pytest.mark.parametrize("guess, groups", [("exact", 1), ("noisy", 2), ("wrong", 1)])
-def test_drafters_that_change_every_chunk_give_the_tokens_of_plain_decoding(guess, groups):
-    used = set()
-    for start in range(0, len(ORDER), 4):  # all are reached, however few chunks a rollout takes
-        result = play(ORDER[start:] + ORDER[:start], guess, groups)
-        assert toy.answers(result) == toy.reference(RULES)[0]
-        used |= {one.strategy for one in result.measurements}
-    assert used == {*ARMS, PLAIN}
+@pytest.mark.parametrize(
+    "guess, groups, in_flight", [("exact", 1, 1), ("wrong", 1, 1), ("noisy", 1, 3), ("noisy", 2, 2)]
+)
+def test_drafters_that_change_every_chunk_give_the_tokens_of_plain_decoding(
+    guess, groups, in_flight
+):
+    result = play(ORDER, guess, groups, in_flight)
+    assert toy.answers(result) == toy.reference(RULES)[0]
+    assert (groups, in_flight) != (1, 1) or {one.strategy for one in result.measurements} == {
+        *ARMS,
+        PLAIN,
+    }
 
 
 def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_drafts_and_not_before():
@@ -81,11 +90,15 @@ def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_draft
             lag += min(one.rounds, 3) * one.strategy.path
     assert sum(span.kind == "catch_up" for span in result.spans) == due > 4
 
-    # It knows what the target will say, as long as it knows of every token before.
+
+def test_the_learned_drafter_knows_every_token_that_ngrams_decoded():
+    """Then it knows what the target will say, and misses only where a sequence ends."""
+    result = play([NGRAM, LEARNED, NGRAM, SHORT, NGRAM, MERGED], ngram_rounds=7, max_new_tokens=40)
     drafted = [one for one in result.measurements if one.strategy in EXTENDING]
     missed = sum(one.strategy.depth * one.row_rounds - int(one.hits.sum()) for one in drafted)
-    row_rounds, ended = sum(one.row_rounds for one in drafted), len(result.completions)
-    assert missed <= 3 * ended < row_rounds, "it misses only where a sequence ends"
+    levels = sum(one.strategy.depth * one.row_rounds for one in drafted)
+    ended = len(result.completions)
+    assert missed <= 3 * ended < levels / 2
 
 
 def test_ngrams_alone_need_no_catching_up():
