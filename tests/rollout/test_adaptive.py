@@ -38,7 +38,7 @@ def programs(groups: int = 1):
     return toys.executables(groups, V, toys.table_drafter(), toys.with_ngrams)
 
 
-def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, **rest):
+def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, rules=RULES, **rest):
     """A rollout whose chunks have these strategies in turn, for 1 to 3 rounds, n-grams for `ngram_rounds` when given.
 
     With one chunk in flight, in one group, what they are does not depend on the speed of the machine.
@@ -52,7 +52,7 @@ def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, **rest):
         return replace(plain(view), strategy=strategy, rounds=rounds)
 
     return toys.play(
-        programs(groups), TABLE, PROMPTS, SAMPLES, RULES, guess=toy.GUESSES[guess],
+        programs(groups), TABLE, PROMPTS, SAMPLES, rules, guess=toy.GUESSES[guess],
         capacity=6, rounds=ngram_rounds or 3, decide=decide, in_flight=in_flight, **rest,
     )  # fmt: skip
 
@@ -93,7 +93,8 @@ def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_draft
 
 def test_the_learned_drafter_knows_every_token_that_ngrams_decoded():
     """Then it knows what the target will say, and misses only where a sequence ends."""
-    result = play([NGRAM, LEARNED, NGRAM, SHORT, NGRAM, MERGED], ngram_rounds=7, max_new_tokens=40)
+    order, endless = [NGRAM, LEARNED, NGRAM, SHORT, NGRAM, MERGED], DecodingParams(Sampling(1.0))
+    result = play(order, ngram_rounds=7, rules=endless, max_new_tokens=40)
     drafted = [one for one in result.measurements if one.strategy in EXTENDING]
     missed = sum(one.strategy.depth * one.row_rounds - int(one.hits.sum()) for one in drafted)
     levels = sum(one.strategy.depth * one.row_rounds for one in drafted)
