@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runs import KNOBS, TASK
+from training_runs import KNOBS, TASK
 
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import tasks

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from observed import configure
-from runs import events
+from training_runs import events
 
 from tlt_jax import cli
 from tlt_jax.metrics import Writer, names

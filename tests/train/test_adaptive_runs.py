@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from runs import assert_equal, completions, events, state_of, stopped_after
+from training_runs import assert_equal, completions, events, state_of, stopped_after
 
 from tlt_jax import cli, run_folder
 from tlt_jax.checkpoint import Store

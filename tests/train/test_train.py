@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from runs import (
+from training_runs import (
     STEPS,
     assert_equal,
     completions,

@@ -151,14 +151,6 @@ def fit(examples: Sequence[Example], row_tokens: int) -> list[Example]:
     return kept
 
 
-def frequent(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:
-    """The `size` token ids that stand in the answers most often (of equals the lower), ascending."""
-    counts = np.zeros(vocab_size, np.int64)
-    for example in examples:
-        counts += np.bincount(example.answer, minlength=vocab_size)
-    return np.sort(np.argsort(-counts, kind="stable")[:size])
-
-
 class PackedCorpus:
     """Packed rows of all examples [n, T], dealt in an order that is shuffled anew in every pass."""
 

@@ -28,6 +28,7 @@ from tlt_jax.models.eagle_config import (
     check_ids,
     default_captures,
     for_policy,
+    frequent_ids,
     init,
     shardings,
     shared,
@@ -40,7 +41,8 @@ from tlt_jax.shapes import shaped
 
 __all__ = [
     "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids",
-    "default_captures", "extend", "fill", "for_policy", "init", "logits", "scratch", "shardings", "shared", "shift", "step",
+    "default_captures", "extend", "fill", "for_policy", "frequent_ids", "init", "logits",
+    "scratch", "shardings", "shared", "shift", "step",
     "to_rollout", "unroll", "weights",
 ]  # fmt: skip
 

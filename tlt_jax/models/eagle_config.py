@@ -8,6 +8,7 @@ and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -260,6 +261,16 @@ def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -
     """Shape, dtype and sharding of every array of DrafterParams."""
     check_mesh(config.block, mesh)
     return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
+
+
+def frequent_ids(
+    texts: Iterable[np.ndarray], size: int, vocab_size: int
+) -> Int32[np.ndarray, " U"]:
+    """The `size` token ids that stand in the texts int32[n] most often (of equals the lower), ascending: a draft vocabulary."""
+    counts = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        counts += np.bincount(text, minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> Int32[np.ndarray, " U"] | None:

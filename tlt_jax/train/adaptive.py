@@ -68,10 +68,8 @@ def with_frequent_ids(
     ids = state.params.ids
     if ids is None or config.drafter_training.start:
         return state
-    counts = np.zeros(recipe.model.vocab_size, np.int64)
-    for one in rollout.completions:
-        counts += np.bincount(one.tokens, minlength=recipe.model.vocab_size)
-    chosen = np.sort(np.argsort(-counts, kind="stable")[: ids.shape[0]]).astype(np.int32)
+    answers = (one.tokens for one in rollout.completions)
+    chosen = eagle.frequent_ids(answers, ids.shape[0], recipe.model.vocab_size)
     return state.replace(params=state.params.replace(ids=jax.device_put(chosen, ids.sharding)))
 
 

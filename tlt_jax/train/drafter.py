@@ -133,11 +133,10 @@ def initial_drafter(
         directory = Path(parse.expand(start, "drafter_training.start"))
         return hf_drafter.load(directory, model, mesh, dtype, longest)
     drafter = from_config.new_drafter_config(config, model)
-    ids = (
-        None
-        if drafter.whole
-        else corpus.frequent(examples, drafter.draft_vocab_size, model.vocab_size)
-    )
+    ids = None
+    if not drafter.whole:
+        answers = (example.answer for example in examples)
+        ids = eagle.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
 
