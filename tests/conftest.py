@@ -23,6 +23,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tlt_jax.rollout import executables  # noqa: E402
+
+executables.CPU_OPTIONS = {}  # an option of one compilation goes before XLA_FLAGS
+
 FILE_SECONDS: dict[str, float] = defaultdict(float)
 
 
