@@ -7,6 +7,8 @@ and, where jaxlib still has it, the plainer code generator, it halves again. Set
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from importlib.metadata import version
 
@@ -17,6 +19,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", QUICK).split() if "device_count" not in flag]
     + ["--xla_force_host_platform_device_count=8"]
 )
+PROGRAMS = "TLT_JAX_TEST_PROGRAMS"  # a folder of executables that all processes of a run of the tests share
+IS_FIRST = PROGRAMS not in os.environ
+if IS_FIRST:
+    os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="tlt_jax_programs_")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -51,6 +57,11 @@ def x64():
 
 def pytest_runtest_logreport(report):
     FILE_SECONDS[report.nodeid.split("::")[0]] += report.duration
+
+
+def pytest_unconfigure():
+    if IS_FIRST:
+        shutil.rmtree(os.environ.pop(PROGRAMS), ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from dataclasses import replace
 from functools import cache
 
@@ -34,7 +34,7 @@ PROMPTS = [
     [36, 10],
 ]
 SAMPLES, LIMIT = 3, 12
-CACHE = tempfile.TemporaryDirectory()  # of executables: many cases share some
+CACHE = os.environ["TLT_JAX_TEST_PROGRAMS"]  # of executables: many cases share some
 
 
 def engine_of(
@@ -48,7 +48,7 @@ def engine_of(
                 "prompts": 4,
                 "samples": SAMPLES,
                 "max_new_tokens": LIMIT,
-                "compile_cache": CACHE.name,
+                "compile_cache": CACHE,
             }
             | rollout
         ),
@@ -62,7 +62,6 @@ def compile_cache():
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    CACHE.cleanup()
 
 
 def params_of(engine: Engine, seed: int = 0):

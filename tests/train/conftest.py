@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from tlt_jax.data import tasks
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A folder for all tests: compiled programs, and three problems to train on beside two for evaluation."""
+    """A folder for all tests: three problems to train on beside two for evaluation."""
     root = tmp_path_factory.mktemp("train")
     task = tasks.make("fold", TASK)
     task.tokenizer().save_pretrained(root / "tokenizer")
@@ -35,7 +36,11 @@ def configure(shared):
     def make(run: Path, knobs: dict | None = None) -> Config:
         values = (
             KNOBS
-            | {"run": run, "rollout.compile_cache": shared / "xla", "checkpoint.export": False}
+            | {
+                "run": run,
+                "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
+                "checkpoint.export": False,
+            }
             | (knobs or {})
         )
         pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,10 +94,10 @@ def configure(run: Path, knobs: dict[str, Any]) -> Config:
 
 
 @contextmanager
-def compiled_once(folder: Path) -> Iterator[dict[str, str]]:
-    """Knobs with which runs inside find the programs of earlier ones in the folder."""
+def compiled_once() -> Iterator[dict[str, str]]:
+    """Knobs with which runs inside find the programs of earlier ones."""
     compilation_cache.reset_cache()
-    yield {"rollout.compile_cache": str(folder / "xla")}
+    yield {"rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"]}
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
 

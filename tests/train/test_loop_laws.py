@@ -35,9 +35,9 @@ ARMED = {
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory) -> Iterator[dict[str, str]]:
+def cached() -> Iterator[dict[str, str]]:
     """The knobs with which all runs here compile their programs once."""
-    with observed.compiled_once(tmp_path_factory.mktemp("programs")) as knobs:
+    with observed.compiled_once() as knobs:
         yield knobs
 
 

@@ -50,9 +50,9 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def knobs(tmp_path_factory) -> Iterator[dict[str, Any]]:
+def knobs() -> Iterator[dict[str, Any]]:
     """The knobs of all runs here, which compile their programs once."""
-    with observed.compiled_once(tmp_path_factory.mktemp("programs")) as cached:
+    with observed.compiled_once() as cached:
         yield KNOBS | cached
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -79,7 +80,7 @@ def configure(shared):
         values = KNOBS | {
             "run": run,
             "model.path": shared / "policy",
-            "rollout.compile_cache": shared / "xla",
+            "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
         }
         pairs = [(name, value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))
                  for name, value in (values | (knobs or {})).items()]  # fmt: skip
