@@ -166,10 +166,21 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
         str(tmp_path / "drafter"),
     )
     assert plan_of(*started)[2].drafter == engine.drafter
-    with pytest.raises(
-        ConfigError, match="drafter_training.vocab 60: an eagle drafter proposes every token"
+    for knob, value, error in (
+        ("vocab", "60", "vocab 60: an eagle drafter proposes every token"),
+        ("fc_norm", "false", "fc_norm false: only a new eagle3 drafter has a choice"),
     ):
-        plan_of("--speculation.drafter", "runs/nowhere", "--drafter_training.vocab", "60")
+        with pytest.raises(ConfigError, match=f"drafter_training.{error}"):
+            plan_of("--speculation.drafter", "runs/nowhere", f"--drafter_training.{knob}", value)
+
+
+@pytest.mark.parametrize("knob", ["fc_norm", "norm_output"])
+def test_a_new_eagle3_drafter_is_of_eagle_3_1_unless_the_knobs_say_otherwise(knob):
+    kind = ("--speculation.drafter", "adaptive", "--drafter_training.kind", "eagle3")
+    drafter = plan_of(*kind)[2].drafter
+    assert drafter.fc_norm and drafter.norm_output
+    plainer = plan_of(*kind, f"--drafter_training.{knob}", "false")[2].drafter
+    assert plainer == replace(drafter, **{knob: False})
 
 
 def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):

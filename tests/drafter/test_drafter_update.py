@@ -118,7 +118,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_scores_worked_by_hand(x64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     entropy = -(0.5 * np.log(0.2) + 0.3 * np.log(0.7) + 0.2 * np.log(0.1))
-    whole = drafter_update.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, "cross_entropy")
+    whole = drafter_update.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, Objective())
     assert_same((whole.token_loss, whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12)
     assert (bool(whole.agrees), bool(whole.learns)) == (False, True)
 
@@ -130,9 +130,7 @@ def test_scores_worked_by_hand(x64):
         (3, False, False),
         (0, False, False),
     ):
-        part = drafter_update.score(
-            jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, "cross_entropy"
-        )
+        part = drafter_update.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, Objective())
         entropy = -(
             0.6 * np.log(0.9) + 0.4 * np.log(0.1)
         )  # to the policy renormalized over the two
@@ -145,7 +143,7 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
 
     def loss(logits, kind):
         return drafter_update.score(
-            jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, kind
+            jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, Objective(loss=kind)
         ).token_loss
 
     near = np.log(p) + np.array([0.01, 0.0, 0.0])
@@ -186,7 +184,7 @@ def plain_loss(
         0.0,
     )
     for j in range(recipe.objective.unroll):
-        features, tokens, agrees, acceptance = [], [], [], []
+        features, tokens, agrees, acceptance, tops = [], [], [], [], []
         for row in range(segments.shape[0]):
             for slot in range(segments.shape[1] - 1 - j):
                 place = slot + 1 + j
@@ -197,9 +195,12 @@ def plain_loss(
                 features.append(np.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
                 agrees.append(kept[drafted.argmax()] == p.argmax())
                 acceptance.append(np.minimum(p[kept], drafted).sum())
+                best = np.argsort(-p[kept])[: drafter_update.TOP]
+                tops.append(-(p[kept] * np.log(drafted))[best].sum())
                 if p.argmax() in kept:
                     tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
         part = 0.1 * np.mean(tokens) + np.mean(features) if eagle1 else np.mean(tokens)
+        part += recipe.objective.top_loss * np.mean(tops)
         total += recipe.objective.decay**j * part
         metrics |= {
             f"agreement@{j + 1}": np.mean(agrees),
@@ -209,12 +210,16 @@ def plain_loss(
             metrics |= {"token_loss": np.mean(tokens)} | (
                 {"feature_loss": np.mean(features)} if eagle1 else {}
             )
+            metrics |= {"top_loss": np.mean(tops)} if recipe.objective.top_loss else {}
     return metrics | {"loss": total, "tokens": answers.sum()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
-    recipe = recipe_of(kind)
+@pytest.mark.parametrize("kind, top_loss", [*((kind, 0.0) for kind in KINDS), (EAGLE, 0.7)])
+def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(
+    kind, top_loss, x64, monkeypatch
+):
+    monkeypatch.setattr(drafter_update, "TOP", 3)
+    recipe = recipe_of(kind, Objective(UNROLL, 0.5, top_loss=top_loss))
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
@@ -249,7 +254,7 @@ def test_losses_are_those_of_torch(x64):
     p, q = random.normal(size=(2, 5, 11))
     target = jax.nn.log_softmax(jnp.asarray(p))
     ours = drafter_update.score(
-        target, jnp.asarray(q), jnp.argmax(target, -1), None, "cross_entropy"
+        target, jnp.asarray(q), jnp.argmax(target, -1), None, Objective()
     ).token_loss
     theirs = torch.nn.functional.cross_entropy(
         torch.tensor(q), torch.tensor(p).softmax(-1), reduction="none"
@@ -433,12 +438,13 @@ def test_decay_pulls_matrices_only(x64):
 
 def test_recipe_holds_the_numbers_of_the_configuration():
     knobs = DrafterTraining(
-        learning_rate=2e-4, steps=40, decay=0.7, loss="acceptance", noise=0.2, weight_decay=0.3
-    )
+        learning_rate=2e-4, steps=40, decay=0.7, loss="acceptance", noise=0.2, weight_decay=0.3,
+        top_loss=0.4, detach=True,
+    )  # fmt: skip
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
     recipe = Recipe.of(config, MODEL, eagle.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.3, 0.5)
-    assert recipe.objective == Objective(1, 0.7, "acceptance", 0.2)
+    assert recipe.objective == Objective(1, 0.7, "acceptance", 0.2, 0.4, True)
     assert (
         Recipe.of(
             config, MODEL, eagle.for_policy(MODEL, "eagle3"), make_mesh(1, 1)

@@ -305,7 +305,23 @@ class DrafterTraining:
         "cross_entropy: to the policy's distribution | acceptance: turns to 1 - the expected acceptance as that grows",
         one_of=("cross_entropy", "acceptance"),
     )
+    top_loss: float = knob(
+        0.0,
+        "weight of a further loss on the policy's ten most likely tokens alone; with kind eagle, unroll 3, decay 1, "
+        "detach true and a weight of 1 the training is that of HASS",
+        at_least=0,
+    )
+    detach: bool = knob(
+        False, "what a draft step hands to the next is given, and not learned from there"
+    )
     noise: float = knob(0.0, "uniform noise up to this size is added to the features", at_least=0)
+    fc_norm: bool = knob(
+        True, "a new eagle3 drafter norms each hidden state that it reads (EAGLE-3.1)"
+    )
+    norm_output: bool = knob(
+        True,
+        "a new eagle3 drafter hands its normed hidden state to the next draft step (EAGLE-3.1)",
+    )
     vocab: int = knob(
         0, "tokens that a new eagle3 drafter can propose, the most frequent; 0: all", at_least=0
     )

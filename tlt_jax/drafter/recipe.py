@@ -21,13 +21,17 @@ class Objective:
     """What the update minimizes: the weighted losses of `unroll` draft steps.
 
     The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half
-    width of the uniform noise on the features (arXiv 2401.15077, section 3.2).
+    width of the uniform noise on the features (arXiv 2401.15077, section 3.2). `top_loss`: weight
+    of the loss on the policy's most likely tokens (arXiv 2408.15766, section 3.1); `detach`: no
+    gradient reaches a draft step through those after it, as there (section 3.2).
     """
 
     unroll: int = 1
     decay: float = 0.8
     loss: str = "cross_entropy"  # cross_entropy | acceptance
     noise: float = 0.0
+    top_loss: float = 0.0
+    detach: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Recipe:
         return cls(
             model, drafter, mesh,
             Adam.short(config, knobs.learning_rate, knobs.steps, knobs.weight_decay),
-            Objective(unroll, knobs.decay, knobs.loss, knobs.noise),
+            Objective(unroll, knobs.decay, knobs.loss, knobs.noise, knobs.top_loss, knobs.detach),
             train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
         )  # fmt: skip
 

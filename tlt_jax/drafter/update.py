@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from tlt_jax import keys, optimizer
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.drafter.batch import Batch
-from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state
+from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe, abstract_state
 from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
 from tlt_jax.models.eagle import DrafterParams, Shared
 from tlt_jax.models.transformer import Params
@@ -28,6 +28,7 @@ from tlt_jax.shapes import shaped
 
 # Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
 TOKEN_WEIGHT = {"eagle": 0.1, "eagle3": 1.0}
+TOP = 10  # tokens of the loss on the most likely ones (arXiv 2408.15766, section 4)
 ETA = 3.0  # "acceptance" loss (arXiv 2602.23881): decay of the cross-entropy term with acceptance
 
 
@@ -98,7 +99,7 @@ def loss(
     objective = recipe.objective
     hidden = eagle.unroll(
         params, recipe.drafter, shared, batch.tokens, batch.features, batch.positions, batch.segments,
-        objective.unroll, recipe.attention_block, recipe.mesh,
+        objective.unroll, recipe.attention_block, recipe.mesh, objective.detach,
     )  # fmt: skip
     aligned = [jnp.roll(step, j + 1, axis=1) for j, step in enumerate(hidden)]
     scores = token_scores(params, shared, batch.states, aligned, recipe)
@@ -109,6 +110,10 @@ def loss(
         known = batch.loss_mask & jnp.roll(reaches, j + 1, axis=1)  # s - 1 - j is in s's segment
         token_loss = mean(score.token_loss, known & score.learns)
         step_loss = TOKEN_WEIGHT[recipe.drafter.kind] * token_loss
+        if objective.top_loss:
+            top_loss = mean(score.top_loss, known)
+            step_loss += objective.top_loss * top_loss
+            metrics |= {"top_loss": top_loss} if j == 0 else {}
         if recipe.drafter.kind == "eagle":
             feature_loss = mean(smooth_l1(predicted, batch.states), known)
             step_loss += feature_loss
@@ -127,13 +132,15 @@ class Scores:
 
     `agrees`: drafter and policy have the same most likely token. `acceptance`: sum of min(p, q),
     the acceptance probability of speculative sampling (arXiv 2211.17192). `learns`: False where
-    the draft vocabulary lacks the policy's most likely token.
+    the draft vocabulary lacks the policy's most likely token. `top_loss`: the terms of the cross
+    entropy to the policy of its most likely tokens; 0 when it is not asked for.
     """
 
     token_loss: Float[Array, "*A"]
     agrees: Bool[Array, "*A"]
     acceptance: Float[Array, "*A"]
     learns: Bool[Array, "*A"]
+    top_loss: Float[Array, "*A"]
 
 
 def token_scores(
@@ -163,7 +170,7 @@ def token_scores(
         )
         if ids is not None:
             logits = split(ops.contract("...d,vd->...v", states, part), draft_axis(recipe), mesh)
-        rule = partial(score, logits - normalizer, top=top, ids=ids, loss=recipe.objective.loss)
+        rule = partial(score, logits - normalizer, top=top, ids=ids, objective=recipe.objective)
         return [rule(split(draft(state), draft_axis(recipe), mesh)) for state in hidden]
 
     return scoring.in_chunks(
@@ -177,26 +184,32 @@ def score(
     logits: Float[Array, "*A U"],
     top: Int[Array, "*A"],
     ids: Int32[Array, " U"] | None,
-    loss: str,
+    objective: Objective,
 ) -> Scores:
     """Scores of draft logits against the policy's log-probs `target` of the same tokens.
 
     `top`: the policy's most likely token of its full vocabulary. `ids`: token ids of the draft
-    vocabulary; None: the full one. `loss`: see Objective.
+    vocabulary; None: the full one.
     """
     drafted = jax.nn.log_softmax(logits, axis=-1)
     p, q = jnp.exp(target), jnp.exp(drafted)
     guess = jnp.argmax(logits, axis=-1)
     acceptance = jnp.sum(jnp.minimum(p, q), axis=-1)
     token_loss = -jnp.sum(jax.nn.softmax(target, axis=-1) * drafted, axis=-1)
-    if loss == "acceptance":
+    if objective.loss == "acceptance":
         share = jax.lax.stop_gradient(jnp.exp(-ETA * acceptance))
         token_loss = share * token_loss + (1 - share) * (1 - acceptance)
 
+    top_loss = jnp.zeros_like(token_loss)
+    if objective.top_loss:
+        least = jax.lax.top_k(target, min(TOP, target.shape[-1]))[0][..., -1:]
+        top_loss = -jnp.sum(jnp.where(target >= least, p * drafted, 0), axis=-1)
+
     if ids is None:
-        return Scores(token_loss, guess == top, acceptance, jnp.ones(top.shape, bool))
+        learns = jnp.ones(top.shape, bool)
+        return Scores(token_loss, guess == top, acceptance, learns, top_loss)
     place = jnp.minimum(jnp.searchsorted(ids, top), ids.shape[0] - 1)
-    return Scores(token_loss, ids[guess] == top, acceptance, ids[place] == top)
+    return Scores(token_loss, ids[guess] == top, acceptance, ids[place] == top, top_loss)
 
 
 def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Callable[[Array], Array]:

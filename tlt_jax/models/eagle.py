@@ -291,6 +291,7 @@ def unroll(
     steps: int,
     block: int = 512,
     mesh: Mesh | None = None,
+    detach: bool = False,
 ) -> Float[Array, "J B T Z"]:
     """Hidden states of `steps` levels of drafting along given tokens: EAGLE-3's training-time test.
 
@@ -298,6 +299,9 @@ def unroll(
     slot t, has rotary position t + j, and attends to step 0 of its segment's slots up to t and its
     own slot of steps 1..j: what `extend` and then j times `step` compute (section 3.2). It
     predicts token t + 2 + j; where token t + 1 + j is beyond t's segment it is junk.
+
+    With `detach` no gradient flows from a step to the hidden states that it reads (HASS, arXiv
+    2408.15766, section 3.2).
 
     In the dtype of `features`; `params` in the "train" layout. The backward pass computes every
     step again; memory grows linearly with T. With a mesh, rows stay sharded over `data`.
@@ -340,4 +344,5 @@ def unroll(
         )
         past = (*past, kv)
         hidden.append(state)
+        state = jax.lax.stop_gradient(state) if detach else state
     return jnp.stack(hidden)

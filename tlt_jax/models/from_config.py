@@ -88,8 +88,16 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     """A new drafter, as `drafter_training` wants it. Raises ConfigError when its knobs clash."""
     check_drafter_training(config)
-    size = min(config.drafter_training.vocab or model.vocab_size, model.vocab_size)
-    return eagle.for_policy(model, config.drafter_training.kind, draft_vocab_size=size)
+    knobs = config.drafter_training
+    if knobs.kind == "eagle":
+        return eagle.for_policy(model, knobs.kind)
+    return eagle.for_policy(
+        model,
+        knobs.kind,
+        draft_vocab_size=min(knobs.vocab or model.vocab_size, model.vocab_size),
+        fc_norm=knobs.fc_norm,
+        norm_output=knobs.norm_output,
+    )
 
 
 def check_drafter_training(config: Config) -> None:
@@ -100,6 +108,10 @@ def check_drafter_training(config: Config) -> None:
         if knobs.start:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
+    for name in ("fc_norm", "norm_output"):
+        if not getattr(knobs, name) and (knobs.start or knobs.kind == "eagle"):
+            reason = "only a new eagle3 drafter has a choice"
+            raise ConfigError(f"drafter_training.{name} false: {reason}: leave it out")
 
 
 def drafter_directory(config: Config) -> Path | None:
