@@ -13,10 +13,10 @@ import test_speculation as speculation
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import eagle
+from tlt_jax.rollout import executables, prices
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode, DraftOnly, StateShape
 from tlt_jax.spec_decode.decoding_params import DecodingParams
@@ -145,7 +145,43 @@ def test_a_plan_has_the_programs_of_every_arm_though_none_has_learned():
     assert {arm.drafter for arm in engine.tuner.usable(state, 1, 1)} == {"ngram"}
 
 
-def test_an_adaptive_engine_needs_the_sizes_of_its_drafter():
-    plain = tiny.engine_of()
-    with pytest.raises(ConfigError, match="speculation.drafter adaptive"):
-        Engine(replace(plain.config, speculation=SETTINGS), tiny.MODEL, plain.mesh)
+def test_until_the_learned_drafter_is_used_nothing_is_captured_and_no_token_changes(x64):
+    engine = adaptive("eagle", 2, cache_buckets=[32])
+    params, drafter = tiny.params_of(engine), speculation.drafter_of("eagle", engine.mesh)
+    expected, _ = tiny.reference(tiny.COLD)
+    shape = tiny.PROMPTS, tiny.SAMPLES, tiny.COLD, tiny.LIMIT
+    engine.tuner, rounds = in_turn(engine.arms[:1]), {}
+    for is_used in (False, True, False):
+        engine.use_learned(is_used)
+        state = engine.programs.shapes[0].state(StateShape(0, 2, 32))
+        assert bool(state.cache.features.size) == bool(jax.tree.leaves(state.drafter)) == is_used
+        weights = engine.publish(params, drafter)
+        assert bool(jax.tree.leaves(weights[0].drafter)) == is_used
+        result = tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0)
+        assert tiny.answers(result) == expected
+        rounds[is_used] = {one.strategy for one in result.measurements}
+        chunks = [one for one in engine.programs.executables if isinstance(one, Decode)]
+        assert chunks
+        engine.use_learned(is_used)
+        assert all(one in engine.programs.executables for one in chunks), "nothing has changed"
+    assert rounds[False] <= {PLAIN, engine.arms[0]} and PLAIN in rounds[True]
+
+
+def test_the_price_of_the_learned_drafter_is_that_of_every_program_compiled_again(monkeypatch):
+    engine = adaptive("eagle", 2, cache_buckets=[32])
+    assert engine.price_of_learned() == 0.0, "it is used"
+    engine.use_learned(False)
+    assert engine.price_of_learned() == 0.0, "nothing was compiled"
+    monkeypatch.setattr(engine.programs.prices, "of", lambda program: 5.0)
+    monkeypatch.setattr(engine.programs, "is_shared", lambda program: True)
+    shapes = [StateShape(group, 2, 32) for group in (0, 1)]
+    for program in (Decode(shapes[0], 2), Decode(shapes[1], 2), CatchUp(shapes[0])):
+        engine.programs.executables[program] = None
+    assert engine.price_of_learned() == pytest.approx(5.0 * (2 + prices.LOADING))
+    with_learned = executables.sizes_of(engine.shapes(engine.learned)[0])
+    kept = engine.programs.asked(CatchUp(shapes[0]), with_learned)
+    monkeypatch.setattr(
+        engine.programs.shelf, "seconds", lambda asked: 2.0 if asked == kept else None
+    )
+    price = 5.0 * (1 + prices.LOADING) + 2.0 * prices.KEPT
+    assert engine.price_of_learned() == pytest.approx(price), "an earlier run compiled one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -70,7 +71,7 @@ class Setting:
         self.results.append(result)
         if trains:
             seconds = result.stats["seconds"]
-            self.state, metrics = self.trainer.end(self.state, seconds, self.idle, 0.0)
+            self.state, metrics = self.trainer.end(self.state, seconds, self.idle, 0.0, 5)
             self.metrics.append(metrics)
 
 
@@ -129,10 +130,15 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     assert not setting.trainer.is_active
     assert not any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
     monkeypatch.setattr(idle, "GAIN", 1e9)
-    setting.trainer.least_idle, setting.trainer.idle, setting.idle = 0.5, 0.4, 0.4
+    setting.trainer.least_idle, setting.idle = 0.5, 0.4
     setting.step()
     assert not setting.trainer.is_active, "no group is idle for long enough"
-    setting.idle = 0.6
+    setting.idle, setting.trainer.starting = 0.6, lambda: math.inf
+    setting.step()
+    assert not setting.trainer.is_active, (
+        "the rollout's programs take too long to be compiled again"
+    )
+    setting.trainer.starting = lambda: 1.0
     setting.step()
     setting.step()
     assert setting.trainer.is_active
@@ -177,5 +183,5 @@ def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
         setting.trainer.begin(1, request, setting.weights, setting.state)
         beside = setting.trainer.beside_rollout()
         setting.engine.run(request, setting.weights, **beside)
-        _, metrics = setting.trainer.end(setting.state, 1.0, 0.0, accept_length)
+        _, metrics = setting.trainer.end(setting.state, 1.0, 0.0, accept_length, 5)
         assert metrics["drafter/steps"] == steps

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import jax
 import numpy as np
 import pytest
-from training_runs import assert_equal, completions, events, state_of, stopped_after
+from training_runs import (
+    assert_equal,
+    completions,
+    events,
+    killed_when,
+    state_of,
+    stopped_after,
+)
 
 from tlt_jax import cli, run_folder
 from tlt_jax.checkpoint import Store
@@ -18,6 +26,8 @@ from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import driver
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.planner import Planner
 from tlt_jax.train import adaptive as adaptive_run, loop, run_state
 
 STEPS = 4
@@ -124,6 +134,17 @@ def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
     assert seen[0] == int(drafter_of(adaptive, step).step)
 
 
+def test_a_run_that_is_killed_twice_has_the_policy_and_a_drafter(configure, plain, tmp_path):
+    """kill -9 at moments that are not chosen, in the steps in which the drafter is trained."""
+    config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
+    for step in (1, 2):
+        code = killed_when(config, f"checkpoints/{step}", signal.SIGKILL, 1.5 * draw.random())
+        assert code in (-signal.SIGKILL, cli.DONE)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert int(drafter_of(config, STEPS).step) > 0
+
+
 def test_the_policy_is_the_same_when_pieces_end_at_random_times(
     configure, plain, tmp_path, monkeypatch
 ):
@@ -184,8 +205,38 @@ def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
     assert int(drafter_of(config, STEPS).step) == 0
 
 
-def test_nothing_is_compiled_for_training_that_the_run_cannot_use_up(configure, plain, tmp_path):
+def test_what_the_run_cannot_use_up_is_neither_compiled_nor_captured(
+    configure, plain, tmp_path, monkeypatch
+):
+    used = uses_of_learned(monkeypatch)
     config = configure(tmp_path / "run", ADAPTIVE | {"idle_training.floor": 0})
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert max(value for _, value in events(config)["drafter/steps"]) == 0
+    assert used == [False]
+
+
+def test_a_drafter_of_a_directory_drafts_from_the_first_step(
+    adaptive, plain, configure, tmp_path, monkeypatch
+):
+    used = uses_of_learned(monkeypatch)
+    offered, choose = set(), Planner.decide
+    monkeypatch.setattr(
+        Planner, "decide",
+        lambda self, *given: (offered.update(self.tuner.usable(self.state, 3, 1)), choose(self, *given))[1],
+    )  # fmt: skip
+    start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
+    config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
+
+
+def uses_of_learned(monkeypatch) -> list[bool]:
+    """Whether the learned drafter was to be used, each time that this was said."""
+    used, use = [], Engine.use_learned
+    monkeypatch.setattr(
+        Engine, "use_learned",
+        lambda self, is_used: (used.append(is_used), use(self, is_used))[1],
+    )  # fmt: skip
+    return used

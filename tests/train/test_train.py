@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +19,7 @@ from training_runs import (
     assert_equal,
     completions,
     events,
+    killed_when,
     preempt,
     raise_at,
     saved_steps,
@@ -173,27 +172,9 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
 def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
     """SIGTERM, then kill -9 while a step is being saved, then the rest: through the command, in its own process."""
     config = replace(whole, run=str(tmp_path / "run"))
-    (tmp_path / "config.yaml").write_text(configuration.to_yaml(config))
-    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(tmp_path / "config.yaml")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TOY_REWARD_SECONDS": "0.3",
-    }
-
-    def stop(first_sign: str, number: signal.Signals) -> int:
-        process = subprocess.Popen(command, env=environment)
-        until = time.monotonic() + 120
-        while (
-            not list((tmp_path / "run").glob(first_sign))
-            and process.poll() is None
-            and time.monotonic() < until
-        ):
-            time.sleep(0.005)
-        process.send_signal(number)
-        return process.wait()
-
-    assert stop("completions/000001.jsonl", signal.SIGTERM) == cli.PREEMPTED
-    assert stop("checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
+    killed = killed_when(config, "completions/000001.jsonl", signal.SIGTERM)
+    assert killed == cli.PREEMPTED
+    assert killed_when(config, "checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
     assert STEPS not in saved_steps(config)
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))

@@ -68,7 +68,8 @@ class IdleTraining:
 
     `begin` comes before each rollout, `end` after it. What is not in the drafter's state is a cache:
     replay, copies, sizes and prices are lost with the process, and cost speed only. `piece(group,
-    rows, tokens)` names the program of a micro-step: micro_step.MicroStep.
+    rows, tokens)` names the program of a micro-step: micro_step.MicroStep. `starting()`: seconds that
+    the rollout's programs take to be compiled again, with features for the drafter.
     """
 
     kind = "train"
@@ -84,11 +85,13 @@ class IdleTraining:
         least_idle: float = 0.0,
         floor: int = 0,
         rescue: int = 0,
+        starting: Callable[[], float] = lambda: 0.0,
     ):
         self.recipe, self.groups = recipe, tuple(groups)
         self.programs, self.make_piece = programs, piece
         self.replays = [Replay(replay, index, mesh) for index, mesh in enumerate(self.groups)]
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
+        self.starting = starting
         self.best_accept_length = 0.0
         self.seconds = self.idle = (
             0.0  # of the rollout before: all of it, and what its idlest group was idle
@@ -129,17 +132,12 @@ class IdleTraining:
     ) -> None:
         """A rollout begins, with these weights of every group.
 
-        Whether training pays off is asked anew in every step, until it does: the rest of the run has
-        to be long enough, and its groups idle for as long as work takes to be started. In the first
-        step of a process that is not known. What micro-steps need is compiled here, and nowhere else.
+        What its micro-steps need is compiled here, and nowhere else.
         """
         self.copies, self.is_broken = {}, False
-        left = self.seconds * (request.rollouts_left + 1)
-        is_idle = self.idle > self.least_idle and self.is_worth(left)
-        self.pays_off |= left > 0 and (self.floor > 0 or is_idle)
         if not self.is_active:
             return
-        self.resize(left)
+        self.resize(self.seconds * (request.rollouts_left + 1))
         for replay in self.replays:
             replay.begin(step, request)
         self.policies = [one.target for one in weights]
@@ -148,10 +146,21 @@ class IdleTraining:
             group: Copy(part) for group, part in enumerate(merge.parts(copies, self.groups))
         }
 
-    def is_worth(self, seconds_left: float) -> bool:
+    def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
         """Whether what a drafter is expected to save exceeds what training and using it compiles."""
         price = self.programs.price(self.piece(0, self.wanted))
-        return GAIN * seconds_left > PROGRAMS * price
+        return GAIN * seconds_left > start + PROGRAMS * price
+
+    def pays(self, seconds_left: float) -> bool:
+        """Whether training pays off in the rest of the run, of so many seconds in rollouts.
+
+        It is asked anew after every step, until it does: the rest of the run has to be long enough,
+        and its groups idle for as long as work takes to be started.
+        """
+        if seconds_left <= 0:
+            return False
+        is_idle = self.idle > self.least_idle
+        return self.floor > 0 or (is_idle and self.is_worth(seconds_left, self.starting()))
 
     def resize(self, seconds_left: float) -> None:
         """Compiles the micro-steps of the wanted size, and turns to them once they are there.
@@ -253,14 +262,21 @@ class IdleTraining:
                 self.failed(group, error)
 
     def end(
-        self, state: DrafterState, seconds: float, idle: float, accept_length: float
+        self,
+        state: DrafterState,
+        seconds: float,
+        idle: float,
+        accept_length: float,
+        rollouts_left: float,
     ) -> tuple[DrafterState, dict[str, float]]:
         """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
         `seconds` it took, without compiling; `idle`: those that its idlest group had nothing to
         decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was.
+        `rollouts_left`: how many like it the run decodes after it.
         """
         self.seconds, self.idle = seconds, idle
+        self.pays_off = self.pays_off or self.pays(seconds * rollouts_left)
         self.keep_alive(accept_length)
         copies, self.copies, self.policies = self.copies, {}, []
         self.depths = []

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
@@ -36,16 +35,13 @@ def bind_drafters(
 ) -> tuple[Drafter, dict[str, Drafter]]:
     """The drafter on one data group, and those that strategies name: they share its state.
 
-    Raises ConfigError for an adaptive drafter without its configuration.
+    An adaptive drafter that is not used yet, without its configuration, is n-grams alone.
     """
     drafter = bind_drafter(speculation, config, target, group_mesh, dtype)
     if speculation.drafter != ADAPTIVE:
         return drafter, {}
     if config is None:
-        raise ConfigError(
-            "speculation.drafter adaptive drafts with a learned drafter too, and none is configured: "
-            "give its sizes, as train does"
-        )
+        return drafter, {NGRAM: drafter}
     ngrams = ngram_drafter(speculation, group_mesh)
     return drafter, {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
 

@@ -66,9 +66,10 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
-    `drafter` is the learned drafter's configuration, when there is one; `tuner` holds the functions of the tuner, whose state
-    a rollout is given and returns. Losing an engine costs compilations and speed. With `captures_states` its programs are
-    others: they keep the policy's normed last hidden states beside the features, for harvesters.
+    `drafter` is the learned drafter's configuration, when there is one that is used (`use_learned`); `tuner` holds the
+    functions of the tuner, whose state a rollout is given and returns. Losing an engine costs compilations and speed. With
+    `captures_states` its programs are others: they keep the policy's normed last hidden states beside the features, for
+    harvesters.
     """
 
     def __init__(
@@ -88,17 +89,8 @@ class Engine:
         self.drafter_kind = drafter.kind if drafter else speculation.drafter
 
         self.arms = make.arms(speculation)
-        path = max(arm.path for arm in (PLAIN, *self.arms))
-        captures = drafter.captures if drafter else ()
-        bind = partial(
-            bindings.bind_target, captures=captures, path=path, captures_states=captures_states
-        )
-        targets = [bind(model_config, group, dtype) for group in self.groups]
-        shapes = []
-        for target, group in zip(targets, self.groups, strict=True):
-            own, named = bindings.bind_drafters(speculation, drafter, target, group, dtype)
-            shapes.append(GroupShapes(target, own, group, named))
-        self.programs = Executables(shapes, log_compile, folder)
+        self.learned, self.captures_states = drafter, captures_states
+        self.programs = Executables(self.shapes(drafter), log_compile, folder)
         self.draft_seconds: dict[Shape, float] = {}
         memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
         self.ngram_memory = memory if speculation.drafter in (NGRAM, ADAPTIVE) else None
@@ -140,6 +132,38 @@ class Engine:
             self.reshard_drafter = jax.jit(
                 reshard, out_shardings=eagle.shardings(drafter, mesh, "rollout")
             )
+
+    def shapes(self, drafter: DrafterConfig | None) -> list[GroupShapes]:
+        """Policy and drafters bound to every data group; with a learned drafter the policy captures its features."""
+        speculation, dtype = self.config.speculation, self.config.model.compute_dtype
+        path = max(arm.path for arm in (PLAIN, *self.arms))
+        captures, shapes = drafter.captures if drafter else (), []
+        for group in self.groups:
+            target = bindings.bind_target(
+                self.model_config,
+                group,
+                dtype,
+                captures,
+                path,
+                self.captures_states and drafter is self.learned,
+            )
+            own, named = bindings.bind_drafters(speculation, drafter, target, group, dtype)
+            shapes.append(GroupShapes(target, own, group, named))
+        return shapes
+
+    def use_learned(self, is_used: bool) -> None:
+        """Whether the next rollouts capture features, and can draft with the learned drafter beside n-grams.
+
+        Both cost time, which an adaptive drafter does not save before it has learned. Weights are
+        to be published again; programs that are there are dropped, since they are for other arrays.
+        """
+        if is_used != (self.drafter is not None):
+            self.drafter = self.learned if is_used else None
+            self.programs.rebind(self.shapes(self.drafter))
+
+    def price_of_learned(self) -> float:
+        """Seconds of compiling that `use_learned` is expected to cost."""
+        return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""

@@ -87,10 +87,29 @@ class Executables:
         self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), Shelf(folder)
         self.portables: dict[Program, Portable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
-        self.sizes, self.names = sizes_of(shapes[0]), {}
+        self.sizes = sizes_of(shapes[0])
+        self.names: dict[tuple[Program, str], str] = {}  # of `asked`
         self.thread = ThreadPoolExecutor(1, "compile")
         self.ahead: dict[Program, Future] = {}
         self.changes = 0  # of `executables`
+
+    def rebind(self, shapes: Sequence[GroupShapes]) -> None:
+        """Programs are for these shapes from here on; those that are there are dropped."""
+        for future in self.ahead.values():
+            future.cancel()
+        for kept in (self.executables, self.ran, self.portables, self.ahead):
+            kept.clear()
+        self.shapes, self.sizes = tuple(shapes), sizes_of(shapes[0])
+        self.changes += 1
+
+    def rebinding(self, shapes: Sequence[GroupShapes]) -> float:
+        """Seconds that it is expected to take to compile what is there for these shapes."""
+        sizes, seconds = sizes_of(shapes[0]), 0.0
+        for program in self.executables:
+            kept = self.shelf.seconds(self.asked(program, sizes))
+            price = self.prices.of(program) if kept is None else KEPT * kept
+            seconds += price * (LOADING if program.group and self.is_shared(program) else 1.0)
+        return seconds
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """The program for the devices (or device descriptions) of its group's mesh."""
@@ -160,12 +179,12 @@ class Executables:
             log.debug("%s stays where it was compiled: %s", program, error)
         return Made(executable, made)
 
-    def asked(self, program: Program) -> str:
-        """The program and its sizes, as text that is the same in every run."""
-        if program not in self.names:
-            basis = of_group(program, 0), self.sizes, sorted(self.options.items())
-            self.names[program] = repr(basis)
-        return self.names[program]
+    def asked(self, program: Program, sizes: str = "") -> str:
+        """The program and its sizes, or others, as text that is the same in every run."""
+        key = program, sizes or self.sizes
+        if key not in self.names:
+            self.names[key] = repr((of_group(program, 0), key[1], sorted(self.options.items())))
+        return self.names[key]
 
     def devices(self, program: Program) -> list[jax.Device]:
         """The devices of its group."""

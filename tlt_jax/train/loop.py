@@ -54,6 +54,7 @@ from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.run_state import RunState
+from tlt_jax.tuner.acceptance import GUESS
 from tlt_jax.tuner.interface import State as TunerState
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,8 @@ def train(config: Config) -> int:
             watch.lap()  # what came before belongs to no step
             while True:
                 with watch.phase("update_weights"):
+                    if trainer and trainer.is_active:
+                        engine.use_learned(True)
                     fixed = state.drafter.params if trainer else drafter_params
                     weights = engine.publish(state.policy.params, fixed)
 
@@ -195,7 +198,8 @@ def train(config: Config) -> int:
                 trained = state.drafter, {}
                 if trainer:
                     with watch.phase("drafter"):
-                        trained = end_idle_training(config, trainer, state, rollout)
+                        left = steps - state.step - 1
+                        trained = end_idle_training(config, trainer, state, rollout, left)
                 del weights  # they may share buffers with the policy, which the update donates
 
                 with watch.phase("update"):
@@ -279,10 +283,17 @@ def begin(
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
         like = run_state.abstract(resumed, recipe, trainer and trainer.recipe)
-        return run_state.restore(store, like, engine.tuner, engine.basis)
-    params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
-    drafter = adaptive.create(config, trainer.recipe, start) if trainer else None
-    return RunState(0, policy_update.create(params, recipe), drafter, engine.tuner.init())
+        state = run_state.restore(store, like, engine.tuner, engine.basis)
+    else:
+        params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
+        drafter = adaptive.create(config, trainer.recipe, start) if trainer else None
+        state = RunState(0, policy_update.create(params, recipe), drafter, engine.tuner.init())
+        if trainer and start:  # nothing is known of it but that it was trained
+            state = state.replace(tuner=engine.tuner.renew(state.tuner, {LEARNED: GUESS}))
+    if trainer:
+        has_learned = start is not None or int(state.drafter.step) > 0
+        engine.use_learned(has_learned or engine.tuner.goes_by_rule)
+    return state
 
 
 def make_trainer(config: Config, engine: Engine) -> IdleTraining:
@@ -292,20 +303,22 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
     return IdleTraining(
         recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe),
         adaptive.replay_config(config, recipe), knobs.micro_step_ms / 1e3, knobs.least_idle_s, knobs.floor, knobs.rescue,
+        engine.price_of_learned,
     )  # fmt: skip
 
 
 def end_idle_training(
-    config: Config, trainer: IdleTraining, state: RunState, rollout: RolloutResult
+    config: Config, trainer: IdleTraining, state: RunState, rollout: RolloutResult, left: int
 ) -> tuple[DrafterState, dict[str, float]]:
-    """The drafter after a rollout, and the metrics of its training."""
+    """The drafter after a rollout with so many to come, and the metrics of its training."""
     before = state.drafter
     if state.step == 0:
         before = adaptive.with_frequent_ids(config, before, trainer.recipe, rollout)
     groups = adaptive.decoding_seconds(rollout, config.mesh.data, trainer.kind)
     seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
     idle = max(group.idle for group in groups)
-    drafter, metrics = trainer.end(before, seconds, idle, rollout.stats["accept_length"])
+    accept_length = rollout.stats["accept_length"]
+    drafter, metrics = trainer.end(before, seconds, idle, accept_length, left)
     return drafter, metrics | adaptive.idle_metrics(rollout, groups)
 
 
