@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -134,6 +135,20 @@ def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
     assert seen[0] == int(drafter_of(adaptive, step).step)
 
 
+def test_a_run_on_another_mesh_goes_on_with_the_drafter(adaptive, tmp_path, monkeypatch):
+    config, seen = stopped_after(2, adaptive, tmp_path / "run"), []
+    config = replace(config, mesh=replace(config.mesh, data=1, model=2))
+    begin = IdleTraining.begin
+    monkeypatch.setattr(
+        IdleTraining, "begin",
+        lambda self, *given: (seen.append(jax.device_get(given[-1])), begin(self, *given)),
+    )  # fmt: skip
+    assert loop.train(config) == cli.DONE
+    assert_equal(seen[0], jax.device_get(drafter_of(adaptive, 2)))
+    assert completions(config) == completions(adaptive)
+    assert int(drafter_of(config, STEPS).step) > int(seen[0].step)
+
+
 def test_a_run_that_is_killed_twice_has_the_policy_and_a_drafter(configure, plain, tmp_path):
     """kill -9 at moments that are not chosen, in the steps in which the drafter is trained."""
     config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
@@ -209,11 +224,18 @@ def test_what_the_run_cannot_use_up_is_neither_compiled_nor_captured(
     configure, plain, tmp_path, monkeypatch
 ):
     used = uses_of_learned(monkeypatch)
-    config = configure(tmp_path / "run", ADAPTIVE | {"idle_training.floor": 0})
+    knobs = {"idle_training.floor": 0, "checkpoint.export": True}
+    config = configure(tmp_path / "run", ADAPTIVE | knobs)
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert max(value for _, value in events(config)["drafter/steps"]) == 0
     assert used == [False]
+    with Store(config.run, create=False) as store:
+        assert store.index(STEPS)["items"].keys() == {"policy"}
+    assert run_folder.export(config).is_dir() and not run_folder.drafter_export(config).exists()
+    config = stopped_after(2, config, tmp_path / "again")
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
 
 
 def test_a_drafter_of_a_directory_drafts_from_the_first_step(

@@ -128,7 +128,7 @@ class IdleTraining:
         step: int,
         request: RolloutRequest,
         weights: Sequence[Weights],
-        state: DrafterState,
+        state: DrafterState | None,
     ) -> None:
         """A rollout begins, with these weights of every group.
 
@@ -263,20 +263,23 @@ class IdleTraining:
 
     def end(
         self,
-        state: DrafterState,
+        state: DrafterState | None,
         seconds: float,
         idle: float,
         accept_length: float,
         rollouts_left: float,
-    ) -> tuple[DrafterState, dict[str, float]]:
+    ) -> tuple[DrafterState | None, dict[str, float]]:
         """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
         `seconds` it took, without compiling; `idle`: those that its idlest group had nothing to
-        decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was.
+        decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was;
+        None: there is none yet.
         `rollouts_left`: how many like it the run decodes after it.
         """
         self.seconds, self.idle = seconds, idle
-        self.pays_off = self.pays_off or self.pays(seconds * rollouts_left)
+        if not self.pays_off and self.pays(seconds * rollouts_left):
+            log.info("the drafter is trained from here on")
+            self.pays_off = True
         self.keep_alive(accept_length)
         copies, self.copies, self.policies = self.copies, {}, []
         self.depths = []

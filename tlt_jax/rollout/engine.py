@@ -48,7 +48,7 @@ from tlt_jax.rollout.programs import (
 )
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.request import RolloutRequest, check
 from tlt_jax.rollout.savings import Savings
 from tlt_jax.rollout.state import GroupContext, Harvester, Needs, no_context
 from tlt_jax.spec_decode.decode import Weights
@@ -198,7 +198,8 @@ class Engine:
         decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
-        self.check(tokens, max_new_tokens)
+        model = self.model_config
+        check(tokens, max_new_tokens, model.max_positions, model.vocab_size)
         return RolloutRequest(
             prompts=tokens,
             samples=samples,
@@ -400,35 +401,6 @@ class Engine:
         for event in look.events:
             if self.ngram_memory and isinstance(event, Emitted):
                 self.ngram_memory.write(event.uid, event.tokens)
-
-    def check(self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]) -> None:
-        """Raises ConfigError for prompts that cannot be decoded."""
-        if not prompts or min(len(prompt) for prompt in prompts) == 0:
-            raise ConfigError(
-                "a rollout needs at least one prompt, and at least one token in each prompt"
-            )
-        if np.size(max_new_tokens) not in (1, len(prompts)):
-            raise ConfigError(
-                f"{np.size(max_new_tokens)} answer limits for {len(prompts)} prompts: give one, or one for each"
-            )
-        limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
-        if min(limits) < 1:
-            raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
-        longest, limit = max(
-            ((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum
-        )
-        positions = self.model_config.max_positions
-        if longest + limit > positions:
-            raise ConfigError(
-                f"a prompt of {longest} tokens and an answer of {limit} exceed the model's {positions} positions: "
-                f"use at most {positions - longest} new tokens"
-            )
-        every, vocab = np.concatenate(prompts), self.model_config.vocab_size
-        if every.min() < 0 or every.max() >= vocab:
-            worst = every.min() if every.min() < 0 else every.max()
-            raise ConfigError(
-                f"prompt token {worst} is outside the vocabulary of {vocab}: use ids from 0 to {vocab - 1}"
-            )
 
     def cache_buckets(
         self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]

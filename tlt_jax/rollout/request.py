@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 
 
@@ -28,3 +30,34 @@ class RolloutRequest:
     in_flight: int
     capacity: int
     rollouts_left: float = 0
+
+
+def check(
+    prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int], positions: int, vocab: int
+) -> None:
+    """Raises ConfigError for prompts that a model of so many positions and tokens cannot decode."""
+    if not prompts or min(len(prompt) for prompt in prompts) == 0:
+        raise ConfigError(
+            "a rollout needs at least one prompt, and at least one token in each prompt"
+        )
+    if np.size(max_new_tokens) not in (1, len(prompts)):
+        raise ConfigError(
+            f"{np.size(max_new_tokens)} answer limits for {len(prompts)} prompts: give one, or one for each"
+        )
+    limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
+    if min(limits) < 1:
+        raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
+    longest, limit = max(
+        ((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum
+    )
+    if longest + limit > positions:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and an answer of {limit} exceed the model's {positions} positions: "
+            f"use at most {positions - longest} new tokens"
+        )
+    every = np.concatenate(prompts)
+    if every.min() < 0 or every.max() >= vocab:
+        worst = every.min() if every.min() < 0 else every.max()
+        raise ConfigError(
+            f"prompt token {worst} is outside the vocabulary of {vocab}: use ids from 0 to {vocab - 1}"
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from tlt_jax import keys
+from tlt_jax import atomic, keys, run_folder
 from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.drafter import recipe as drafter_recipe
@@ -15,9 +15,9 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
-from tlt_jax.models import eagle
-from tlt_jax.models.eagle import DrafterParams
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.models import eagle, hf_drafter
+from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.rollout.recorder import Completion, RolloutResult
 
 WIDTH_MULTIPLE = 16  # of a window
 HELD_OUT = 8  # one sequence in so many is not learned from, to measure on
@@ -44,33 +44,26 @@ def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
     )
 
 
-def create(config: Config, recipe: Recipe, start: DrafterParams | None) -> DrafterState:
-    """The drafter before the first step: `start`, or a new one.
+def create(
+    config: Config,
+    recipe: Recipe,
+    start: DrafterParams | None = None,
+    answers: Sequence[Completion] = (),
+) -> DrafterState:
+    """The drafter before its first update: `start`, or a new one.
 
-    A new one that can propose a part of the vocabulary has the lowest ids, until `with_frequent_ids`.
+    A new one that can propose a part of the vocabulary has the tokens that stand in the answers most
+    often; of equal ones those with the lower ids.
     """
     drafter, dtype = recipe.drafter, config.model.param_dtype
     if start is not None:
         return drafter_recipe.create(start, recipe)
-    ids = None if drafter.whole else np.arange(drafter.draft_vocab_size, dtype=np.int32)
+    ids = None
+    if not drafter.whole:
+        texts = (one.tokens for one in answers)
+        ids = eagle.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter_recipe.create(eagle.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
-
-
-def with_frequent_ids(
-    config: Config, state: DrafterState, recipe: Recipe, rollout: RolloutResult
-) -> DrafterState:
-    """After the first rollout: a new drafter can propose the tokens that stand in the answers most often.
-
-    Of equal ones those with the lower ids. One that proposes every token, or was started from a
-    directory, stays as it is.
-    """
-    ids = state.params.ids
-    if ids is None or config.drafter_training.start:
-        return state
-    answers = (one.tokens for one in rollout.completions)
-    chosen = eagle.frequent_ids(answers, ids.shape[0], recipe.model.vocab_size)
-    return state.replace(params=state.params.replace(ids=jax.device_put(chosen, ids.sharding)))
 
 
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:
@@ -89,3 +82,15 @@ def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict
         "idle/used_ratio": min(used / idle, 1.0) if idle > 0 else 0.0,
         "idle/delay_s": rollout.stats.get("idle_delay", 0.0),
     }
+
+
+def export(config: Config, drafter: DrafterConfig, params: DrafterParams) -> None:
+    """Writes the drafter's directory, beside the policy's."""
+    dtype = config.model.param_dtype
+    atomic.write_directory(
+        run_folder.drafter_export(config),
+        lambda at: hf_drafter.save(params, drafter, at, dtype),
+        jax.process_index() == 0,
+    )
+    if caveat := hf_drafter.caveat(drafter):
+        print(caveat)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import atomic, run_folder
+from tlt_jax import run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, validate
@@ -28,7 +28,7 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
-from tlt_jax.models import from_config, hf, hf_drafter
+from tlt_jax.models import from_config, hf
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rewards import Score, Scorer
@@ -134,7 +134,7 @@ def train(config: Config) -> int:
                 with watch.phase("update_weights"):
                     if trainer and trainer.is_active:
                         engine.use_learned(True)
-                    fixed = state.drafter.params if trainer else drafter_params
+                    fixed = state.drafter.params if state.drafter else drafter_params
                     weights = engine.publish(state.policy.params, fixed)
 
                 measured: dict[str, float] = {}
@@ -199,7 +199,7 @@ def train(config: Config) -> int:
                 if trainer:
                     with watch.phase("drafter"):
                         left = steps - state.step - 1
-                        trained = end_idle_training(config, trainer, state, rollout, left)
+                        trained = after_rollout(config, trainer, state.drafter, rollout, left)
                 del weights  # they may share buffers with the policy, which the update donates
 
                 with watch.phase("update"):
@@ -240,8 +240,8 @@ def train(config: Config) -> int:
         if config.checkpoint.export:
             params, dtype = state.policy.params, config.model.param_dtype
             hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
-            if trainer:
-                save_drafter(config, trainer, state.drafter.params)
+            if state.drafter:
+                adaptive.export(config, trainer.recipe.drafter, state.drafter.params)
     return DONE
 
 
@@ -278,64 +278,51 @@ def begin(
 ) -> RunState:
     """The state of the checkpoint `resumed`; without one, that of the warm-started policy.
 
-    With a trainer its drafter too, which begins as `start`, or from nothing.
+    With a trainer its drafter too, where there is one: `start`, one for a tuner that goes by a rule,
+    or the one that was begun when training was found to pay off.
     """
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
-        like = run_state.abstract(resumed, recipe, trainer and trainer.recipe)
+        has_drafter = trainer and "drafter" in store.index(resumed)["items"]
+        like = run_state.abstract(resumed, recipe, trainer.recipe if has_drafter else None)
         state = run_state.restore(store, like, engine.tuner, engine.basis)
     else:
         params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
-        drafter = adaptive.create(config, trainer.recipe, start) if trainer else None
-        state = RunState(0, policy_update.create(params, recipe), drafter, engine.tuner.init())
-        if trainer and start:  # nothing is known of it but that it was trained
+        state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
+        if trainer and (start is not None or engine.tuner.goes_by_rule):
+            state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
+        if trainer and start is not None:  # nothing is known of it but that it was trained
             state = state.replace(tuner=engine.tuner.renew(state.tuner, {LEARNED: GUESS}))
     if trainer:
-        has_learned = start is not None or int(state.drafter.step) > 0
-        engine.use_learned(has_learned or engine.tuner.goes_by_rule)
+        engine.use_learned(state.drafter is not None)
     return state
 
 
 def make_trainer(config: Config, engine: Engine) -> IdleTraining:
     """What the engine's data groups do while they are idle."""
-    recipe = DrafterRecipe.while_idle(config, engine.model_config, engine.drafter, engine.mesh)
+    recipe = DrafterRecipe.while_idle(config, engine.model_config, engine.learned, engine.mesh)
     knobs = config.idle_training
     return IdleTraining(
-        recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe),
-        adaptive.replay_config(config, recipe), knobs.micro_step_ms / 1e3, knobs.least_idle_s, knobs.floor, knobs.rescue,
-        engine.price_of_learned,
+        recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe), adaptive.replay_config(config, recipe),
+        knobs.micro_step_ms / 1e3, knobs.least_idle_s, knobs.floor, knobs.rescue, engine.price_of_learned,
     )  # fmt: skip
 
 
-def end_idle_training(
-    config: Config, trainer: IdleTraining, state: RunState, rollout: RolloutResult, left: int
-) -> tuple[DrafterState, dict[str, float]]:
-    """The drafter after a rollout with so many to come, and the metrics of its training."""
-    before = state.drafter
-    if state.step == 0:
-        before = adaptive.with_frequent_ids(config, before, trainer.recipe, rollout)
+def after_rollout(
+    config: Config,
+    trainer: IdleTraining,
+    drafter: DrafterState | None,
+    rollout: RolloutResult,
+    rollouts_left: int,
+) -> tuple[DrafterState | None, dict[str, float]]:
+    """The drafter after a rollout, and the metrics of its training; it is begun when that is found to pay off."""
     groups = adaptive.decoding_seconds(rollout, config.mesh.data, trainer.kind)
     seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
-    idle = max(group.idle for group in groups)
-    accept_length = rollout.stats["accept_length"]
-    drafter, metrics = trainer.end(before, seconds, idle, accept_length, left)
+    idle, length = max(group.idle for group in groups), rollout.stats["accept_length"]
+    drafter, metrics = trainer.end(drafter, seconds, idle, length, rollouts_left)
+    if drafter is None and trainer.is_active:
+        drafter = adaptive.create(config, trainer.recipe, answers=rollout.completions)
     return drafter, metrics | adaptive.idle_metrics(rollout, groups)
-
-
-def save_drafter(config: Config, trainer: IdleTraining, params: DrafterParams) -> None:
-    """Writes the drafter's directory, beside the policy's."""
-    drafter, dtype, is_owner = (
-        trainer.recipe.drafter,
-        config.model.param_dtype,
-        jax.process_index() == 0,
-    )
-    atomic.write_directory(
-        run_folder.drafter_export(config),
-        lambda at: hf_drafter.save(params, drafter, at, dtype),
-        is_owner,
-    )
-    if caveat := hf_drafter.caveat(drafter):
-        print(caveat)
 
 
 def kl_reference(
