@@ -1,19 +1,23 @@
-"""`python -m tlt_jax.eval`: mistakes that it says before it reads a policy."""
+"""`python -m tlt_jax.eval`: what drafts where nothing is trained."""
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 
-import pytest
+from tlt_jax import eval, run_folder
+from tlt_jax.config import load as configuration
 
-from tlt_jax import eval
 
+def test_of_an_adaptive_drafter_the_run_s_last_one_drafts_and_before_it_n_grams(tmp_path, capsys):
+    told = ["--config", "configs/quickstart.yaml", "--run", str(tmp_path)]
+    config = configuration.parse([*told, "--speculation.drafter", "adaptive"])
 
-def test_a_drafter_that_learns_in_training_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
-    told = ["--config", "configs/quickstart.yaml", "--speculation.drafter", "adaptive"]
-    monkeypatch.setattr(sys, "argv", ["eval", *told])
-    with pytest.raises(SystemExit) as stopped:
-        eval.main()
-    assert stopped.value.code == 2
-    assert "give the drafter's directory, or ngram" in capsys.readouterr().err
+    def drafter() -> str:
+        return eval.with_fixed_drafter(config).speculation.drafter
+
+    assert drafter() == "ngram" and "speculation.drafter is ngram" in capsys.readouterr().err
+    run_folder.drafter_export(config).mkdir(parents=True)
+    assert drafter() == str(run_folder.drafter_export(config)) in capsys.readouterr().err
+    for other in ("none", "a directory"):
+        fixed = replace(config, speculation=replace(config.speculation, drafter=other))
+        assert eval.with_fixed_drafter(fixed) == fixed

@@ -37,7 +37,7 @@ from tlt_jax.tuner.interface import Measurement
 TINY = [
     "--config", "configs/quickstart.yaml", "--mesh.fake_devices", "0", "--rollout.compile_cache", "off",
     "--model.init.hidden_size", "32", "--model.init.intermediate_size", "64", "--model.init.vocab_size", "128",
-    "--rollout.prompts", "4", "--rollout.samples", "2",
+    "--rollout.prompts", "4", "--rollout.samples", "2", "--speculation.drafter", "none",
 ]  # fmt: skip
 DRAFTERS = {
     "ngram": ("--speculation.drafter", "ngram"),

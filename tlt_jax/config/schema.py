@@ -271,7 +271,7 @@ class Sft:
 
 @dataclass(frozen=True)
 class DrafterTraining:
-    """What `python -m tlt_jax.train.drafter` does."""
+    """The learned drafter: what `python -m tlt_jax.train.drafter` does, and what an adaptive one begins as and minimizes."""
 
     kind: str = knob(
         "eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3")
