@@ -24,6 +24,8 @@ from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import eagle
 from tlt_jax.optimizer import Adam
+from tlt_jax.rollout import prices
+from tlt_jax.rollout.programs import Decode, StateShape
 
 compile_cache = tiny.compile_cache
 ADAM = Adam(learning_rate=1e-2, total_steps=1)
@@ -143,6 +145,15 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     setting.step()
     assert setting.trainer.is_active
     assert any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
+
+
+def test_a_micro_step_is_expected_to_compile_longer_than_a_chunk_the_more_it_unrolls():
+    setting = Setting()
+    known, piece = prices.Prices(), setting.trainer.piece(0, 256)
+    known.note(Decode(StateShape(0, 2, 32), 4), 3.0)
+    assert known.of(piece) == pytest.approx(3.0 * (1.4 + 0.4 * 2))
+    known.note(piece, 20.0)
+    assert known.of(setting.trainer.piece(1, 512)) == 20.0
 
 
 def test_the_size_of_a_micro_step_follows_its_seconds():

@@ -27,7 +27,7 @@ from tlt_jax.spec_decode.decode import Weights
 
 # What a trained drafter is expected to save of the rest of the run's rollouts, before anything is known of it: at least
 # this share. What training and using it compiles, in micro-steps: itself, harvests, catching up, chunks.
-GAIN, PROGRAMS = 0.15, 5.0
+GAIN, PROGRAMS = 0.15, 3.0
 EVALUATE_EVERY = 16  # micro-steps from one evaluation on held-out windows to the next
 LEAST_TOKENS, MOST_TOKENS = 128, 8192  # of a micro-step
 FIRST_TOKENS = (

@@ -59,6 +59,11 @@ class MicroStep:
         ids = (small(jnp.int32) for _ in range(3))
         return Batch(*ids, small(jnp.bool_), like(features), like(states))
 
+    @property
+    def relative_seconds(self) -> float:
+        """Expected seconds of compiling over those of a plain chunk: on 12 layers 1.8, 1.9, 3.9 with 1, 3, 5 draft steps."""
+        return 1.4 + 0.4 * self.recipe.objective.unroll
+
     def __str__(self) -> str:
         return f"drafter step of {self.rows} x {self.tokens}, group {self.group}"
 

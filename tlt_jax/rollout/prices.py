@@ -42,8 +42,8 @@ def kind(program: Program) -> tuple:
 
 
 def relative(program: Program) -> float:
-    """Expected seconds over those of a chunk of plain decoding."""
+    """Expected seconds over those of a chunk of plain decoding; work beside the rollout says so itself."""
     if isinstance(program, Decode):
         strategy = program.strategy
         return 1.0 if strategy == PLAIN else DRAFTS + LEVEL * strategy.depth
-    return RELATIVE.get(type(program), 1.0)
+    return RELATIVE.get(type(program), getattr(program, "relative_seconds", 1.0))
