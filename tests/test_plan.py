@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,18 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
     ):
         with pytest.raises(ConfigError, match=f"drafter_training.{error}"):
             plan_of("--speculation.drafter", "runs/nowhere", f"--drafter_training.{knob}", value)
+
+
+def test_a_misspelt_drafter_is_told_what_was_meant_and_a_directory_may_have_any_name(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(ConfigError, match="'adaptve' is no directory: did you mean adaptive"):
+        plan_of("--speculation.drafter", "adaptve")
+    tmp_path = tmp_path / "ngrams"
+    tmp_path.mkdir()
+    monkeypatch.chdir(tmp_path.parent)
+    named = schema.Config(speculation=schema.Speculation(tmp_path.name))
+    assert from_config.drafter_directory(named) == Path("ngrams")
 
 
 @pytest.mark.parametrize("knob", ["fc_norm", "norm_output"])

@@ -98,6 +98,14 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
     went = idle_from(looks)
     assert len(went) == GROUPS and work.dispatched
     assert 0 <= beside.delay <= PIECE + 1e-9 and beside.is_done
+    read = [
+        look.ended
+        for look in looks
+        for event in look.events
+        if isinstance(event, Retired) and event.kind == "train"
+    ]
+    waited = max(read) - max(went.values())
+    assert beside.delay == pytest.approx(waited, abs=1e-9) and waited > 0
     assert max(at for at, _ in work.dispatched) <= max(went.values())
     assert all(at >= went[group] for at, group in work.dispatched)
     assert len(work.finished) == len(work.dispatched)

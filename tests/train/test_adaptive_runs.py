@@ -254,6 +254,28 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
 
 
+def test_a_new_drafter_of_a_tuner_by_rule_has_the_draft_vocabulary_of_the_first_answers(
+    configure, plain, tmp_path, monkeypatch
+):
+    given, create = [], adaptive_run.create
+    monkeypatch.setattr(
+        adaptive_run, "create",
+        lambda *parts, answers=(): (given.append(answers), create(*parts, answers=answers))[1],
+    )  # fmt: skip
+    knobs = {
+        "speculation.tuner": "fixed", "speculation.strategies": ["learned:2_1_3"],
+        "drafter_training.kind": "eagle3", "drafter_training.vocab": 5,
+    }  # fmt: skip
+    config = configure(tmp_path / "run", ADAPTIVE | knobs)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert [len(answers) for answers in given] == [0, 6]
+    ids = np.asarray(drafter_of(config, STEPS).params.ids)
+    counts = np.bincount(np.concatenate([one.tokens for one in given[1]]), minlength=99)
+    others = np.delete(counts, ids)
+    assert len(ids) == 5 and counts[ids].min() >= others.max() and ids.max() >= 5
+
+
 def uses_of_learned(monkeypatch) -> list[bool]:
     """Whether the learned drafter was to be used, each time that this was said."""
     used, use = [], Engine.use_learned

@@ -313,7 +313,7 @@ class IdleTraining:
             before, after = (
                 float(np.mean([getattr(one, name) for one in seen])) for name in ("before", "after")
             )
-            self.budget = self.budget.after(after, is_trained=any(one.steps for one in seen))
+            self.budget = self.budget.after(after, steps=max(one.steps for one in seen))
             found = {"drafter/acceptance_before": before, "drafter/acceptance_after": after}
             self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
         if copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,15 @@ def check_drafter_training(config: Config) -> None:
 
 
 def drafter_directory(config: Config) -> Path | None:
-    """The directory that speculation.drafter names."""
-    name = config.speculation.drafter
-    if name in (NONE, NGRAM, ADAPTIVE):
+    """The directory that speculation.drafter names. Raises ConfigError for a misspelt word."""
+    name, words = config.speculation.drafter, (NONE, NGRAM, ADAPTIVE)
+    if name in words:
         return None
+    if close := get_close_matches(name, words, 1):
+        if not Path(name).exists():
+            raise ConfigError(
+                f"speculation.drafter {name!r} is no directory: did you mean {close[0]}?"
+            )
     return Path(parse.expand(name, "speculation.drafter"))
 
 

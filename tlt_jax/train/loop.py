@@ -315,12 +315,18 @@ def after_rollout(
     rollout: RolloutResult,
     rollouts_left: int,
 ) -> tuple[DrafterState | None, dict[str, float]]:
-    """The drafter after a rollout, and the metrics of its training; it is begun when that is found to pay off."""
+    """The drafter after a rollout, and the metrics of its training.
+
+    A new one is begun when that is found to pay off: also in the place of one that a tuner by rule
+    had to have, untrained, before there were answers to take a draft vocabulary from.
+    """
     groups = adaptive.decoding_seconds(rollout, config.mesh.data, trainer.kind)
     seconds = rollout.stats["seconds"] - max(group.compile_wait for group in groups)
     idle, length = max(group.idle for group in groups), rollout.stats["accept_length"]
+    begins = not trainer.is_active and not config.drafter_training.start
+    begins = begins and (drafter is None or int(drafter.step) == 0)
     drafter, metrics = trainer.end(drafter, seconds, idle, length, rollouts_left)
-    if drafter is None and trainer.is_active:
+    if begins and trainer.is_active:
         drafter = adaptive.create(config, trainer.recipe, answers=rollout.completions)
     return drafter, metrics | adaptive.idle_metrics(rollout, groups)
 
