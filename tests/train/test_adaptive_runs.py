@@ -149,12 +149,11 @@ def test_a_run_on_another_mesh_goes_on_with_the_drafter(adaptive, tmp_path, monk
     assert int(drafter_of(config, STEPS).step) > int(seen[0].step)
 
 
-def test_a_run_that_is_killed_twice_has_the_policy_and_a_drafter(configure, plain, tmp_path):
-    """kill -9 at moments that are not chosen, in the steps in which the drafter is trained."""
+def test_a_run_that_is_killed_has_the_policy_and_a_drafter(configure, plain, tmp_path):
+    """kill -9 at a moment that is not chosen, in the steps in which the drafter is trained."""
     config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
-    for step in (1, 2):
-        code = killed_when(config, f"checkpoints/{step}", signal.SIGKILL, 1.5 * draw.random())
-        assert code in (-signal.SIGKILL, cli.DONE)
+    code = killed_when(config, "checkpoints/1", signal.SIGKILL, 3 * draw.random())
+    assert code in (-signal.SIGKILL, cli.DONE)
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert int(drafter_of(config, STEPS).step) > 0
