@@ -297,6 +297,17 @@ def test_progress_of_a_drafter_shows_its_loss_and_agreement():
     assert out.getvalue() == "step 25/100  loss 1.234  agreement 0.500  1.0 s/step  1:15 to go\n"
 
 
+@pytest.mark.parametrize(
+    "drafted, shown", [({"speculation/accept_length": 2.34}, "accept 2.3"), ({}, "accept 1.0")]
+)
+def test_progress_of_an_adaptive_run_shows_accept_length_and_idle_use_in_every_step(drafted, shown):
+    out = io.StringIO()
+    progress = console.Progress(2, 0, live=False, console=Console(file=out, width=200))
+    progress.step(1, {"idle/ratio": 0.25, "idle/used_ratio": 0.5, "timing_s/step": 1.0, **drafted})
+    progress.close()
+    assert out.getvalue() == f"step 1/2  {shown}  idle 25% (50% used)  1.0 s/step  0:01 to go\n"
+
+
 def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
     for live in (True, False):
         out = io.StringIO()

@@ -77,9 +77,11 @@ class Progress:
             pieces.append(f"loss {values['drafter/loss']:.3f}")
         if "drafter/agreement@1" in values:
             pieces.append(f"agreement {values['drafter/agreement@1']:.3f}")
-        if "speculation/accept_length" in values:
-            pieces.append(f"accept {values['speculation/accept_length']:.1f}")
-        if "idle/used_ratio" in values:
+        is_adaptive = "idle/used_ratio" in values
+        if is_adaptive or "speculation/accept_length" in values:
+            # A step without drafts decodes a token a round.
+            pieces.append(f"accept {values.get('speculation/accept_length', 1.0):.1f}")
+        if is_adaptive:
             used, idle = values["idle/used_ratio"], values["idle/ratio"]
             pieces.append(f"idle {idle:.0%} ({used:.0%} used)")
         if "perf/tokens_per_second" in values:
