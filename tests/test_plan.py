@@ -42,7 +42,7 @@ TINY = [
 ]  # fmt: skip
 DRAFTERS = {
     "ngram": ("--speculation.drafter", "ngram"),
-    "eagle": ("--speculation.drafter", "runs/nowhere"),
+    "eagle": ("--speculation.drafter", "runs/nowhere", "--drafter_training.kind", "eagle"),
     "eagle3": (
         *("--speculation.drafter", "runs/nowhere"),
         *("--drafter_training.kind", "eagle3", "--drafter_training.vocab", "64"),
@@ -172,7 +172,7 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
         ("fc_norm", "false", "fc_norm false: only a new eagle3 drafter has a choice"),
     ):
         with pytest.raises(ConfigError, match=f"drafter_training.{error}"):
-            plan_of("--speculation.drafter", "runs/nowhere", f"--drafter_training.{knob}", value)
+            plan_of(*DRAFTERS["eagle"], f"--drafter_training.{knob}", value)
 
 
 def test_a_misspelt_drafter_is_told_what_was_meant_and_a_directory_may_have_any_name(
@@ -189,11 +189,22 @@ def test_a_misspelt_drafter_is_told_what_was_meant_and_a_directory_may_have_any_
 
 @pytest.mark.parametrize("knob", ["fc_norm", "norm_output"])
 def test_a_new_eagle3_drafter_is_of_eagle_3_1_unless_the_knobs_say_otherwise(knob):
-    kind = ("--speculation.drafter", "adaptive", "--drafter_training.kind", "eagle3")
-    drafter = plan_of(*kind)[2].drafter
-    assert drafter.fc_norm and drafter.norm_output
-    plainer = plan_of(*kind, f"--drafter_training.{knob}", "false")[2].drafter
+    adaptive = ("--speculation.drafter", "adaptive")
+    drafter = plan_of(*adaptive)[2].drafter
+    assert drafter.kind == "eagle3" and drafter.fc_norm and drafter.norm_output
+    plainer = plan_of(*adaptive, f"--drafter_training.{knob}", "false")[2].drafter
     assert plainer == replace(drafter, **{knob: False})
+
+
+@pytest.mark.parametrize("wanted, policy, expected", [
+    (0, 128, 128), (0, 49_152, 32_000), (49_152, 49_152, 49_152), (60_000, 49_152, 49_152), (50, 128, 50),
+])  # fmt: skip
+def test_a_new_eagle3_drafter_proposes_as_many_tokens_as_published_ones_unless_told(
+    wanted, policy, expected
+):
+    settings = configuration.parse([*TINY, "--drafter_training.vocab", str(wanted)])
+    model = replace(plan.sizes(settings), vocab_size=policy)
+    assert from_config.new_drafter_config(settings, model).draft_vocab_size == expected
 
 
 def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
@@ -413,7 +424,7 @@ def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
             "v5e:2x4",
             DRAFTERS["ngram"],
         ),
-        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", ("--speculation.drafter", "adaptive")),
+        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4", ()),
     ],
 )
 def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology, drafting):

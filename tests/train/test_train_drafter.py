@@ -43,6 +43,7 @@ KNOBS = {
     "rollout.batch_buckets": [32],
     "train.row_tokens": 64,
     "train.rows": 8,
+    "drafter_training.kind": "eagle",
     "drafter_training.rollouts": 2,
     "drafter_training.steps": STEPS,
     "drafter_training.learning_rate": 0.01,

@@ -274,7 +274,7 @@ class DrafterTraining:
     """The learned drafter: what `python -m tlt_jax.train.drafter` does, and what an adaptive one begins as and minimizes."""
 
     kind: str = knob(
-        "eagle", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3")
+        "eagle3", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3")
     )
     start: str = knob("", "drafter directory to go on from; empty: a new drafter")
     texts: str = knob(
@@ -323,7 +323,9 @@ class DrafterTraining:
         "a new eagle3 drafter hands its normed hidden state to the next draft step (EAGLE-3.1)",
     )
     vocab: int = knob(
-        0, "tokens that a new eagle3 drafter can propose, the most frequent; 0: all", at_least=0
+        0,
+        "tokens that a new eagle3 drafter can propose, the most frequent; 0: all, but 32000 at most",
+        at_least=0,
     )
 
 

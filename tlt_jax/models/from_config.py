@@ -16,6 +16,8 @@ from tlt_jax.models import eagle, hf, hf_drafter, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 
+DRAFT_VOCAB = 32_000  # tokens that a new eagle3 drafter proposes at most, unless told otherwise: as published ones
+
 
 def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     """Sizes and features: of the model directory, or of model.init with the tokenizer's vocabulary and EOS."""
@@ -95,7 +97,7 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     return eagle.for_policy(
         model,
         knobs.kind,
-        draft_vocab_size=min(knobs.vocab or model.vocab_size, model.vocab_size),
+        draft_vocab_size=min(knobs.vocab or DRAFT_VOCAB, model.vocab_size),
         fc_norm=knobs.fc_norm,
         norm_output=knobs.norm_output,
     )
