@@ -35,7 +35,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import evaluation, loop, sft, step_metrics
+from tlt_jax.train import evaluation, loop, minibatches, sft, step_metrics
 from tlt_jax.tuner import beg_mab
 
 DRAFTED = {
@@ -102,7 +102,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, 
 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "update_policy", None)
+    monkeypatch.setattr(minibatches, "update_policy", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))

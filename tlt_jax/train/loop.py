@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from tlt_jax import run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, validate
 from tlt_jax.config.schema import ADAPTIVE
-from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset, Prompt
-from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter.idle_training import IdleTraining
@@ -30,8 +27,7 @@ from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.eagle import DrafterParams
-from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rewards import Score, Scorer
+from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode import Weights
@@ -41,7 +37,7 @@ from tlt_jax.train import (
     adaptive,
     evaluation,
     memory,
-    policy_batch,
+    minibatches,
     policy_update,
     run_state,
     sft,
@@ -49,9 +45,6 @@ from tlt_jax.train import (
     step_metrics,
 )
 from tlt_jax.train.accounts import Stopwatch
-from tlt_jax.train.advantages import answer_weights, group_advantages
-from tlt_jax.train.policy_batch import Batch
-from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.acceptance import GUESS
@@ -125,7 +118,7 @@ def train(config: Config) -> int:
             except Interrupted:
                 return PREEMPTED
 
-            reference = kl_reference(
+            reference = minibatches.kl_reference(
                 config, state.policy.params, model, mesh, is_new=resumed is None
             )
             programs = policy_update.programs(recipe)
@@ -203,7 +196,7 @@ def train(config: Config) -> int:
                 del weights  # they may share buffers with the policy, which the update donates
 
                 with watch.phase("update"):
-                    policy, learned = update_policy(
+                    policy, learned = minibatches.update_policy(
                         config,
                         recipe,
                         programs,
@@ -220,7 +213,8 @@ def train(config: Config) -> int:
 
                 profiler.leave(state.step)
                 with watch.phase("metrics"):
-                    scalars = step_metrics.of_rollout(config, prompts, rollout, scores) | learned
+                    scalars = step_metrics.of_rollout(config, prompts, rollout, scores)
+                    scalars |= step_metrics.of_update(*learned)
                     scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
                     scalars |= trained[1]
                     scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
@@ -331,23 +325,6 @@ def after_rollout(
     return drafter, metrics | adaptive.idle_metrics(rollout, groups)
 
 
-def kl_reference(
-    config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool
-) -> Params | None:
-    """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
-
-    Saved once in the run folder, and read from there, so that it never shares buffers with the
-    policy, which every update donates.
-    """
-    if not config.algorithm.kl_coef:
-        return None
-
-    directory, dtype = run_folder.reference(config), config.model.param_dtype
-    if is_new:
-        hf.save_whole(params, model, directory, mesh, dtype=dtype)
-    return hf.load(directory, model, mesh, dtype)
-
-
 def roll_out(
     config: Config,
     engine: Engine,
@@ -387,77 +364,3 @@ def roll_out(
     return engine.run(
         request, weights, state.tuner, on_finish=finished, interrupted=interrupted, **idle
     )
-
-
-def update_policy(
-    config: Config,
-    recipe: Recipe,
-    programs: UpdatePrograms,
-    state: PolicyState,
-    reference: Params | None,
-    prompts: Sequence[Prompt],
-    rollout: RolloutResult,
-    scores: Mapping[int, Score],
-    watch: Stopwatch,
-) -> tuple[PolicyState, dict[str, float]]:
-    """The policy after the optimizer steps on one rollout, and their metrics.
-
-    One step per minibatch. Of several minibatches all use the log-probs before the first step as
-    the old ones.
-    """
-    rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(
-        len(prompts), -1
-    )
-    advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
-
-    parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
-    batches, fills = zip(
-        *(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts),
-        strict=True,
-    )
-
-    with watch.phase("old_log_prob"):
-        if len(batches) > 1:
-            batches = [scored(programs, state.params, batch, "old") for batch in batches]
-        if reference is not None:
-            batches = [scored(programs, reference, batch, "reference") for batch in batches]
-
-    updates = []
-    for batch in batches:
-        state, metrics = policy_update.update(programs, state, batch)
-        updates.append(jax.device_get(metrics))
-
-    return state, step_metrics.of_update(updates, rewards, advantages) | {
-        "actor/packed_ratio": float(np.mean(fills))
-    }
-
-
-def make_batch(
-    config: Config,
-    recipe: Recipe,
-    prompts: Sequence[Prompt],
-    rollout: RolloutResult,
-    advantages: np.ndarray,
-    part: np.ndarray,
-) -> tuple[Batch, float]:
-    """The answers `part` as a minibatch of packed rows, and the share that is not padding."""
-    answers = [rollout.completions[i] for i in part]
-    examples = [
-        Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers
-    ]
-    packed = packing.pack(
-        examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
-    )
-    weights = answer_weights(
-        packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens
-    )
-    recorded = [answer.logprobs for answer in answers]
-    return policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, advantages[part], recorded
-    ), packed.fill
-
-
-def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:
-    """The batch with the log-probs under `params` as this field."""
-    logprobs = policy_update.token_logprobs(programs, params, batch)
-    return [rows.replace(**{field: part}) for rows, part in zip(batch, logprobs, strict=True)]

@@ -71,9 +71,9 @@ def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
 
 
 def of_update(
-    updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray
+    updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray, fill: float
 ) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout.
+    """Metrics of the optimizer steps of one rollout, whose rows were filled to this share.
 
     Means over the steps; of maxima the largest, of counters and the learning rate the last.
     """
@@ -84,6 +84,7 @@ def of_update(
     }
     return {
         **{f"actor/{name}": value for name, value in merged.items()},
+        "actor/packed_ratio": fill,
         "groups/zero_variance": float(zero_variance(rewards).mean()),
         **statistics("advantages", advantages, ("mean", "min", "max")),
     }
