@@ -14,7 +14,7 @@ from tlt_jax import cli
 from tlt_jax.metrics import Writer, names
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import accounts, evaluation, loop, run_state, step_metrics
+from tlt_jax.train import accounts, evaluation, loop, minibatches, run_state, step_metrics
 from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
 
 TRACING, LOWERING, _ = COMPILING
@@ -121,7 +121,7 @@ COSTS = {
     (run_state, "save"): 4,
     (loop, "roll_out"): 8,
     (Scorer, "collect"): 16,
-    (loop, "update_policy"): 32,
+    (minibatches, "update_policy"): 32,
     (step_metrics, "of_rollout"): 64,
     (step_metrics, "records"): 128,
     (Writer, "step"): 256,
