@@ -18,7 +18,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, loop
+from tlt_jax.train import evaluation, minibatches
 
 SAMPLES, STEPS = 3, 8
 STILL = {
@@ -61,8 +61,11 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | cached | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
+            learned = minibatches.Learned([{}], np.zeros((1, 1)), np.zeros(1), 1.0)
             patch.setattr(
-                loop, "update_policy", lambda config, recipe, programs, state, *_: (state, {})
+                minibatches,
+                "update_policy",
+                lambda config, recipe, programs, state, *_: (state, learned),
             )
             return observed.watched(observed.configure(folder, knobs))
 
@@ -142,7 +145,7 @@ def test_reward_rises(cached, tmp_path):
 
 
 def test_a_flipped_sign_is_caught(cached, tmp_path, monkeypatch):
-    plant(monkeypatch, loop, "group_advantages", loop_mutants.flipped)
+    plant(monkeypatch, minibatches, "group_advantages", loop_mutants.flipped)
     spoiled = observed.watched(observed.configure(tmp_path, ARMED | cached))
     with pytest.raises(AssertionError):
         check_reward_rises(spoiled)

@@ -24,7 +24,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.data.packing import Packed
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, loop, policy_batch
+from tlt_jax.train import evaluation, loop, minibatches, policy_batch
 from tlt_jax.train.recipe import Recipe
 
 KNOBS = {
@@ -108,13 +108,13 @@ OF_ROLLOUTS = [
     (evaluation, "evaluate", reading(eval__correct_at=1.0), check_scores),
 ]
 OF_BATCHES = [
-    (loop, "group_advantages", loop_mutants.flipped, check_batches),
-    (loop, "group_advantages", loop_mutants.dealt_to_the_next, check_batches),
+    (minibatches, "group_advantages", loop_mutants.flipped, check_batches),
+    (minibatches, "group_advantages", loop_mutants.dealt_to_the_next, check_batches),
     (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
-    (loop, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
+    (minibatches, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
     (policy_batch, "make_batch", loop_mutants.without_last_tokens, check_batches),
-    (loop, "update_policy", reading(algorithm__advantage="grpo"), check_batches),
-    (loop, "update_policy", reading(algorithm__aggregation="token_mean"), check_batches),
+    (minibatches, "update_policy", reading(algorithm__advantage="grpo"), check_batches),
+    (minibatches, "update_policy", reading(algorithm__aggregation="token_mean"), check_batches),
 ]
 OF_UPDATES = [
     (Recipe, "of", reading(rollout__temperature=1.0), check_losses),
