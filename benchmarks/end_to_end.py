@@ -2,12 +2,12 @@ r"""What speculation is worth in whole RL steps: rollout, rewards, evaluation an
 
 python benchmarks/end_to_end.py --work DIR [--drafter DIR] [--arm NAME "--section.knob VALUE ..."] [--turns N] [--steps N]
 
-Every arm is the real command, `python -m tlt_jax.train`, in a process and a run folder of its own: from the same policy, data
-and seed for as many steps. Arms take turns: plain, one, another, plain, one, ... In a turn each arm runs once with an empty
-folder of compiled programs ("cold") and once with the folder that this filled ("warm"). Arms that are not named are plain,
-ngram, and with a drafter that drafter under the tuner, and with one tree (7_1_8) only. An arm is a name and what it changes of
-the configuration, where {drafter} is the drafter's directory; plain is always there. Other arguments change the configuration
-of all arms.
+Every arm is the real command, `python -m tlt_jax.train`, in a process (or --processes, by launch/local.sh) and a run folder
+of its own: from the same policy, data and seed for as many steps. Arms take turns: plain, one, another, plain, one, ... In a
+turn each arm runs once with an empty folder of compiled programs ("cold") and once with the folder that this filled ("warm").
+Arms that are not named are plain, ngram, and with a drafter that drafter under the tuner, and with one tree (7_1_8) only. An
+arm is a name and what it changes of the configuration, where {drafter} is the drafter's directory; plain is always there.
+Other arguments change the configuration of all arms.
 
 Without --policy a policy is made first, and without --drafter an EAGLE-3 drafter for it, by the product's own commands, in the
 folder --work; what is there already is used again. --drafter none leaves its arms out. A model directory with GSM8K:
@@ -230,13 +230,16 @@ def interval(ratios: Sequence[float]) -> str:
     return f"{mean:.2f} ({mean - spread:.2f} to {mean + spread:.2f})"
 
 
-def command(*arguments: str) -> float:
-    """Runs a command of the product from the repository's root; its seconds. Raises Failure with its last lines."""
+def command(*arguments: str, processes: int = 1) -> float:
+    """Runs a command of the product, tlt_jax.train as so many processes; its seconds. Raises Failure with its last lines."""
     begin = time.perf_counter()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    started = [sys.executable, "-m", *arguments]
+    if processes > 1:
+        started = [str(ROOT / "launch" / "local.sh"), str(processes), *arguments[1:]]
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env=os.environ | {"PYTHONPATH": path},
+        started,
+        env=os.environ | {"PYTHONPATH": path, "PYTHON": sys.executable},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -288,7 +291,7 @@ def take_turn(
                 shutil.rmtree(programs, ignore_errors=True)
             wall = command(
                 "tlt_jax.train", "--config", args.config, *shared, *changes, "--run", str(folder),
-                "--rollout.compile_cache", str(programs),
+                "--rollout.compile_cache", str(programs), processes=args.processes,
             )  # fmt: skip
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(folder / "hf", ignore_errors=True)
@@ -415,6 +418,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--caches", default=",".join(CACHES), help="cold, or cold,warm")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="of every run, each with its share of cores and data groups",
+    )
     parser.add_argument("--may-differ", action="store_true", help="go on when answers differ")
     args, overrides = parser.parse_known_args(argv)
     args.work, args.caches = args.work.resolve(), args.caches.split(",")

@@ -23,3 +23,7 @@ def trouble(prompt: str, completion: str, row: dict) -> float:
 def digits(prompt: str, completion: str, row: dict) -> float:
     """1 for an answer of digits alone."""
     return float(completion.isdigit())
+
+
+if os.environ.get("JAX_PROCESS_ID") == "1" and os.environ.get("TOY_REWARD_RAISES"):
+    raise ImportError("only process 0 has this reward")

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32
 
 from tlt_jax.config import Config
+from tlt_jax.distributed.mesh import put
 
 PyTree = Any
 # Of Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps.
@@ -164,7 +165,7 @@ def create(adam: Adam, params: PyTree, mesh: Mesh) -> TrainState:
     target = abstract(adam, params, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target.opt_state)
     opt_state = jax.jit(partial(init, adam), out_shardings=shardings)(params)
-    zeros = [jax.device_put(np.int32(0), target.step.sharding) for _ in range(3)]
+    zeros = [put(np.int32(0), target.step.sharding) for _ in range(3)]
     return TrainState(params, opt_state, *zeros)
 
 

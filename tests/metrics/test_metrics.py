@@ -237,7 +237,8 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
 
 def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():
     waits = [(1.5, 2.5), (2.0, 3.0), (13.0, 20.0)]
-    seconds = [group_seconds(SPANS, waits, group, (0.0, 16.0)) for group in (0, 1)]
+    both = dict.fromkeys((0, 1), waits)
+    seconds = [group_seconds(SPANS, both, group, (0.0, 16.0)) for group in (0, 1)]
     assert [one.compile_wait for one in seconds] == [1.5 + 3] * 2, "each second once, in the window"
     for group, found in enumerate(seconds):
         assert sum(found) == 16
@@ -250,8 +251,8 @@ def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():
         assert found.busy == 0.25 * sum(
             work and not wait for work, wait in zip(works, waited, strict=True)
         )
-    assert idle_share(SPANS, 2) > idle_share(SPANS, 2, [(12.0, 14.0)]) == 0
-    assert group_seconds([], [], 0, (0.0, 4.0)) == (0, 0, 4)
+    assert idle_share(SPANS, 2) > idle_share(SPANS, 2, dict.fromkeys((0, 1), [(12.0, 14.0)])) == 0
+    assert group_seconds([], {}, 0, (0.0, 4.0)) == (0, 0, 4)
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.9, 1.0, 7.0, 59.0, 12345.0])

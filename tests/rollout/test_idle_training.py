@@ -54,7 +54,7 @@ class Setting:
         replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
         values = {"bound": 10.0, "floor": 3} | changes
         self.trainer = IdleTraining(
-            self.recipe, self.engine.groups, self.engine.programs,
+            self.recipe, dict(enumerate(self.engine.groups)), self.engine.programs,
             partial(MicroStep, recipe=self.recipe), replay, **values,
         )  # fmt: skip
         self.results, self.metrics, self.idle = [], [], 9.0
@@ -117,7 +117,7 @@ def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_lear
     piece = trainer.piece(1, idle.FIRST_TOKENS)
     for learns, wanted in ((False, state), (True, expected)):
         copies = idle.merge.programs(setting.recipe).spread(state)
-        copy = idle.merge.parts(copies, trainer.groups)[1]
+        copy = idle.merge.parts(copies, trainer.groups.values())[1]
         found, measured = setting.engine.programs.get(piece)(copy, policy, batch, np.bool_(learns))
         np.testing.assert_allclose(measured["loss"], metrics["loss"], rtol=1e-9)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -133,7 +133,9 @@ def test_padding_is_the_share_of_row_rounds_without_a_live_sequence():
 def test_the_seconds_of_every_group_add_up_to_the_rollout_under_names_of_the_list():
     spans = [SimpleNamespace(group=0, kind="decode", start=1.0, end=6.0),
              SimpleNamespace(group=1, kind="decode", start=4.0, end=5.0)]  # fmt: skip
-    rollout = SimpleNamespace(spans=spans, compile_waits=[(0.0, 2.0)], stats={"seconds": 8.0})
+    rollout = SimpleNamespace(
+        spans=spans, compile_waits=dict.fromkeys((0, 1), [(0.0, 2.0)]), stats={"seconds": 8.0}
+    )
     found = step_metrics.of_groups(rollout, 2)
     assert found == {
         "group/busy_s@0": 4, "group/compile_wait_s@0": 2, "group/idle_s@0": 2,

@@ -18,7 +18,7 @@ from tlt_jax.errors import ConfigError
 # Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
 FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
         "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "reward.workers", "sft.cache",
-        "checkpoint.every", "checkpoint.keep", "checkpoint.export")  # fmt: skip
+        "checkpoint.every", "checkpoint.keep", "checkpoint.export", "idle_training.", "processes.")  # fmt: skip
 
 
 def load(

@@ -407,6 +407,20 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """When a job of many processes ends, because one of them is gone."""
+
+    lost_s: float = knob(
+        20.0, "seconds without a sign of life after which a process counts as dead", at_least=5
+    )
+    stuck_s: float = knob(
+        1800.0,
+        "seconds without progress (a look at the rollout, the end of a phase) after which a living process counts as hung",
+        at_least=10,
+    )
+
+
+@dataclass(frozen=True)
 class Profile:
     steps: str = knob("", "a-b: write a jax.profiler trace of these steps; empty: none")
 
@@ -433,4 +447,5 @@ class Config:
     eval: Eval = section(Eval)
     checkpoint: Checkpoint = section(Checkpoint)
     log: Log = section(Log)
+    processes: Processes = section(Processes)
     profile: Profile = section(Profile)

@@ -5,6 +5,7 @@ It knows no model or device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,13 @@ class Dataset:
     def eval_prompts(self) -> list[Prompt]:
         """The first eval.prompts prompts of the evaluation split, or all; always the same."""
         return list(self.eval[: self.config.eval.prompts or None])
+
+    def digest(self) -> str:
+        """A digest of the tokens of all prompts; of a generated task, those of its first step and its evaluation."""
+        found = hashlib.sha256()
+        for prompt in (*(self.train or self.prompts(0)), *self.eval):
+            found.update(np.asarray(prompt.tokens, np.int32).tobytes() + b".")
+        return found.hexdigest()[:16]
 
     def solutions(self, step: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(prompt tokens, solution tokens with EOS) of a supervised step, independent of `prompts`.

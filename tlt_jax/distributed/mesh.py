@@ -20,14 +20,51 @@ RULES = {
 
 
 def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ("data", "model") mesh; row r is data group r. Raises ValueError when the devices are too few."""
-    devices = jax.devices() if devices is None else devices
+    """A ("data", "model") mesh; row r is data group r. Raises ValueError when the devices are too few.
+
+    Devices of a process lie side by side, in the order of processes.
+    """
+    if devices is None:
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
     if data * model > len(devices):
         raise ValueError(
             f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there"
         )
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def own_groups(mesh: Mesh) -> list[int]:
+    """The data groups of this process, whose programs it builds and runs.
+
+    Raises ValueError when a group lies on several processes, or a process has none.
+    """
+    owners = [{device.process_index for device in row} for row in mesh.devices]
+    for group, processes in enumerate(owners):
+        if len(processes) > 1:
+            raise ValueError(
+                f"mesh.model {mesh.shape['model']}: data group {group} lies on the devices of processes "
+                f"{', '.join(map(str, sorted(processes)))}: a group is decoded by one process, set mesh.model to "
+                f"{jax.local_device_count()} or a divisor of it"
+            )
+    if missing := set(range(jax.process_count())).difference(*owners):
+        raise ValueError(
+            f"mesh.data {mesh.shape['data']} x mesh.model {mesh.shape['model']} leaves process {min(missing)} without "
+            f"a data group: use all {jax.device_count()} devices, or start fewer processes"
+        )
+    return [group for group, processes in enumerate(owners) if processes == {jax.process_index()}]
+
+
+def put(tree, place: NamedSharding):
+    """Host arrays, which every process has, as arrays with this sharding."""
+    if place.is_fully_addressable:
+        return jax.device_put(tree, place)
+
+    def of(array: np.ndarray) -> jax.Array:
+        array = np.asarray(array, jax.dtypes.canonicalize_dtype(np.asarray(array).dtype))
+        return jax.make_array_from_callback(array.shape, place, array.__getitem__)
+
+    return jax.tree.map(of, tree)
 
 
 def is_cpu(mesh: Mesh) -> bool:

@@ -10,6 +10,11 @@ from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
 
 COUNT = "--xla_force_host_platform_device_count"
+# XLA flags of every run that may find accelerators; those of the environment and of mesh.xla_flags go before them.
+# - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
+#   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is made anew.
+# TPUs need none: their programs' collectives lie on rectangles of the mesh, and async collectives are on by default.
+ACCELERATOR_FLAGS = ("--xla_gpu_enable_nccl_comm_splitting=false",)
 
 
 def set_environment(config: Config) -> None:
@@ -24,6 +29,9 @@ def set_environment(config: Config) -> None:
         ]
         os.environ["JAX_PLATFORMS"] = "cpu"
     flags += [flag for flag in config.mesh.xla_flags.split() if flag not in flags]
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        given = {flag.partition("=")[0] for flag in flags}
+        flags += [flag for flag in ACCELERATOR_FLAGS if flag.partition("=")[0] not in given]
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
     wide = "float64" in (config.model.param_dtype, config.model.compute_dtype)
@@ -44,6 +52,22 @@ def set_environment(config: Config) -> None:
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"
             )
+
+
+def share_devices(config: Config, processes: int) -> None:
+    """Of the configuration's fake devices each of several processes makes an equal part.
+
+    ConfigError when they cannot be shared.
+    """
+    devices = config.mesh.fake_devices
+    if not devices:
+        return
+    if devices % processes:
+        raise ConfigError(
+            f"mesh.fake_devices {devices} cannot be shared by {processes} processes: make it a multiple"
+        )
+    flags = os.environ["XLA_FLAGS"].replace(f"{COUNT}={devices}", f"{COUNT}={devices // processes}")
+    os.environ["XLA_FLAGS"] = flags
 
 
 class Preemption:

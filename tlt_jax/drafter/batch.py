@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.distributed.mesh import put, sharding
 
 
 @struct.dataclass
@@ -38,7 +38,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
     """The batch on the mesh, from tokens, positions, segments and loss_mask [R, T]."""
-    return Batch(**jax.device_put(rows, batch_sharding(mesh)))
+    return Batch(**put(rows, batch_sharding(mesh)))
 
 
 def abstract_batch(mesh: Mesh, rows: int, tokens: int) -> Batch:

@@ -7,16 +7,18 @@ and no weight of the policy.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import merge
 from tlt_jax.drafter.budget import Budget
 from tlt_jax.drafter.recipe import DrafterState, Recipe
@@ -63,13 +65,25 @@ class Copy:
     learns: bool = False  # whether it does
 
 
+class Trained(NamedTuple):
+    """What became of a data group's copy of the drafter in an RL step, as other processes are told: see Copy."""
+
+    group: int
+    steps: int
+    tokens: int
+    before: float | None
+    after: float | None
+    depths: list[float]
+
+
 class IdleTraining:
     """Drafter training as idle work; implements rollout.idle.IdleWork.
 
     `begin` comes before each rollout, `end` after it. What is not in the drafter's state is a cache:
     replay, copies, sizes and prices are lost with the process, and cost speed only. `piece(group,
     rows, tokens)` names the program of a micro-step: micro_step.MicroStep. `starting()`: seconds that
-    the rollout's programs take to be compiled again, with features for the drafter.
+    the rollout's programs take to be compiled again, with features for the drafter. `groups` are those
+    of this process; what all decide together is told by `job`.
     """
 
     kind = "train"
@@ -77,7 +91,7 @@ class IdleTraining:
     def __init__(
         self,
         recipe: Recipe,
-        groups: Sequence[Mesh],
+        groups: Mapping[int, Mesh],
         programs: Programs,
         piece: Callable[[int, int, int], Program],
         replay: ReplayConfig,
@@ -86,10 +100,11 @@ class IdleTraining:
         floor: int = 0,
         rescue: int = 0,
         starting: Callable[[], float] = lambda: 0.0,
+        job: Job | None = None,
     ):
-        self.recipe, self.groups = recipe, tuple(groups)
+        self.recipe, self.groups, self.job = recipe, dict(groups), job or Job()
         self.programs, self.make_piece = programs, piece
-        self.replays = [Replay(replay, index, mesh) for index, mesh in enumerate(self.groups)]
+        self.replays = {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()}
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
         self.starting = starting
         self.best_accept_length = 0.0
@@ -103,7 +118,7 @@ class IdleTraining:
         )
         self.budget = Budget()
         self.copies: dict[int, Copy] = {}
-        self.policies: list[Any] = []
+        self.policies: dict[int, Any] = {}
         self.is_broken, self.failures = False, 0
         self.pays_off = self.is_stopped = False
 
@@ -113,7 +128,7 @@ class IdleTraining:
             return {}
         return {
             "harvesters": self.replays,
-            "listeners": [replay.listen for replay in self.replays],
+            "listeners": [replay.listen for replay in self.replays.values()],
             "idle_work": self,
             "least_idle": self.least_idle,
         }
@@ -127,7 +142,7 @@ class IdleTraining:
         self,
         step: int,
         request: RolloutRequest,
-        weights: Sequence[Weights],
+        weights: Mapping[int, Weights],
         state: DrafterState | None,
     ) -> None:
         """A rollout begins, with these weights of every group.
@@ -138,17 +153,16 @@ class IdleTraining:
         if not self.is_active:
             return
         self.resize(self.seconds * (request.rollouts_left + 1))
-        for replay in self.replays:
+        for replay in self.replays.values():
             replay.begin(step, request)
-        self.policies = [one.target for one in weights]
+        self.policies = {group: one.target for group, one in weights.items()}
         copies = merge.programs(self.recipe).spread(state)
-        self.copies = {
-            group: Copy(part) for group, part in enumerate(merge.parts(copies, self.groups))
-        }
+        parts = merge.parts(copies, self.groups.values())
+        self.copies = {group: Copy(part) for group, part in zip(self.groups, parts, strict=True)}
 
     def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
         """Whether what a drafter is expected to save exceeds what training and using it compiles."""
-        price = self.programs.price(self.piece(0, self.wanted))
+        price = self.programs.price(self.piece(min(self.groups), self.wanted))
         return GAIN * seconds_left > start + PROGRAMS * price
 
     def pays(self, seconds_left: float) -> bool:
@@ -167,7 +181,7 @@ class IdleTraining:
 
         Where this would not pay off the size stays.
         """
-        pieces = [self.piece(group, self.wanted) for group in range(len(self.groups))]
+        pieces = [self.piece(group, self.wanted) for group in self.groups]
         if self.tokens != self.wanted and not self.is_worth(seconds_left):
             self.wanted = self.tokens
             return
@@ -277,18 +291,19 @@ class IdleTraining:
         `rollouts_left`: how many like it the run decodes after it.
         """
         self.seconds, self.idle = seconds, idle
-        if not self.pays_off and self.pays(seconds * rollouts_left):
+        if not self.pays_off and self.job.decided(self.pays(seconds * rollouts_left)):
             log.info("the drafter is trained from here on")
             self.pays_off = True
         self.keep_alive(accept_length)
-        copies, self.copies, self.policies = self.copies, {}, []
+        copies, self.copies, self.policies = self.copies, {}, {}
         self.depths = []
-        tokens = [copy.tokens for copy in copies.values()]
+        every, is_broken, replays = self.reported(copies)
+        tokens = [one.tokens for one in every]
         metrics = {
-            "drafter/steps": float(sum(copy.steps for copy in copies.values())),
+            "drafter/steps": float(sum(one.steps for one in every)),
             "drafter/tokens": float(sum(tokens)),
         }
-        if self.is_broken:
+        if is_broken:
             self.failures += 1
             if self.failures >= FAILURES and not self.is_stopped:
                 self.is_stopped = True
@@ -298,16 +313,36 @@ class IdleTraining:
                 )
             return state, metrics | {"drafter/failures": float(self.failures)}
         self.failures = 0
-        metrics |= self.measured(copies)
+        metrics |= self.measured(every, replays)
         if not sum(tokens):
             return state, metrics
         metrics["drafter/merge_weight_max"] = max(tokens) / sum(tokens)
-        ordered = [copies[group].state for group in range(len(self.groups))]
+        ordered = [copies[group].state for group in self.groups]
         return merge.merged(ordered, tokens, self.recipe), metrics
 
-    def measured(self, copies: dict[int, Copy]) -> dict[str, float]:
+    def reported(
+        self, copies: Mapping[int, Copy]
+    ) -> tuple[list[Trained], bool, list[dict[str, float]]]:
+        """What became of the copies of all processes, whether training failed in one, and their replays' metrics."""
+        own = [
+            (group, one.steps, one.tokens, one.before, one.after, one.depths)
+            for group, one in copies.items()
+        ]
+        replays = [replay.metrics() for replay in self.replays.values()] if copies else []
+        told = json.dumps((own, self.is_broken, replays)).encode()
+        parts = [json.loads(part) for part in self.job.gather(told)]
+        every = sorted(Trained(*one) for part, *_ in parts for one in part)
+        return (
+            every,
+            any(broken for _, broken, _ in parts),
+            [one for *_, many in parts for one in many],
+        )
+
+    def measured(
+        self, every: Sequence[Trained], replays: Sequence[Mapping[str, float]]
+    ) -> dict[str, float]:
         """Held-out acceptance, mean over the groups that measured it, and the replay."""
-        seen = [copy for copy in copies.values() if copy.before is not None]
+        seen = [one for one in every if one.before is not None]
         found: dict[str, float] = {}
         if seen:
             before, after = (
@@ -316,11 +351,9 @@ class IdleTraining:
             self.budget = self.budget.after(after, steps=max(one.steps for one in seen))
             found = {"drafter/acceptance_before": before, "drafter/acceptance_after": after}
             self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
-        if copies:
-            parts = [replay.metrics() for replay in self.replays]
-            for name in {name for part in parts for name in part}:
-                values = [part[name] for part in parts if name in part]
-                found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
+        for name in {name for part in replays for name in part}:
+            values = [part[name] for part in replays if name in part]
+            found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
         return found
 
 

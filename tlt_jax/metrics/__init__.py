@@ -2,8 +2,8 @@
 
 from tlt_jax.metrics.names import NAMES, MetricError
 from tlt_jax.metrics.timeline import GroupSeconds, group_seconds, idle_share
-from tlt_jax.metrics.writer import ChunkRecord, Record, Writer
+from tlt_jax.metrics.writer import ChunkRecord, NoWriter, Record, Writer
 
 __all__ = [
-    "NAMES", "ChunkRecord", "GroupSeconds", "MetricError", "Record", "Writer", "group_seconds", "idle_share",
+    "NAMES", "ChunkRecord", "GroupSeconds", "MetricError", "NoWriter", "Record", "Writer", "group_seconds", "idle_share",
 ]  # fmt: skip

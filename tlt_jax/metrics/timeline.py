@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,8 @@ WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
 
 
 Interval = tuple[float, float]  # start and end
+Waits = Mapping[int, Sequence[Interval]]  # by data group
+NO_WAITS: Waits = MappingProxyType({})
 
 
 class Span(Protocol):
@@ -43,9 +46,9 @@ class GroupSeconds(NamedTuple):
 
 
 def group_seconds(
-    spans: Sequence[Span], waits: Sequence[Interval], group: int, window: Interval
+    spans: Sequence[Span], waits: Waits, group: int, window: Interval
 ) -> GroupSeconds:
-    """How a group spent the window, in which the host `waits` for compilations now and then.
+    """How a group spent the window, in which its host `waits` for compilations now and then.
 
     While the host waits it gives no group work, and sees no program end: this time is neither busy
     nor idle.
@@ -54,15 +57,15 @@ def group_seconds(
     work = [(one.start, one.end) for one in spans if one.group == group and one.kind != "wait"]
     waited, both = (
         covered([(max(first, start), min(last, end)) for start, end in intervals])
-        for intervals in (waits, [*work, *waits])
+        for intervals in (waits.get(group, ()), [*work, *waits.get(group, ())])
     )
     return GroupSeconds(both - waited, waited, last - first - both)
 
 
-def idle_share(spans: Sequence[Span], groups: int, waits: Sequence[Interval] = ()) -> float:
+def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> float:
     """Share of the groups' time during which a group has no span other than "wait".
 
-    The time is from the first start to the last end. A group is not idle while the host `waits`
+    The time is from the first start to the last end. A group is not idle while its host `waits`
     for a compilation.
     """
     if not spans:

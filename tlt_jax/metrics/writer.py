@@ -188,6 +188,10 @@ class Writer:
         )
         atomic.write_text(path, "".join(f"{line}\n" for line in lines))
 
+    def say(self, text: str) -> None:
+        """Prints a line above the progress display."""
+        self.progress.say(text)
+
     def close(self) -> None:
         """Closes the files and ends the display."""
         self.progress.close()
@@ -195,6 +199,21 @@ class Writer:
 
     def _write(self, step: int, **content) -> None:
         self._events.write_event(Event(step=step, wall_time=time.time(), **content))
+
+
+class NoWriter:
+    """The writer of a process that leaves writing to another: does nothing."""
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def nothing(self, *_) -> None:
+        pass
+
+    scalars = histogram = text = image = step = lines = say = close = nothing
 
 
 def forget(path: Path, first_step: int) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tlt_jax.errors import Interrupted
 from tlt_jax.rollout import group as machine
+from tlt_jax.rollout.ending import INTERRUPTED, Ending
 from tlt_jax.rollout.events import Listener, Look
 from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.state import GroupContext, GroupState
@@ -114,16 +115,23 @@ def run(
     rollout: Rollout,
     interrupted: Callable[[], bool] | None = None,
     beside: Beside | None = None,
+    ending: Ending | None = None,
 ) -> RolloutResult:
-    """Polls until all groups are idle, and what is done `beside` it; pauses grow while nothing happens.
+    """Polls until all groups of all processes are idle, and what is done `beside` it; pauses grow while nothing happens.
 
-    The result is that of when all groups were idle. Raises Interrupted soon after `interrupted()`.
+    The result is that of when all groups of this process were idle. Raises Interrupted, in every
+    process, soon after `interrupted()` in one. Without an `ending` there is no other process.
     """
+    ending = ending or Ending(len(rollout.states))
     pause, result = PAUSE[0], None
-    while result is None or not (beside is None or beside.is_done):
-        if interrupted and interrupted():
+    while result is None or not (ending.how and (beside is None or beside.is_done)):
+        if interrupted and not ending.how and interrupted():
+            ending.interrupt()
+        if ending.look(rollout.clock.now()) == INTERRUPTED:
             raise Interrupted("the rollout was interrupted")
         happened = result is None and any(look.events for look in rollout.poll())
+        for group in filter(rollout.is_idle, rollout.states):
+            ending.is_idle(group)
         happened |= beside is not None and beside.poll()
         if rollout.is_done() and result is None:
             result = rollout.result()

@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, driver, remaining
+from tlt_jax.rollout import bindings, driver, exchange, remaining
 from tlt_jax.rollout.buckets import (
     FIRST_CACHE_BUCKET,
     batch_buckets,
@@ -30,6 +30,7 @@ from tlt_jax.rollout.buckets import (
     bucket_width,
     doubling,
 )
+from tlt_jax.rollout.ending import Ending
 from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
 from tlt_jax.rollout.harvest import Harvest
@@ -69,7 +70,8 @@ class Engine:
     `drafter` is the learned drafter's configuration, when there is one that is used (`use_learned`); `tuner` holds the
     functions of the tuner, whose state a rollout is given and returns. Losing an engine costs compilations and speed. With
     `captures_states` its programs are others: they keep the policy's normed last hidden states beside the features, for
-    harvesters.
+    harvesters. Of several processes of a `job` each has an engine, for its `own` data groups, and all take part in
+    `publish` and `run`. Raises ConfigError when a data group lies on several processes.
     """
 
     def __init__(
@@ -80,11 +82,18 @@ class Engine:
         stop_ids: Sequence[Sequence[int]] = (),
         drafter: DrafterConfig | None = None,
         captures_states: bool = False,
+        job: Job | None = None,
     ):
         folder = use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
+        self.job = job or Job()
+        try:
+            is_alone = self.job.count == 1
+            self.own = [*range(len(self.groups))] if is_alone else meshes.own_groups(mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         speculation, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
         self.drafter_kind = drafter.kind if drafter else speculation.drafter
 
@@ -108,7 +117,7 @@ class Engine:
         if speculation.drafter == ADAPTIVE:
             self.basis["drafter"] = self.drafter_kind  # else it is that of the directory
 
-        self.board, self.rollouts = LocalBoard(), itertools.count()
+        self.rollouts = itertools.count()
         self.lengths: list[int] = []  # tokens of the answers of the rollout before
         self.savings: dict[DecodingParams, Savings] = defaultdict(Savings)
         self.capacity = config.rollout.slots or self.share(
@@ -169,12 +178,12 @@ class Engine:
         """Sequences of one data group when whole prompts are dealt evenly."""
         return -(-prompts // len(self.groups)) * samples
 
-    def publish(self, params: Params, drafter: DrafterParams | None = None) -> list[Weights]:
-        """The rollout's copy of policy and drafter: one reshard over the mesh, then each data group's zero-copy views."""
+    def publish(self, params: Params, drafter: DrafterParams | None = None) -> dict[int, Weights]:
+        """The rollout's copy of policy and drafter, by data group: one reshard over the mesh, then zero-copy views."""
         weights = Weights(
             self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ()
         )
-        return [meshes.view(weights, group) for group in self.groups]
+        return {index: meshes.view(weights, self.groups[index]) for index in self.own}
 
     def request(
         self,
@@ -221,25 +230,31 @@ class Engine:
     def run(
         self,
         request: RolloutRequest,
-        weights: Sequence[Weights],
+        weights: Mapping[int, Weights],
         tuner: TunerState | None = None,
         *,
         on_finish: Callable[[Completion], None] | None = None,
         interrupted: Callable[[], bool] | None = None,
-        harvesters: Sequence[Harvester] = (),
+        harvesters: Mapping[int, Harvester] | None = None,
         listeners: Sequence[Listener] = (),
         idle_work: IdleWork | None = None,
         least_idle: float = 0.0,
     ) -> tuple[RolloutResult, TunerState]:
         """The rollout of a request, and the tuner's state after it; without one before it the tuner knows nothing.
 
-        What the harvesters, one of each group, want comes to the listeners as `Harvested`, with states when the engine
+        The result is that of all processes; listeners, `on_finish` and harvesters, one of each group, are told of the own
+        groups alone. What the harvesters want comes to the listeners as `Harvested`, with states when the engine
         captures them. A group that has nothing left to decode does `idle_work` while the rollout is expected to take at
         least `least_idle` seconds more; stats have its seconds, idle_used, and how long the end waited for it, idle_delay.
-        Raises Interrupted soon after `interrupted()` is true: what the tuner learned meanwhile is lost.
+        Raises Interrupted, in all processes, soon after `interrupted()` is true in one: what the tuner learned meanwhile
+        is lost.
         """
         number = next(self.rollouts)
-        queue = WorkQueue(self.board, f"rollout/{number}", len(request.prompts), request.samples)
+        scope, board = f"rollout/{number}", self.job.board
+        if self.job.is_first:  # nobody reads any more what belongs to the one before the last
+            board.delete(f"rollout/{number - 2}/")
+        queue = WorkQueue(board, scope, len(request.prompts), request.samples)
+        ending = Ending(len(self.groups), board, scope, self.job.index, self.job.count)
         slots = self.cache_buckets(request.prompts, request.max_new_tokens)
         longest = max(
             len(prompt) + limit
@@ -247,23 +262,18 @@ class Engine:
         )
         savings = self.savings[request.params]
         savings.begin(request.rollouts_left, len(request.keys))
-        planner = Planner(
-            self.batches, slots, self.tuner, tuner, savings, longest, len(self.groups)
-        )
+        planner = Planner(self.batches, slots, self.tuner, tuner, savings, longest, len(self.own))
         if self.ngram_memory:
             self.ngram_memory.begin(request.prompts, request.samples)
         before, waited = len(self.programs.compiles), len(self.programs.waited)
-        try:
-            contexts = self.contexts(request, weights, queue, planner, harvesters)
-            rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
-            beside = idle_work and self.beside(rollout, number, idle_work, least_idle)
-            result = driver.run(rollout, interrupted, beside)
-        finally:
-            queue.close()
+        contexts = self.contexts(request, weights, queue, planner, harvesters)
+        rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
+        beside = idle_work and self.beside(rollout, number, idle_work, least_idle, ending)
+        result = driver.run(rollout, interrupted, beside, ending)
 
         began = rollout.recorder.begin
         waits = [(start - began, end - began) for start, end in self.programs.waited[waited:]]
-        result = replace(result, compile_waits=waits)
+        result = replace(result, compile_waits=dict.fromkeys(self.own, waits))
         new = self.programs.compiles[before:]
         result.stats.update(
             programs=len(self.programs.executables),
@@ -273,31 +283,43 @@ class Engine:
         )
         if beside:
             result.stats.update(idle_used=sum(beside.used.values()), idle_delay=beside.delay)
+        if self.job.count > 1:
+            parts = self.job.gather(exchange.packed(result))
+            result = exchange.merged([exchange.unpacked(part) for part in parts])
+            tuner = self.tuner.init() if tuner is None else tuner
+            for measurement in result.measurements:  # all learn the same, in the same order
+                tuner = self.tuner.observe(tuner, measurement)
         self.lengths = [len(one.tokens) for one in result.completions]
-        return result, planner.state
+        return result, planner.state if self.job.count == 1 else tuner
 
     def beside(
-        self, rollout: driver.Rollout, number: int, work: IdleWork, least: float
+        self, rollout: driver.Rollout, number: int, work: IdleWork, least: float, ending: Ending
     ) -> IdleDriver:
         """What gives the idle groups of a rollout this work."""
 
         def expected() -> float:
-            recorder = rollout.recorder
+            recorder, now = rollout.recorder, rollout.clock.now()
             ended = [len(one.tokens) for one in recorder.completions.values()]
             request, measurements = rollout.contexts[0].request, recorder.measurements
-            return remaining.seconds(request, rollout.states, measurements, ended + self.lengths)
+            lengths = ended + self.lengths
+            seconds = remaining.seconds(request, rollout.states, measurements, lengths)
+            ending.tell(seconds, now)
+            return max(seconds, ending.others(now))
 
-        return IdleDriver(rollout, work, number, len(self.groups), least, expected)
+        def is_over() -> bool:
+            return bool(ending.how)
+
+        return IdleDriver(rollout, work, number, len(self.groups), least, expected, is_over)
 
     def contexts(
         self,
         request: RolloutRequest,
-        weights: Sequence[Weights],
+        weights: Mapping[int, Weights],
         queue: WorkQueue,
         planner: Planner,
-        harvesters: Sequence[Harvester] = (),
+        harvesters: Mapping[int, Harvester] | None = None,
     ) -> list[GroupContext]:
-        """The fixed side of every data group in a rollout."""
+        """The fixed side of this process's data groups in a rollout."""
         drafters = {"": self.programs.shapes[0].drafter, **self.programs.shapes[0].drafters}
         needs = {
             name: Needs(
@@ -311,7 +333,7 @@ class Engine:
                 index, self.programs, weights[index], request, queue, planner, needs,
                 drafters[""].remembers, harvesters[index] if harvesters else None,
             )
-            for index in range(len(self.groups))
+            for index in self.own
         ]  # fmt: skip
 
     def memory_held(self) -> dict[str, int]:
@@ -326,10 +348,7 @@ class Engine:
             for one in held.values()
             if isinstance(one.program, Decode) and one.program.strategy != PLAIN
         ]
-        groups = [
-            [one for one in drafting if one.program.group == index]
-            for index in range(len(self.groups))
-        ]
+        groups = [[one for one in drafting if one.program.group == index] for index in self.own]
         sizes = [
             sum(one.code for one in group) + max((one.temporary for one in group), default=0)
             for group in groups
@@ -371,7 +390,7 @@ class Engine:
         return found
 
     def time_drafting(
-        self, weights: Sequence[Weights], result: RolloutResult
+        self, weights: Mapping[int, Weights], result: RolloutResult
     ) -> Mapping[Shape, float]:
         """Seconds of a round's drafting alone, by shape.
 
@@ -388,12 +407,11 @@ class Engine:
             if rounds and shape not in self.draft_seconds
         ]
         for batch, slots, strategy in fresh[:1]:
-            draft = DraftOnly(
-                StateShape(0, batch, slots), TIMED_ROUNDS, strategy, self.config.rollout.temperature
-            )
-            self.draft_seconds[batch, slots, strategy] = time_draft(
-                self.programs, draft, weights[0]
-            )
+            group = self.own[0]
+            state = StateShape(group, batch, slots)
+            draft = DraftOnly(state, TIMED_ROUNDS, strategy, self.config.rollout.temperature)
+            seconds = time_draft(self.programs, draft, weights[group])
+            self.draft_seconds[batch, slots, strategy] = seconds
         return self.draft_seconds
 
     def remember(self, look: Look) -> None:

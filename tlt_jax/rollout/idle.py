@@ -61,8 +61,9 @@ class IdleWork(Protocol):
 class IdleDriver:
     """Gives the rollout's idle groups work; the owner of the rollout's loop calls `poll` after each of its polls.
 
-    `expected()`: seconds that the rollout will still take. `delay`: seconds from the end of the
-    rollout until the last piece of work was done; `used`: seconds of idle work by group.
+    `expected()`: seconds that the rollout will still take; `is_over()`: whether all its groups are
+    done, those of other processes too. `delay`: seconds from the end of the rollout until the last
+    piece of work was done; `used`: seconds of idle work by group.
     """
 
     def __init__(
@@ -73,9 +74,12 @@ class IdleDriver:
         groups: int,
         least_seconds: float,
         expected: Callable[[], float],
+        is_over: Callable[[], bool] | None = None,
     ):
         self.rollout, self.work, self.expected = rollout, work, expected
+        self.is_over = is_over or rollout.is_done
         self.state: Coordinator = coordinator.begin(step, groups, least_seconds)
+        self.is_shared = groups > len(rollout.states)  # others want to know what is expected here
         self.running: dict[int, tuple[int, float]] = {}  # group -> number and start of its piece
         self.pieces = dict.fromkeys(rollout.states, 0)
         self.used = dict.fromkeys(rollout.states, 0.0)
@@ -87,9 +91,9 @@ class IdleDriver:
         for group in self.rollout.states:
             if self.rollout.is_idle(group) and self.state.modes[group] is coordinator.Mode.BUSY:
                 self.send(Finished(self.state.step, group))
-        if self.rollout.is_done():
+        if self.is_over():
             self.end()
-        elif now - self.asked >= EXPECT_EVERY and self.idle():
+        elif now - self.asked >= EXPECT_EVERY and (self.idle() or self.is_shared):
             self.asked = now
             self.send(Expected(self.state.step, self.expected()))
         for group in self.rollout.states:

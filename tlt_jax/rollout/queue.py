@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tlt_jax.distributed.board import Board
@@ -17,64 +16,68 @@ class Taken(NamedTuple):
     is_exhausted: bool
 
 
-@dataclass(frozen=True)
 class WorkQueue:
-    """The queue of one rollout: `prompts` prompts of `samples` samples each, on the counters below `scope`."""
+    """The queue of one rollout: `prompts` prompts of `samples` samples each, on the counters below `scope`.
 
-    board: Board
-    scope: str
-    prompts: int
-    samples: int
+    A group that starts all samples of its prompts at once costs one message to the board for all of
+    them. Only a prompt of which samples wait has a counter of its own.
+    """
+
+    def __init__(self, board: Board, scope: str, prompts: int, samples: int):
+        self.board, self.scope, self.prompts, self.samples = board, scope, prompts, samples
+        self.claimed = 0  # prompts that are known to have been taken, by any process
+        self.whole: set[int] = set()  # those of which this process started all samples at once
 
     def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
         """Up to `free` samples, started now: of the prompts prefilled here, of whole new prompts, then stolen ones."""
         found: list[tuple[int, int]] = []
         started: set[int] = set()
-
-        def start(prompt: int) -> None:
-            samples, is_last = self._start(prompt, free - len(found))
-            found.extend((prompt, sample) for sample in samples)
-            if is_last:
-                started.add(prompt)
-
         for prompt in prefilled:
             if len(found) < free:
-                start(prompt)
+                samples, is_last = self._start(prompt, free - len(found))
+                found += samples
+                started |= {prompt} if is_last else set()
 
-        while len(found) < free and (
-            prompts := self._claim(-(-(free - len(found)) // self.samples))
-        ):
-            for prompt in prompts:
-                start(prompt)
+        while len(found) < free and (new := self._claim(-(-(free - len(found)) // self.samples))):
+            for prompt in new:
+                samples = range(min(free - len(found), self.samples))
+                found += [(prompt, sample) for sample in samples]
+                if len(samples) < self.samples:
+                    self.board.increment(self._waiting(prompt), len(samples))
+                else:
+                    self.whole.add(prompt)
+                    started.add(prompt)
 
         is_exhausted = False
         while len(found) < free and not is_exhausted:
-            stolen = self._steal()
-            is_exhausted = stolen is None
-            found += [stolen] if stolen else []
+            stolen = self._steal(free - len(found))
+            is_exhausted = not stolen
+            found += stolen
         return Taken(found, frozenset(started), is_exhausted)
 
-    def close(self) -> None:
-        """Forgets this rollout's counters."""
-        self.board.delete(self.scope + "/")
+    def _waiting(self, prompt: int) -> str:
+        """The counter of a prompt's started samples, of which there is none when all were started at once."""
+        return f"{self.scope}/waiting/{prompt}"
 
     def _claim(self, count: int) -> range:
         """The next prompts that nobody has, at most `count`."""
-        if self.board.get(f"{self.scope}/claimed") >= self.prompts:
+        if self.claimed >= self.prompts:
             return range(0)
-        end = self.board.increment(f"{self.scope}/claimed", count)
-        return range(min(end - count, self.prompts), min(end, self.prompts))
+        self.claimed = self.board.increment(f"{self.scope}/claimed", count)
+        return range(min(self.claimed - count, self.prompts), min(self.claimed, self.prompts))
 
-    def _start(self, prompt: int, count: int) -> tuple[range, bool]:
-        """Up to `count` samples of a prompt that nobody has started, and whether none is left."""
-        end = self.board.increment(f"{self.scope}/started/{prompt}", count)
+    def _start(self, prompt: int, count: int) -> tuple[list[tuple[int, int]], bool]:
+        """Up to `count` samples of a prompt of which samples may wait, and whether none is left."""
+        if prompt in self.whole:
+            return [], True
+        end = self.board.increment(self._waiting(prompt), count)
         samples = range(min(end - count, self.samples), min(end, self.samples))
-        return samples, end >= self.samples
+        return [(prompt, sample) for sample in samples], end >= self.samples
 
-    def _steal(self) -> tuple[int, int] | None:
-        """A single sample of a claimed prompt that nobody has started, or None when there is none."""
-        for prompt in range(min(self.board.get(f"{self.scope}/claimed"), self.prompts)):
-            if self.board.get(f"{self.scope}/started/{prompt}") < self.samples:
-                for sample in self._start(prompt, 1)[0]:
-                    return prompt, sample
-        return None
+    def _steal(self, count: int) -> list[tuple[int, int]]:
+        """Single samples, at most `count`, one of each prompt of which samples wait; none: none waits."""
+        found: list[tuple[int, int]] = []
+        for key, started in self.board.counters(f"{self.scope}/waiting/").items():
+            if started < self.samples and len(found) < count:
+                found += self._start(int(key.rpartition("/")[2]), 1)[0]
+        return found

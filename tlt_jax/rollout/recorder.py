@@ -53,7 +53,7 @@ class RolloutResult:
     `partial`: uid -> int32[n], the tokens so far of the sequences that a stopped rollout did not finish.
     `measurements` are of the chunks that ran a round. `reliability` is float[3, bins]: drafted nodes by the probability that
     their score promises, the sum of those probabilities, and how many of the nodes were accepted (see Stats).
-    `compile_waits`: from when to when, on the clock of the spans, the host waited for a compilation.
+    `compile_waits`: by data group, from when to when, on the clock of the spans, its host waited for a compilation.
     """
 
     completions: list[Completion]
@@ -63,7 +63,7 @@ class RolloutResult:
     reliability: np.ndarray
     stats: dict[str, float]
     partial: dict[int, np.ndarray] = field(default_factory=dict)
-    compile_waits: list[tuple[float, float]] = field(default_factory=list)
+    compile_waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass

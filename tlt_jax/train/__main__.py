@@ -9,12 +9,14 @@ from tlt_jax.config import load as configuration
 
 
 def main() -> int:
-    """Exit code: 0 done, 1 diverged, 2 wrong configuration or file, 75 preempted (run it again)."""
+    """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings):
-        from tlt_jax.train import loop  # imports JAX: not before the process is prepared
+        from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared
+        from tlt_jax.train import loop
 
-        return loop.train(settings)
+        with watch.joined(settings) as watching:
+            return loop.train(settings, watching)
 
 
 if __name__ == "__main__":

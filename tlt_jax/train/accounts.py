@@ -31,10 +31,15 @@ class Stopwatch:
     """Context in which every second belongs to one phase, and every compilation of the process is noticed.
 
     A phase inside another one takes its seconds out of that; what is in none is `other`. A lap is
-    the time since the lap before.
+    the time since the lap before. `tell` hears of every phase that begins.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[str], None] = lambda name: None,
+    ):
+        self.tell = tell
         self.clock, self.phase_name, self.since = clock, OTHER, clock()
         self.phases: list[tuple[str, Span]] = []
         self.compiling: list[Span] = []
@@ -68,6 +73,7 @@ class Stopwatch:
         before, now = self.phase_name, self.clock()
         self.phases.append((before, Span(self.since, now)))
         self.phase_name, self.since = name, now
+        self.tell(name)
         return before
 
     def lap(self) -> dict[str, float]:

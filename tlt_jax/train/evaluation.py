@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,9 +11,10 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import EVAL_STREAM
-from tlt_jax.rewards import Scorer
+from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -22,6 +24,7 @@ from tlt_jax.tuner.interface import State as TunerState
 class Engine(Protocol):
     """The part of rollout.engine.Engine that an evaluation uses."""
 
+    job: Job
     request: Callable[..., RolloutRequest]
     run: Callable[..., tuple[RolloutResult, TunerState]]
 
@@ -61,15 +64,15 @@ def evaluate(
         step=0,
         rollouts_left=evaluations_left,
     )
-    rollout, learned = engine.run(
-        request,
-        weights,
-        tuner,
-        on_finish=lambda answer: submit(scorer, tokenizer, prompts[answer.prompt], answer),
-        interrupted=interrupted,
-    )
+    texts: dict[int, str] = {}
 
-    results = scorer.collect()
+    def finished(answer: Completion) -> None:
+        texts[answer.uid] = submit(scorer, tokenizer, prompts[answer.prompt], answer)
+
+    rollout, learned = engine.run(
+        request, weights, tuner, on_finish=finished, interrupted=interrupted
+    )
+    results, _ = collected(engine.job, scorer, texts)
     scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(
         -1, settings.samples
     )
@@ -82,6 +85,22 @@ def evaluate(
         ),
     }
     return metrics, learned if sampling == Sampling.of(config.rollout) else tuner
+
+
+def collected(
+    job: Job, scorer: Scorer, texts: dict[int, str]
+) -> tuple[dict[int, Score], dict[int, str]]:
+    """The scores and texts of all processes' answers, by uid; waits for them.
+
+    `texts`: of the answers that this process has submitted.
+    """
+    scores = scorer.collect()
+    if job.count == 1:
+        return scores, texts
+    told = [(uid, *vars(score).values(), texts[uid]) for uid, score in scores.items()]
+    every = [one for part in job.gather(json.dumps(told).encode()) for one in json.loads(part)]
+    scores = {uid: Score(*fields) for uid, *fields, _ in every}
+    return scores, {uid: text for uid, *_, text in every}
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,23 +13,26 @@ import jax
 from tlt_jax import run_folder
 from tlt_jax.checkpoint import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
-from tlt_jax.config import Config, validate
+from tlt_jax.config import Config, parse, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.process import Preemption
+from tlt_jax.distributed.watch import Watch
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.metrics import Writer
+from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.shelf import sources
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
@@ -53,13 +56,17 @@ from tlt_jax.tuner.interface import State as TunerState
 log = logging.getLogger(__name__)
 
 
-def train(config: Config) -> int:
+def train(config: Config, watching: Watch | None = None) -> int:
     """Trains to the last step, from the newest checkpoint of the run folder on; the exit code.
 
-    Raises UserError for what is wrong with the configuration, its files or checkpoints.
+    `watching`: of the processes that do it together. Raises UserError for what is wrong with the
+    configuration, its files or checkpoints, or differs between processes.
     """
+    watching = watching or Watch(Job())
+    job = watching.job
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
+    job.agree(facts(config, dataset))
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
@@ -69,16 +76,23 @@ def train(config: Config) -> int:
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     is_adaptive = config.speculation.drafter == ADAPTIVE
     stop_ids = datasets.stop_ids(config, tokenizer)
-    engine = Engine(config, model, mesh, stop_ids, drafter, captures_states=is_adaptive)
+    engine = Engine(config, model, mesh, stop_ids, drafter, is_adaptive, job)
     trainer = make_trainer(config, engine) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
-    run_folder.enter(config)
+    if job.is_first:
+        run_folder.enter(config)
+    job.decided(True)  # the others see it
     with (
         Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,
         Preemption() as preempted,
         Scorer(config) as scorer,
     ):
+
+        def interrupted() -> bool:
+            watching.alive()
+            return preempted()
+
         resumed = store.latest()
         # A checkpoint without metrics at a step with an evaluation: that was interrupted.
         is_due = (
@@ -92,15 +106,16 @@ def train(config: Config) -> int:
             and not is_due
             and run_folder.is_exported(config)
         ):
-            print(
-                f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder."
-            )
+            if job.is_first:
+                print(
+                    f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder."
+                )
             return DONE
 
         with (
-            Writer(config, steps, resumed) as writer,
+            Writer(config, steps, resumed) if job.is_first else NoWriter() as writer,
             step_metrics.Profiler(config) as profiler,
-            Stopwatch() as watch,
+            Stopwatch(tell=watching.alive) as watch,
         ):
             try:
                 state = begin(
@@ -113,7 +128,7 @@ def train(config: Config) -> int:
                     store,
                     writer,
                     resumed,
-                    preempted,
+                    interrupted,
                 )
             except Interrupted:
                 return PREEMPTED
@@ -143,7 +158,7 @@ def train(config: Config) -> int:
                                 scorer,
                                 config,
                                 state.tuner,
-                                preempted,
+                                interrupted,
                                 -(-(steps - state.step) // config.eval.every),
                             )
                         state = state.replace(tuner=tuner)
@@ -173,7 +188,7 @@ def train(config: Config) -> int:
                             tokenizer,
                             scorer,
                             texts,
-                            preempted,
+                            interrupted,
                             steps - state.step - 1,
                             trainer,
                         )
@@ -182,7 +197,7 @@ def train(config: Config) -> int:
                     return PREEMPTED
 
                 with watch.phase("reward"):
-                    scores = scorer.collect()
+                    scores, texts = evaluation.collected(job, scorer, texts)
 
                 drafting = {}
                 if config.speculation.time_drafting:
@@ -224,11 +239,12 @@ def train(config: Config) -> int:
                     writer.step(state.step, scalars, answers, rollout.spans, chunks)
 
                 if int(state.policy.skips) >= config.train.max_nonfinite:
-                    print(
-                        f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: lower "
-                        "optim.learning_rate, or look at the rewards and completions in the run folder",
-                        file=sys.stderr,
-                    )
+                    if job.is_first:
+                        print(
+                            f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: "
+                            "lower optim.learning_rate, or look at the rewards and completions in the run folder",
+                            file=sys.stderr,
+                        )
                     return DIVERGED
 
         if config.checkpoint.export:
@@ -237,6 +253,16 @@ def train(config: Config) -> int:
             if state.drafter:
                 adaptive.export(config, trainer.recipe.drafter, state.drafter.params)
     return DONE
+
+
+def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """What all processes of a run have to have in common: every knob, the code, the data."""
+    return {
+        **{name: str(value) for name, value in parse.flatten(config).items()},
+        "tlt_jax's code": sources(),
+        "jax": jax.__version__,
+        "data": dataset.digest(),
+    }
 
 
 def total_steps(config: Config, dataset: Dataset) -> int:
@@ -281,7 +307,9 @@ def begin(
         like = run_state.abstract(resumed, recipe, trainer.recipe if has_drafter else None)
         state = run_state.restore(store, like, engine.tuner, engine.basis)
     else:
-        params = sft.warm_start(config, recipe.model, recipe.mesh, dataset, writer, interrupted)
+        params = sft.warm_start(
+            config, recipe.model, recipe.mesh, dataset, writer, interrupted, engine.job
+        )
         state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
         if trainer and (start is not None or engine.tuner.goes_by_rule):
             state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
@@ -297,9 +325,18 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
     recipe = DrafterRecipe.while_idle(config, engine.model_config, engine.learned, engine.mesh)
     knobs = config.idle_training
     return IdleTraining(
-        recipe, engine.groups, engine.programs, partial(MicroStep, recipe=recipe), adaptive.replay_config(config, recipe),
-        knobs.micro_step_ms / 1e3, knobs.least_idle_s, knobs.floor, knobs.rescue, engine.price_of_learned,
-    )  # fmt: skip
+        recipe,
+        {index: engine.groups[index] for index in engine.own},
+        engine.programs,
+        partial(MicroStep, recipe=recipe),
+        adaptive.replay_config(config, recipe),
+        knobs.micro_step_ms / 1e3,
+        knobs.least_idle_s,
+        knobs.floor,
+        knobs.rescue,
+        engine.price_of_learned,
+        engine.job,
+    )
 
 
 def after_rollout(
@@ -328,7 +365,7 @@ def after_rollout(
 def roll_out(
     config: Config,
     engine: Engine,
-    weights: Sequence[Weights],
+    weights: Mapping[int, Weights],
     prompts: Sequence[Prompt],
     state: RunState,
     tokenizer: Any,

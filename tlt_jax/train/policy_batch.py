@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.data.packing import Packed
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.distributed.mesh import put, sharding
 
 
 @struct.dataclass
@@ -71,7 +71,7 @@ def make_batch(
         fields["recorded"] = packed.place(recorded)
     steps = [Rows(**{name: array[step] for name, array in fields.items()})
              for step in range(len(packed.tokens))]  # fmt: skip
-    return jax.device_put(steps, rows_sharding(mesh))
+    return put(steps, rows_sharding(mesh))
 
 
 def abstract_rows(mesh: Mesh, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:

@@ -21,6 +21,7 @@ from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.job import Job
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer
 from tlt_jax.models import from_config, hf
@@ -46,15 +47,18 @@ def warm_start(
     dataset: Dataset,
     writer: Writer,
     interrupted: Callable[[], bool],
+    job: Job | None = None,
 ) -> Params:
     """The policy that RL starts from: the loaded or new one, after sft.steps on worked solutions.
 
-    A warm start that was made before from the same settings is read from the cache. Raises Interrupted on demand.
+    A warm start that was made before from the same settings is read from the cache, which all processes of the `job`
+    see. Raises Interrupted on demand, in all of them.
     """
+    job = job or Job()
     if not config.sft.steps:
         return from_config.load_policy(config, model, mesh)
     cache = cache_folder(config, model)
-    if cache and (cache / "config.json").is_file():
+    if cache and job.decided((cache / "config.json").is_file()):
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
@@ -62,7 +66,7 @@ def warm_start(
     programs = policy_update.programs(recipe)
     begin, tokens = time.perf_counter(), 0
     for step in range(config.sft.steps):
-        if interrupted():
+        if job.is_stopping(interrupted()):
             raise Interrupted("the warm start was interrupted")
         solutions = dataset.solutions(step, config.sft.batch)
         tokens += sum(len(solution) for _, solution in solutions)

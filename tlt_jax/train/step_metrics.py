@@ -106,7 +106,7 @@ def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str,
     shown = "  ".join(
         f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items()
     )
-    writer.progress.say(f"step {step}/{steps}  evaluation: {shown}")
+    writer.say(f"step {step}/{steps}  evaluation: {shown}")
 
 
 class Profiler:

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Runs `python -m tlt_jax.train ARGS...` as N processes on this machine, each on its share of the cores: launch/local.sh N ARGS...
+# Lines are printed behind their process's number; signals go to all; all end when one ends, and its exit code is this one's.
+# Cards of a machine are shared out by CUDA_VISIBLE_DEVICES. DRY_RUN=1 prints what would be started.
+set -uo pipefail
+if [[ $# -lt 1 || ! "$1" =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: write launch/local.sh N ARGS..., N processes of python -m tlt_jax.train ARGS..." >&2
+  exit 2
+fi
+count="$1"
+shift
+here="$(cd "$(dirname "$0")/.." && pwd)"
+python="${PYTHON:-$here/.venv/bin/python}"
+[[ -x "$python" ]] || python=python3
+command=("$python" -u -m tlt_jax.train "$@")
+cores=$(nproc)
+cards=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
+
+pids=()
+for ((index = 0; index < count; index++)); do
+  set -- env "JAX_COORDINATOR_ADDRESS=localhost:$port" "JAX_NUM_PROCESSES=$count" "JAX_PROCESS_ID=$index"
+  if ((cards >= count)); then
+    first=$((cards / count * index))
+    set -- "$@" "CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + cards / count - 1)))"
+  fi
+  if ((cores >= count)) && command -v taskset > /dev/null; then
+    first=$((cores / count * index))
+    set -- "$@" taskset --cpu-list "$first-$((first + cores / count - 1))"
+  fi
+  if [[ -n "${DRY_RUN:-}" ]]; then
+    echo "$*" "${command[*]}"
+    continue
+  fi
+  "$@" "${command[@]}" > >(sed -u "s/^/[$index] /") 2> >(sed -u "s/^/[$index] /" >&2) &
+  pids+=($!)
+done
+[[ -n "${DRY_RUN:-}" ]] && exit 0
+
+send() { kill "-$1" "${pids[@]}" 2> /dev/null; }
+trap 'send TERM' TERM
+trap 'send INT' INT
+trap 'send KILL' EXIT
+
+code=0 ended=""
+while true; do
+  wait -n -p ended "${pids[@]}" 2> /dev/null
+  code=$?
+  [[ -n "$ended" ]] && break # else a signal came, and was passed on
+done
+for index in "${!pids[@]}"; do
+  [[ "${pids[$index]}" == "$ended" ]] && first="$index"
+done
+if ((code > 128)); then
+  echo "error: process $first was ended by signal $((code - 128)): the others end too; the same command goes on from the last checkpoint" >&2
+fi
+# The others end by themselves, saving what they can; one that does not is ended.
+for ((second = 0; second < ${GRACE_S:-60}; second++)); do
+  running=0
+  for pid in "${pids[@]}"; do
+    kill -0 "$pid" 2> /dev/null && running=1
+  done
+  ((running)) || break
+  sleep 1
+done
+exit "$code"

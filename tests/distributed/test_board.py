@@ -1,0 +1,355 @@
+"""Laws of the board, of a process alone and of JAX's coordination service, and of what is agreed on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from tlt_jax.config import Config
+from tlt_jax.distributed import job as jobs, mesh as meshes, process
+from tlt_jax.distributed.board import LocalBoard, ServiceBoard
+from tlt_jax.distributed.job import Job, Place
+from tlt_jax.distributed.watch import BEAT_S, Watch
+from tlt_jax.errors import ConfigError
+from tlt_jax.rollout.ending import FINISHED, INTERRUPTED, LOOK_S, TELL_S, Ending
+from tlt_jax.rollout.queue import WorkQueue
+
+
+@pytest.fixture(scope="module")
+def client():
+    """A coordination service with one process, and its client."""
+    from jax._src.lib import _jax
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0, init_timeout=30)
+    client.connect()
+    yield client
+    client.shutdown()
+    service.shutdown()
+
+
+@pytest.fixture(params=["local", "service"])
+def board(request):
+    """An empty board of either kind."""
+    if request.param == "local":
+        return LocalBoard()
+    found = ServiceBoard(request.getfixturevalue("client"))
+    for folder in ("a/", "s/", "decided/", "facts/", "stop/", "beat/", "failed/"):
+        found.delete(folder)
+    return found
+
+
+def together(*calls):
+    """The results, or errors, of functions that run in a thread each."""
+    found = [None] * len(calls)
+
+    def keep(index, call):
+        try:
+            found[index] = call()
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=keep, args=one) for one in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def test_counters_add_and_texts_stand(board):
+    assert [board.increment("a/n", by) for by in (1, 5)] == [1, 6]
+    assert board.counters("a/") == {"a/n": 6}
+    assert board.first("a/t/x", "one") == board.first("a/t/x", "two") == "one"
+    board.write("a/t/y", "")
+    board.write("a/t/y", "new")
+    assert board.texts("a/t/") == {"a/t/x": "one", "a/t/y": "new"} and board.texts("b/") == {}
+    board.delete("a/t/")
+    assert board.texts("a/") == {"a/n": "6"}
+
+
+def test_every_increment_of_many_threads_counts(board):
+    ends = together(*[lambda: [board.increment("a/n", 2) for _ in range(50)]] * 4)
+    assert sorted(end for one in ends for end in one) == list(range(2, 401, 2))
+
+
+def test_all_processes_do_what_the_first_wants(board):
+    first, second = (Job(index, 2, board) for index in range(2))
+    wanted = [True, False, False, True, True]
+    ours, theirs = together(
+        lambda: [first.decided(one) for one in wanted],
+        lambda: [second.decided(not one) for one in wanted],
+    )
+    assert ours == theirs == wanted
+    assert Job().decided(True) and not Job().decided(False)
+
+
+def test_all_processes_stop_together_when_one_wants_to(board):
+    jobs_ = [Job(index, 2, board) for index in range(2)]
+    update = threading.Barrier(2)  # a program that both take part in
+
+    def run(job):
+        for step, want in enumerate([False, False, True, True, True]):
+            if job.is_stopping(job.index == 1 and want):
+                return step
+            update.wait(30)
+        return None
+
+    ours, theirs = together(*(lambda job=job: run(job) for job in jobs_))
+    assert ours == theirs and ours in (2, 3), "at the same step: the one of the signal, or the next"
+
+
+def test_a_process_with_other_facts_is_named_in_all_of_them(board):
+    facts = [{"seed": 0, "data": "x"}, {"seed": 0, "data": "x"}, {"seed": 1, "data": "x"}]
+    calls = [lambda i=i: Job(i, 3, board).agree(facts[i]) for i in range(3)]
+    expected = "process 2 has seed 1, process 0 has 0: start all with the same"
+    assert [str(error) for error in together(*calls)] == [expected] * 3
+    board.delete("facts/")
+    assert together(*(lambda i=i: Job(i, 3, board).agree(facts[0]) for i in range(3))) == [None] * 3
+
+
+def test_a_missing_process_is_an_error_after_a_while(board, monkeypatch):
+    monkeypatch.setattr(jobs, "START_S", 0.05)
+    with pytest.raises(ConfigError, match="not all of 2 processes have said what they run in 0 s"):
+        Job(0, 2, board).agree({})
+
+
+# Where a process is
+
+
+NAMED = {jobs.ADDRESS: "host:1", jobs.COUNT: "4", jobs.INDEX: "3"}
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, Place("host:1", 4, 3)),
+    (dict.fromkeys(NAMED, ""), None),
+    ({jobs.COUNT: "", jobs.INDEX: ""}, None),  # an address alone is for those that JAX finds
+    ({jobs.COUNT: ""}, "but not JAX_NUM_PROCESSES: set all three"),
+    ({jobs.ADDRESS: ""}, "but not JAX_COORDINATOR_ADDRESS: set all three"),
+    ({jobs.INDEX: "4"}, "JAX_PROCESS_ID 4 is not below JAX_NUM_PROCESSES 4"),
+    ({jobs.INDEX: "x"}, "JAX_PROCESS_ID 'x': write whole numbers"),
+])  # fmt: skip
+def test_the_environment_names_a_place_whole_or_not_at_all(changes, expected):
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            jobs.named(NAMED | changes)
+    else:
+        assert jobs.named(NAMED | changes) == expected
+
+
+@pytest.mark.parametrize("environment, expected", [
+    ({}, None), ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2), ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "1"}, 4),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2"}, 1),
+])  # fmt: skip
+def test_how_many_processes_share_a_machine(environment, expected):
+    assert jobs.processes_of_this_machine(environment) == expected
+
+
+def test_slurm_is_found_and_a_process_alone_on_its_machine_gets_all_its_devices(monkeypatch):
+    slurm = {"SLURM_JOB_ID": "4099", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
+             "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}  # fmt: skip
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    address = f"node07:{65535 - 2**12 + 1 + 4099 % 2**12}"
+    for tasks, local in (("1(x2)", None), ("2", 0)):
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        monkeypatch.setenv("SLURM_NODEID", "0")
+        assert jobs.detected() == Place(address, 2, 1, local)
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert jobs.detected() is None, "one process is no job of many"
+
+
+def test_fake_devices_are_shared_out(monkeypatch):
+    config = Config()
+    config = config.__class__(mesh=config.mesh.__class__(fake_devices=4))
+    monkeypatch.setenv("XLA_FLAGS", f"--a=b {process.COUNT}=4")
+    process.share_devices(config, 2)
+    assert os.environ["XLA_FLAGS"] == f"--a=b {process.COUNT}=2"
+    with pytest.raises(ConfigError, match="fake_devices 4 cannot be shared by 3 processes"):
+        process.share_devices(config, 3)
+
+
+def mesh_of(owners: list[list[int]]) -> SimpleNamespace:
+    """A mesh of devices that these processes own."""
+    devices = np.array([[SimpleNamespace(process_index=one) for one in row] for row in owners])
+    return SimpleNamespace(
+        devices=devices, shape=dict(zip(("data", "model"), devices.shape, strict=True))
+    )
+
+
+@pytest.mark.parametrize("owners, expected", [
+    ([[0, 0], [0, 0], [1, 1]], [2]),
+    ([[0, 0], [0, 1], [1, 1]], "mesh.model 2: data group 1 lies on the devices of processes 0, 1: .* set mesh.model to 3"),
+    ([[0, 0], [0, 0]], "mesh.data 2 x mesh.model 2 leaves process 1 without a data group: use all 6 devices"),
+])  # fmt: skip
+def test_a_process_has_whole_data_groups(owners, expected, monkeypatch):
+    for name, value in (
+        ("process_count", 2),
+        ("process_index", 1),
+        ("local_device_count", 3),
+        ("device_count", 6),
+    ):
+        monkeypatch.setattr(jax, name, lambda value=value: value)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            meshes.own_groups(mesh_of(owners))
+    else:
+        assert meshes.own_groups(mesh_of(owners)) == expected
+
+
+# The end of a rollout
+
+
+def test_a_rollout_is_finished_once_all_groups_are_idle_and_then_not_interrupted(board):
+    one, two = (Ending(3, board, "s", index, 2) for index in range(2))
+    one.is_idle(0)
+    two.is_idle(2)
+    two.is_idle(2)
+    assert (one.look(0.0), two.look(0.0)) == ("", "")
+    two.is_idle(1)
+    assert two.how == FINISHED
+    assert one.look(LOOK_S / 2) == "", "not every poll asks the board"
+    assert one.look(LOOK_S) == FINISHED
+    two.interrupt()
+    assert two.how == FINISHED
+
+
+def test_an_interruption_before_the_end_is_that_of_all(board):
+    one, two = (Ending(2, board, "s", index, 2) for index in range(2))
+    one.is_idle(0)
+    one.interrupt()
+    two.is_idle(1)
+    assert (one.how, two.how) == (INTERRUPTED, INTERRUPTED)
+    alone = Ending(1)
+    alone.is_idle(0)
+    assert alone.look(0.0) == FINISHED
+
+
+def test_processes_know_how_long_others_expect_to_take_and_it_gets_less(board):
+    one, two = (Ending(2, board, "s", index, 2) for index in range(2))
+    one.tell(8.0, now=0.0)
+    one.tell(5.0, now=TELL_S / 2)  # too soon
+    two.look(now=10.0)
+    assert two.others(now=10.0) == 8 and two.others(now=13.0) == 5 and one.others(now=0.0) == 0
+    one.tell(4.0, now=TELL_S)
+    two.look(now=20.0)
+    assert two.others(now=20.0) == 4
+
+
+def test_a_queue_of_whole_prompts_costs_a_message_and_stealing_one_more():
+    class Counted(LocalBoard):
+        calls = 0
+
+        def increment(self, key, by=1):
+            self.calls += 1
+            return super().increment(key, by)
+
+        def counters(self, prefix):
+            self.calls += 1
+            return super().counters(prefix)
+
+    board = Counted()
+    one, two = (WorkQueue(board, "s", prompts=64, samples=4) for _ in range(2))
+    assert len(one.take(4 * 32).samples) == 4 * 32 and board.calls == 1
+    assert len(two.take(4 * 31).samples) == 4 * 31 and board.calls == 2
+    taken = two.take(8)
+    assert taken.samples == [(63, sample) for sample in range(4)] and taken.is_exhausted
+    assert board.calls == 4, "a claim, and a look at what waits"
+
+
+def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
+    for seed in range(20):
+        import random
+
+        order, board = random.Random(seed), LocalBoard()
+        queues = [WorkQueue(board, "s", prompts=5, samples=3) for _ in range(3)]
+        held, found = [set() for _ in queues], []
+        for _ in range(200):
+            which = order.randrange(3)
+            taken = queues[which].take(order.randrange(1, 5), held[which])
+            found += taken.samples
+            held[which] |= {prompt for prompt, _ in taken.samples}
+            held[which] -= taken.started
+        assert sorted(found) == [(p, s) for p in range(5) for s in range(3)]
+
+
+# Processes that are gone
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watches(board, count=3, **limits):
+    """A watch of each process, on one clock; what they leave with is kept."""
+    clock, left = Clock(), []
+    return clock, left, [
+        Watch(Job(index, count, board), leave=lambda *told: left.append(told), clock=clock, **limits)
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def test_a_process_without_a_sign_of_life_is_named_with_its_phase(board):
+    clock, _, (one, two, three) = watches(board, lost_s=20, stuck_s=100)
+    two.alive("rollout")
+    for watch in (one, two, three):
+        watch.beat()
+    for clock.now in range(1, 21):
+        three.beat()
+        assert one.wrong() == ("", 0)
+        one.beat()
+    clock.now = 22
+    assert (
+        one.wrong()[0]
+        == "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
+    )
+
+
+def test_a_process_that_never_beat_counts_from_the_start(board):
+    clock, _, (one, *_) = watches(board, lost_s=20, stuck_s=100)
+    one.beat()
+    clock.now = 21
+    assert one.wrong()[0].startswith("process 1 was last heard of 21 s ago in phase start")
+
+
+def test_a_process_that_beats_but_makes_no_progress_hangs(board):
+    clock, _, (one, two, three) = watches(board, lost_s=20, stuck_s=100)
+    three.alive("update")
+    for clock.now in range(0, 110, 10):
+        for watch in (one, two, three):
+            if watch is not three:
+                watch.alive("update")
+            watch.beat()
+        assert one.wrong() == ("", 0)
+    clock.now = 111
+    assert one.wrong() == ("process 2 has hung for 111 s in phase update", 1)
+
+
+def test_a_process_that_raised_is_named_with_its_error(board):
+    _, left, (one, two, _) = watches(board)
+    two.alive("reward")
+    with pytest.raises(ZeroDivisionError):
+        two.fail(ZeroDivisionError("no\nmore"))
+    with pytest.raises(ConfigError):
+        one.fail(ConfigError("train.rows 3: use 2"))
+    assert left == [("ZeroDivisionError: no\nmore", 1, 0.0), ("train.rows 3: use 2", 2, 2 * BEAT_S)]
+    assert json.loads(board.texts("failed/")["failed/1"]) == ["reward", "ZeroDivisionError: no", 1]
+    board.delete("failed/")
+    board.write("failed/1", json.dumps(("reward", "ZeroDivisionError: no", 7)))
+    assert one.wrong() == ("process 1 failed in phase reward: ZeroDivisionError: no", 7)
+    assert two.wrong() == ("", 0), "its own failure is no reason"

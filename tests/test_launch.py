@@ -1,0 +1,98 @@
+"""Every launcher ends in the one command of the README, and says what it would start."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+ARGS = ["--config", "x.yaml", "--data.prompt_suffix", "two words; `a` $b"]
+
+
+def dry(script: str, *arguments: str) -> list[str]:
+    """The lines that a dry run prints."""
+    environment = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [LAUNCH / script, *arguments], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("count", ["", "0", "x"])
+def test_the_local_launcher_says_how_it_is_used(count):
+    done = subprocess.run(
+        [LAUNCH / "local.sh", *filter(None, [count])], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "write launch/local.sh N ARGS" in done.stderr
+
+
+def test_local_processes_are_numbered_and_share_one_address():
+    lines = dry("local.sh", "2", *ARGS)
+    assert len(lines) == 2
+    for index, line in enumerate(lines):
+        assert f"JAX_PROCESS_ID={index}" in line and "JAX_NUM_PROCESSES=2" in line
+        assert line.endswith(
+            "-m tlt_jax.train --config x.yaml --data.prompt_suffix two words; `a` $b"
+        )
+    assert len({re.search(r"ADDRESS=(\S+)", line)[1] for line in lines}) == 1
+
+
+def test_slurm_starts_a_step_of_the_command():
+    (line,) = dry("slurm.sh", *ARGS)
+    assert (
+        line.startswith("srun ") and f"{sys.executable} -u -m tlt_jax.train --config x.yaml" in line
+    )
+
+
+def test_slurm_queues_the_job_again_when_the_run_was_preempted(tmp_path):
+    for name, body in (("srun", 'exit "$CODE"'), ("scontrol", 'echo "$@" > "$NOTED"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    noted = tmp_path / "noted"
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "NOTED": str(noted)}
+    for code, expected in ((0, None), (2, None), (75, "requeue 7\n")):
+        noted.unlink(missing_ok=True)
+        environment = os.environ | own | {"CODE": str(code)}
+        done = subprocess.run([LAUNCH / "slurm.sh", *ARGS], env=environment)
+        assert done.returncode == code
+        assert (noted.read_text() if noted.exists() else None) == expected
+
+
+def test_a_tpu_pod_gets_the_command_on_every_host_with_its_arguments_whole():
+    (line,) = dry("tpu_pod.sh", "pod", "us-east5-a", *ARGS)
+    words = shlex.split(line)
+    assert words[:7] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod", "--zone"]
+    assert words[words.index("--worker") + 1] == "all"
+    remote = shlex.split(words[words.index("--command") + 1])
+    assert remote[-len(ARGS) :] == ARGS
+    assert remote[-len(ARGS) - 4 : -len(ARGS)] == [".venv/bin/python", "-u", "-m", "tlt_jax.train"]
+    done = subprocess.run([LAUNCH / "tpu_pod.sh", "pod"], capture_output=True, text=True)
+    assert done.returncode == 2 and "NAME ZONE ARGS" in done.stderr
+
+
+def test_the_job_set_runs_the_command_in_a_pod_for_each_host():
+    found = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    assert container["command"][:6] == [
+        "python",
+        "-u",
+        "-m",
+        "tlt_jax.train",
+        "--config",
+        "configs/math_qwen2.5_7b_pod.yaml",
+    ]
+    assert (LAUNCH.parent / container["command"][5]).is_file()
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    topology = job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    x, y, z = map(int, topology.split("x"))
+    assert job["parallelism"] == job["completions"] and job["parallelism"] * chips == x * y * z
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
