@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tlt_jax.config import Config
-from tlt_jax.distributed.process import set_environment
+from tlt_jax.distributed.process import refuse_many, set_environment
 from tlt_jax.errors import ConfigError, UserError
 
 MISTAKE = 2  # exit code of a UserError
 
 
 @contextmanager
-def prepared(config: Config) -> Iterator[None]:
+def prepared(config: Config, is_one_of_many: bool = False) -> Iterator[None]:
     """Context that prepares the process for JAX, before JAX is imported.
 
-    A UserError inside ends the process with a one-line message and exit code 2.
+    A UserError inside ends the process with a one-line message and exit code 2. So does a start as
+    one of many processes, unless the command can be that.
     """
     try:
+        if not is_one_of_many:
+            refuse_many(os.environ)
         set_environment(config)
         yield
     except UserError as error:

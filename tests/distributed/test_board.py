@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from tlt_jax import cli
 from tlt_jax.config import Config
 from tlt_jax.distributed import job as jobs, mesh as meshes, process
 from tlt_jax.distributed.board import LocalBoard, ServiceBoard
@@ -179,6 +180,21 @@ def test_fake_devices_are_shared_out(monkeypatch):
     assert os.environ["XLA_FLAGS"] == f"--a=b {process.COUNT}=2"
     with pytest.raises(ConfigError, match="fake_devices 4 cannot be shared by 3 processes"):
         process.share_devices(config, 3)
+
+
+@pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])  # fmt: skip
+def test_other_commands_refuse_to_be_one_of_many(name, monkeypatch, capsys):
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
+    monkeypatch.setenv(name, "1")
+    with cli.prepared(Config()):
+        pass
+    monkeypatch.setenv(name, "2")
+    with cli.prepared(Config(), is_one_of_many=True):
+        pass
+    with pytest.raises(SystemExit) as stopped, cli.prepared(Config()):
+        pass
+    assert stopped.value.code == cli.MISTAKE
+    assert f"error: {name} is 2: this command runs as one process" in capsys.readouterr().err
 
 
 def mesh_of(owners: list[list[int]]) -> SimpleNamespace:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 
 from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
 
+# How many processes there are, as set for each of them: by us, Slurm's srun, Open MPI.
+PROCESSES = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 COUNT = "--xla_force_host_platform_device_count"
 # XLA flags of every run that may find accelerators; those of the environment and of mesh.xla_flags go before them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
@@ -51,6 +54,16 @@ def set_environment(config: Config) -> None:
             raise ConfigError(
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"
+            )
+
+
+def refuse_many(environment: Mapping[str, str]) -> None:
+    """ConfigError when this process was started as one of many."""
+    for name in PROCESSES:
+        if environment.get(name, "1") != "1":
+            raise ConfigError(
+                f"{name} is {environment[name]}: this command runs as one process, and only python -m tlt_jax.train "
+                "as many: start it once"
             )
 
 

@@ -11,7 +11,7 @@ from tlt_jax.config import load as configuration
 def main() -> int:
     """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
     settings = configuration.load(command="python -m tlt_jax.train")
-    with cli.prepared(settings):
+    with cli.prepared(settings, is_one_of_many=True):
         from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared
         from tlt_jax.train import loop
 
