@@ -7,22 +7,22 @@ and no weight of the policy.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import merge
+from tlt_jax.drafter import merge, reports
 from tlt_jax.drafter.budget import Budget
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
+from tlt_jax.drafter.reports import Trained
 from tlt_jax.rollout.ports import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import Weights
@@ -46,11 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Copy:
-    """A data group's copy of the drafter in an RL step, and what became of it.
-
-    `tokens`, `steps`: trained on. `before`, `after`: acceptance of the first draft token on held-out
-    windows, first and last in this step; `depths`: at every depth, last.
-    """
+    """A data group's copy of the drafter in an RL step, and what became of it: see Trained."""
 
     state: DrafterState
     pieces: int = 0
@@ -63,17 +59,6 @@ class Copy:
     piece: Program | None = None  # that was dispatched last
     metrics: dict[str, Any] | None = None  # of it
     learns: bool = False  # whether it does
-
-
-class Trained(NamedTuple):
-    """What became of a data group's copy of the drafter in an RL step, as other processes are told: see Copy."""
-
-    group: int
-    steps: int
-    tokens: int
-    before: float | None
-    after: float | None
-    depths: list[float]
 
 
 class IdleTraining:
@@ -297,13 +282,13 @@ class IdleTraining:
         self.keep_alive(accept_length)
         copies, self.copies, self.policies = self.copies, {}, {}
         self.depths = []
-        every, is_broken, replays = self.reported(copies)
-        tokens = [one.tokens for one in every]
-        metrics = {
-            "drafter/steps": float(sum(one.steps for one in every)),
-            "drafter/tokens": float(sum(tokens)),
-        }
-        if is_broken:
+        trained = [
+            Trained(group, one.steps, one.tokens, one.before, one.after, one.depths)
+            for group, one in copies.items()
+        ]
+        replays = [replay.metrics() for replay in self.replays.values()] if copies else []
+        report = reports.exchanged(self.job, trained, self.is_broken, replays)
+        if report.is_broken:
             self.failures += 1
             if self.failures >= FAILURES and not self.is_stopped:
                 self.is_stopped = True
@@ -311,50 +296,15 @@ class IdleTraining:
                     "idle training failed in %d steps in a row: there is no more of it",
                     self.failures,
                 )
-            return state, metrics | {"drafter/failures": float(self.failures)}
-        self.failures = 0
-        metrics |= self.measured(every, replays)
-        if not sum(tokens):
-            return state, metrics
-        metrics["drafter/merge_weight_max"] = max(tokens) / sum(tokens)
+            return state, report.training | {"drafter/failures": float(self.failures)}
+        self.failures, self.depths = 0, report.depths
+        if report.seen:
+            after, steps = report.metrics["drafter/acceptance_after"], report.seen
+            self.budget = self.budget.after(after, steps=max(one.steps for one in steps))
+        if not sum(report.tokens):
+            return state, report.metrics
         ordered = [copies[group].state for group in self.groups]
-        return merge.merged(ordered, tokens, self.recipe), metrics
-
-    def reported(
-        self, copies: Mapping[int, Copy]
-    ) -> tuple[list[Trained], bool, list[dict[str, float]]]:
-        """What became of the copies of all processes, whether training failed in one, and their replays' metrics."""
-        own = [
-            (group, one.steps, one.tokens, one.before, one.after, one.depths)
-            for group, one in copies.items()
-        ]
-        replays = [replay.metrics() for replay in self.replays.values()] if copies else []
-        told = json.dumps((own, self.is_broken, replays)).encode()
-        parts = [json.loads(part) for part in self.job.gather(told)]
-        every = sorted(Trained(*one) for part, *_ in parts for one in part)
-        return (
-            every,
-            any(broken for _, broken, _ in parts),
-            [one for *_, many in parts for one in many],
-        )
-
-    def measured(
-        self, every: Sequence[Trained], replays: Sequence[Mapping[str, float]]
-    ) -> dict[str, float]:
-        """Held-out acceptance, mean over the groups that measured it, and the replay."""
-        seen = [one for one in every if one.before is not None]
-        found: dict[str, float] = {}
-        if seen:
-            before, after = (
-                float(np.mean([getattr(one, name) for one in seen])) for name in ("before", "after")
-            )
-            self.budget = self.budget.after(after, steps=max(one.steps for one in seen))
-            found = {"drafter/acceptance_before": before, "drafter/acceptance_after": after}
-            self.depths = np.mean([one.depths for one in seen], axis=0).tolist()
-        for name in {name for part in replays for name in part}:
-            values = [part[name] for part in replays if name in part]
-            found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
-        return found
+        return merge.merged(ordered, report.tokens, self.recipe), report.metrics
 
 
 def depths(metrics: dict[str, Any]) -> list[float]:

@@ -1,0 +1,90 @@
+"""What the data groups of all processes tell of their training in an RL step; knows no device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt_jax.distributed.job import Job
+
+
+class Trained(NamedTuple):
+    """What became of a data group's copy of the drafter.
+
+    `tokens`, `steps`: trained on. `before`, `after`: acceptance of the first draft token on held-out
+    windows, first and last; `depths`: at every depth, last; None and empty when it did not measure.
+    """
+
+    group: int
+    steps: int
+    tokens: int
+    before: float | None
+    after: float | None
+    depths: list[float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of all data groups, in their order; whether training failed in one; the metrics of their replays."""
+
+    trained: list[Trained]
+    is_broken: bool
+    replays: list[dict[str, float]]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens trained on, by data group."""
+        return [one.tokens for one in self.trained]
+
+    @property
+    def seen(self) -> list[Trained]:
+        """The groups that measured on held-out windows."""
+        return [one for one in self.trained if one.before is not None]
+
+    @property
+    def depths(self) -> list[float]:
+        """Held-out acceptance at every depth given the depths before, mean over the groups."""
+        return np.mean([one.depths for one in self.seen], axis=0).tolist() if self.seen else []
+
+    @property
+    def training(self) -> dict[str, float]:
+        """Steps and tokens of all groups, as metrics."""
+        return {
+            "drafter/steps": float(sum(one.steps for one in self.trained)),
+            "drafter/tokens": float(sum(self.tokens)),
+        }
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`training`; of the replays sums, but the mean of their age; held-out acceptance, mean over the groups."""
+        found = self.training
+        for name in {name for part in self.replays for name in part}:
+            values = [part[name] for part in self.replays if name in part]
+            found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
+        if self.seen:
+            for name in ("before", "after"):
+                values = [getattr(one, name) for one in self.seen]
+                found[f"drafter/acceptance_{name}"] = float(np.mean(values))
+        if sum(self.tokens):
+            found["drafter/merge_weight_max"] = max(self.tokens) / sum(self.tokens)
+        return found
+
+
+def exchanged(
+    job: Job,
+    trained: Sequence[Trained],
+    is_broken: bool,
+    replays: Sequence[Mapping[str, float]],
+) -> Report:
+    """The report of all processes, of which each tells its own; all call it."""
+    told = json.dumps((trained, is_broken, replays)).encode()
+    parts = [json.loads(part) for part in job.gather(told)]
+    return Report(
+        sorted(Trained(*one) for every, *_ in parts for one in every),
+        any(broken for _, broken, _ in parts),
+        [one for *_, many in parts for one in many],
+    )
