@@ -6,11 +6,13 @@ and, where jaxlib still has it, the plainer code generator, it halves again. Set
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
@@ -33,6 +35,7 @@ from tlt_jax.rollout import executables  # noqa: E402
 
 executables.CPU_OPTIONS = {}  # an option of one compilation goes before XLA_FLAGS
 
+MOST_MAPS = 25_000  # beyond it JAX segfaults some time later, in a compilation
 FILE_SECONDS: dict[str, float] = defaultdict(float)
 
 
@@ -40,6 +43,16 @@ FILE_SECONDS: dict[str, float] = defaultdict(float)
 def eight_devices():
     """Every test runs where 8 devices are."""
     assert jax.device_count() == 8, f"tests need 8 fake CPU devices, found {jax.devices()}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs():
+    """Programs that no later test uses are dropped, before their mappings reach what Linux gives a process (65530)."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
