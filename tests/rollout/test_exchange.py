@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import jax
 import numpy as np
 import pytest
 import toys
@@ -18,8 +19,9 @@ from tlt_jax.tuner.interface import Measurement
 
 @pytest.fixture(scope="module")
 def result():
-    """A rollout of two data groups, with what only other ones have."""
-    found = toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES)
+    """A rollout, with what only others have."""
+    with jax.enable_x64(True):  # as the programs that it shares were compiled
+        found = toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES)
     drafted = [
         one._replace(strategy=strategy.parse("merged:2_2_4"), group=index % 2)
         for index, one in enumerate(found.measurements)
