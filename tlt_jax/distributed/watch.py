@@ -137,7 +137,7 @@ def joined(config: Config) -> Iterator[Watch]:
     watch.thread.start()
     try:
         yield watch
-    except BaseException as error:
+    except BaseException as error:  # whatever ends this process, Ctrl-C too, has to end the others
         watch.fail(error)
     job.decided(True)  # nobody leaves before process 0, on whose board the others are
     watch.close()

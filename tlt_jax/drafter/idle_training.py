@@ -245,7 +245,7 @@ class IdleTraining:
     def keep_alive(self, accept_length: float) -> None:
         """Every group makes the micro-steps that it has to after a rollout that drafted with this accept length.
 
-        That is the floor, and `rescue` where no group was idle although the accept length fell.
+        That is the floor, and `rescue` where no group of this process trained although the accept length fell.
         """
         is_low = 0 < accept_length < FALLEN * self.best_accept_length
         self.best_accept_length = max(MEMORY * self.best_accept_length, accept_length)
