@@ -141,6 +141,8 @@ def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
         assert {
             json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()
         } == {5}
+    traces = sorted(path.name for path in (Path(config.run) / "timeline").iterdir())
+    assert traces == [f"{step:06d}.json" for step in (2, 4, 6, 8)]
 
 
 def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that_it_repeats(config):
@@ -233,6 +235,15 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
     )
     assert idle_share(SPANS, 2) == pytest.approx(2 / 8)
     assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
+
+
+def test_the_trace_has_a_thread_for_each_group_and_microseconds():
+    spans = [SimpleNamespace(group=1, kind="train", start=0.25, end=1.5)]
+    assert timeline.trace(spans) == {
+        "traceEvents": [
+            {"name": "train", "ph": "X", "pid": 0, "tid": 1, "ts": 250_000, "dur": 1_250_000}
+        ]
+    }
 
 
 def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():

@@ -26,6 +26,7 @@ from tlt_jax.metrics.console import Progress
 TENSORBOARD = "tensorboard"
 COMPLETIONS = "completions"
 SPECULATION = "speculation"
+TIMELINE = "timeline"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Writer:
         first_step = 0 if resumed_from is None else resumed_from + 1
         self._config, self._folder = config, Path(config.run)
 
-        for name in (COMPLETIONS, SPECULATION):
+        for name in (COMPLETIONS, SPECULATION, TIMELINE):
             for path in (self._folder / name).glob("*"):
                 if (
                     path.suffix == atomic.TEMPORARY
@@ -170,6 +171,7 @@ class Writer:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
 
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
+            self.file(TIMELINE, f"{step:06d}.json", json.dumps(timeline.trace(spans)))
             if log.texts:
                 self.text(
                     step,
@@ -181,12 +183,16 @@ class Writer:
 
     def lines(self, folder: str, step: int, records: Sequence[Record | ChunkRecord]) -> None:
         """Writes FOLDER/STEP.jsonl atomically."""
-        path = self._folder / folder / f"{step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
         lines = (
             json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records
         )
-        atomic.write_text(path, "".join(f"{line}\n" for line in lines))
+        self.file(folder, f"{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+
+    def file(self, folder: str, name: str, text: str) -> None:
+        """Writes FOLDER/NAME atomically."""
+        path = self._folder / folder / name
+        path.parent.mkdir(exist_ok=True)
+        atomic.write_text(path, text)
 
     def say(self, text: str) -> None:
         """Prints a line above the progress display."""
@@ -213,7 +219,7 @@ class NoWriter:
     def nothing(self, *_) -> None:
         pass
 
-    scalars = histogram = text = image = step = lines = say = close = nothing
+    scalars = histogram = text = image = step = lines = file = say = close = nothing
 
 
 def forget(path: Path, first_step: int) -> None:
