@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
+import statistics
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
+import end_to_end
+import end_to_end_picture
+import numpy as np
 import pytest
+import whole_runs
+from PIL import Image
+from scipy import stats
+from whole_runs import Run
 
 from tlt_jax.config.schema import Config, Log
 from tlt_jax.metrics import Writer
+from tlt_jax.metrics.timeline import COLORS
 from tlt_jax.metrics.writer import ChunkRecord, Record
 
-ROOT = Path(__file__).parents[1]
-SPEC = importlib.util.spec_from_file_location("end_to_end", ROOT / "benchmarks" / "end_to_end.py")
-end_to_end = importlib.util.module_from_spec(SPEC)
-sys.modules["end_to_end"] = end_to_end  # dataclasses look their module up
-SPEC.loader.exec_module(end_to_end)
-
 PHASES = {"rollout": 8.0, "update": 4.0, "old_log_prob": 0.5, "reward": 0.25, "eval": 2.0,
-          "update_weights": 0.5, "other": 1.0}  # fmt: skip
+          "update_weights": 0.5, "drafter": 0.5, "other": 1.0}  # fmt: skip
 COMPILED = {"rollout": 2.5, "update": 1.0, "eval": 0.5, "update_weights": 0.25}
 
 
@@ -38,7 +39,11 @@ def scalars(slower: float = 1.0, compiled: bool = True) -> dict[str, float]:
         "perf/compiles": len(compiling),
         "perf/row_rounds": 100,
         "perf/padding_ratio": 0.25,
+        "perf/idle_ratio": 0.25,
+        "group/busy_s@0": 1.0,
+        "group/busy_s@1": 1.0,
         "response_length/p50": 20.0,
+        "response_length/p75": 25.0,
         "response_length/max": 60.0,
         "actor/entropy": 0.8,
         "reward/mean": 0.5,
@@ -56,86 +61,156 @@ def chunk(
             "predicted": predicted, "measured": 100.0, "is_timed": True} | rest  # fmt: skip
 
 
+SPANS = [
+    SimpleNamespace(group=0, kind="decode", start=0.0, end=2.0),
+    SimpleNamespace(group=1, kind="train", start=1.0, end=1.5),
+]
+
+
 @pytest.fixture
-def run() -> end_to_end.Run:
+def run() -> Run:
     """Two steps, of which the second compiled nothing."""
     steps = {1: scalars(), 2: scalars(compiled=False)}
     chunks = {1: [chunk(), chunk("off", 20, None)], 2: [chunk(tokens=40)]}
     answers = {step: {uid: answer(uid) for uid in (0, 1)} for step in (1, 2)}
-    return end_to_end.Run(steps, chunks, answers, wall=50.0)
+    return Run(steps, chunks, answers, wall=50.0)
 
 
 def test_the_phases_add_up_to_the_steps_and_compiling_is_in_none_of_them(run):
-    phases = end_to_end.phases(run)
+    phases = whole_runs.phases(run)
     assert sum(phases.values()) == pytest.approx(run.seconds)
     assert phases["unaccounted"] == pytest.approx(0)
     compiling = [phases[f"compiling, {name}"] for name in ("rollout", "update", "eval", "other")]
     assert (phases["rollout"], phases["update"], compiling) == (10.0, 8.0, [2.5, 1, 0.5, 0.25])
-    assert end_to_end.bound(run) == pytest.approx(run.seconds / (run.seconds - 12.5))
+    assert whole_runs.bound(run) == pytest.approx(run.seconds / (run.seconds - 12.5))
 
     lost = {**run.steps, 1: run.steps[1] | {"timing_s/step": run.steps[1]["timing_s/step"] + 7}}
-    assert end_to_end.phases(replace(run, steps=lost))["unaccounted"] == pytest.approx(7)
+    assert whole_runs.phases(replace(run, steps=lost))["unaccounted"] == pytest.approx(7)
 
 
 def test_a_ratio_is_plain_over_arm_and_quiet_steps_are_those_without_compiling_in_either(run):
     plain = replace(run, steps={1: scalars(2.0), 2: scalars(3.0, False), 3: scalars(9.0, False)})
     arm = replace(run, steps={1: scalars(), 2: scalars(1.0, False), 3: scalars(1.0)})
-    assert end_to_end.quiet_ratio(plain, arm) == (3.0, 1)
-    ratio, steps = end_to_end.quiet_ratio(replace(run, steps={1: scalars()}), run)
-    assert math.isnan(ratio) and steps == 0
+    assert whole_runs.quiet_pairs(plain, arm) == [(15.0, 5.0)]
+    assert whole_runs.pairs(plain, arm, "rollout") == [(12.5, 7.5), (15.0, 5.0), (45.0, 7.5)]
+    assert whole_runs.ratio(whole_runs.pairs(plain, arm, "rollout"))[0] == 72.5 / 20
+    assert whole_runs.interval([]) == "-"
 
 
-def test_an_interval_is_students_and_a_single_turn_has_none():
-    assert end_to_end.interval([1.5]) == "1.50"
-    assert end_to_end.interval([1.0, 2.0, 3.0]) == "2.00 (-0.48 to 4.48)"
+def test_a_single_pair_has_no_interval_and_that_of_a_mean_is_students():
+    assert whole_runs.interval([(3.0, 2.0)]) == "1.50"
+    values = [1.0, 2.0, 3.0, 5.0]
+    mean, half = whole_runs.ratio([(value, 1.0) for value in values])
+    error = statistics.stdev(values) / 2
+    assert mean - half == pytest.approx(stats.t.interval(0.95, 3, mean, error)[0])
+
+
+def test_the_interval_of_a_ratio_covers_it_in_19_of_20_cases():
+    """n = 2,000 experiments of 20 steps: a share outside of 3.5 to 6.5 % is found with more than 3 standard errors."""
+    draw = np.random.default_rng(0)
+    misses = 0
+    for _ in range(2000):
+        work = draw.lognormal(0, 0.3, 20)  # steps are long or short for both
+        plain, arm = (work * draw.normal(mean, 0.15, 20) for mean in (1.3, 1.0))
+        value, half = whole_runs.ratio([*zip(plain.tolist(), arm.tolist(), strict=True)])
+        misses += abs(value - 1.3) > half
+    assert 0.035 < misses / 2000 < 0.065
+
+
+def test_idle_time_is_what_decoding_leaves_and_the_merge_is_not_inside(run):
+    step = scalars() | {"timing_s/rollout": 10.0, "idle/ratio": 0.3, "idle/used_ratio": 0.5,
+                        "idle/delay_s": 0.1, "timing_s/drafter": 0.2, "drafter/steps": 4.0,
+                        "drafter/tokens": 900.0}  # fmt: skip
+    found = whole_runs.idle(replace(run, steps={1: step, 2: step}), groups=2)
+    assert found.bubbles == pytest.approx(0.3) and found.used == pytest.approx(0.5)
+    assert found.inside == pytest.approx(6.0 / 6.6), (
+        "2 x 2 groups x 10 s x 0.3 x 0.5 of 0.3 s more each"
+    )
+    assert (found.micro_steps, found.tokens) == (8, 1800)
+    plain = whole_runs.idle(run, groups=2)
+    assert plain.bubbles == pytest.approx(0.25)
+    assert plain.used == 0 and math.isnan(plain.inside)
 
 
 def test_drafting_is_summed_over_rounds_and_errors_are_of_chunks_that_were_timed(run):
-    assert end_to_end.accept_length(run) == (60 + 40) / 40
-    assert math.isnan(end_to_end.accept_length(replace(run, chunks={})))
+    assert whole_runs.accept_length(run) == (60 + 40) / 40
+    assert whole_runs.accept_length(run, [2]) == 40 / 20
+    assert math.isnan(whole_runs.accept_length(replace(run, chunks={})))
     noisy = {1: [chunk(predicted=1.0, is_timed=False), chunk(predicted=100.0 * math.e)]}
-    assert end_to_end.prediction_error(replace(run, chunks=noisy)) == pytest.approx(1)
-    assert end_to_end.padding(run) == pytest.approx(0.25)
+    assert whole_runs.prediction_error(replace(run, chunks=noisy)) == pytest.approx(1)
+    assert whole_runs.padding(run) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("name, value", [("completion", "1 2=4"), ("length", 6), ("reward", 0.0)])
 def test_an_answer_that_differs_is_found_and_named(run, name, value):
-    assert end_to_end.first_difference(run, run) == ""
+    assert whole_runs.first_difference(run, run) == ""
     other = {1: run.answers[1], 2: {0: answer(0), 1: answer(1) | {name: value}}}
-    found = end_to_end.first_difference(run, replace(run, answers=other))
+    found = whole_runs.first_difference(run, replace(run, answers=other))
     assert found.startswith("step 2: 1 of 2 answers; the first is uid 1") and repr(value) in found
     for fewer in ({1: run.answers[1]}, {**run.answers, 2: {0: answer(0)}}):
-        assert end_to_end.first_difference(run, replace(run, answers=fewer))
-    with pytest.raises(end_to_end.Failure, match="ngram: other answers than plain"):
+        assert whole_runs.first_difference(run, replace(run, answers=fewer))
+    assert "policies" in whole_runs.first_difference(run, replace(run, policy="ab12"))
+    with pytest.raises(end_to_end.Failure, match="ngram: other than plain"):
         end_to_end.compare(run, replace(run, answers=other), "ngram", may_differ=False)
 
 
 def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
-    config = Config(run=str(tmp_path), log=Log(progress=False))
+    config = Config(run=str(tmp_path), log=Log(progress=False, texts_every=1))
     line = ChunkRecord(0, 1, 4, 2.0, 64, "3_1_4", "kept", 50.0, 100.0, 60, 10, 0.6, [1], True)
     with Writer(config, 2) as writer:
         writer.scalars(0, {"eval/mean@1": 0.5})
         for step in (1, 2):
-            writer.step(step, scalars(), [Record(0, "12:", "1=2", 1.0, 4, "stop")], [], [line])
+            writer.step(step, scalars(), [Record(0, "12:", "1=2", 1.0, 4, "stop")], SPANS, [line])
         writer.scalars(2, {"eval/mean@1": 0.75})
-    run = end_to_end.read_run(tmp_path, 9.0)
+    assert whole_runs.read_run(tmp_path, 9.0).policy == ""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"abc")
+    run = whole_runs.read_run(tmp_path, 9.0)
     assert list(run.steps) == list(run.answers) == list(run.chunks) == [1, 2]
     assert run.seconds == pytest.approx(2 * scalars()["timing_s/step"])
-    assert end_to_end.accept_length(run) == 3.0
+    assert whole_runs.accept_length(run) == 3.0
     assert json.dumps(run.answers[1][0]["completion"]) == '"1=2"'
+    assert run.policy.startswith("ba7816bf"), "SHA-256 of abc, as in FIPS 180-2"
+    assert [(one["name"], one["tid"]) for one in run.traces[2]] == [("decode", 0), ("train", 1)]
 
 
 def test_the_report_has_every_arm_and_its_ratio(run, capsys):
     fast = replace(run, steps={1: scalars(0.5), 2: scalars(0.5, False)}, wall=25.0)
-    end_to_end.report(
-        [{("cold", "plain"): run, ("cold", "ngram"): fast}], "cold", ["plain", "ngram"]
-    )
+    turn = {("cold", "plain"): run, ("cold", "ngram"): fast}
+    end_to_end.report([turn], "cold", ["plain", "ngram"])
     text = capsys.readouterr().out
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ngram")]
-    assert rows[0][2] == f"{run.seconds / fast.seconds:.2f}" and rows[0][4] == "2.00"
+    ratio = run.seconds / fast.seconds
+    assert rows[0][2].startswith(f"{ratio:.2f} (") and rows[0][6] == "2.00"
+    share = 12.5 / run.seconds
+    assert rows[0][3] == f"{1 / (1 - share + share / (12.5 / 7.5)):.2f}", "Amdahl's law, by hand"
+    assert rows[0][4] == f"{whole_runs.bound(run):.2f}"
     numbers = [float(cell.strip(" |")) for cell in rows[1][1:]]
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.05)
-    assert rows[2][2:5] == ["2.00", "1", "2.50"]
+    assert rows[2][2].startswith("1.67 (") and rows[2][3:7] == ["2.00", "2.00", "1", "2.50"]
+    assert rows[4][1:] == ["3.00", "2.00 |"]
+
+
+def test_the_picture_shows_training_in_its_colour_where_there_was_some(run, tmp_path):
+    spans = [
+        {"name": name, "tid": group, "ts": 1e6 * start, "dur": 1e6}
+        for name, group, start in (("decode", 0, 0), ("decode", 1, 0), ("decode", 0, 1), ("train", 1, 1))
+    ]  # fmt: skip
+    plain = replace(run, traces=dict.fromkeys((1, 2), spans[:3]))
+    tlt = replace(run, traces=dict.fromkeys((1, 2), spans))
+
+    def shows(name: str, *runs: Run) -> bool:
+        end_to_end_picture.write(tmp_path / name, *runs)
+        pixels = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+        return bool((pixels == COLORS["train"]).all(-1).any())
+
+    assert shows("tlt.png", plain, tlt) and not shows("plain.png", plain, plain)
+
+
+def test_the_picture_shows_a_step_in_which_neither_compiled(run):
+    plain = replace(run, steps={n: scalars(n, n == 1) for n in (1, 2, 3, 4)})
+    tlt = replace(run, steps={n: scalars(1.0, n == 4) for n in (1, 2, 3, 4)})
+    assert end_to_end_picture.shown_step(plain, tlt) == 3
 
 
 def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
@@ -147,6 +222,6 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
         "plain": "--speculation.drafter none", "mine": "--a.b '[1, 2]'",
     }  # fmt: skip
     usual, _ = end_to_end.parse(["--work", str(tmp_path)])
-    assert list(end_to_end.arms_of(usual)) == ["plain", "ngram", "eagle3", "eagle3_7_1_8"]
+    assert list(end_to_end.arms_of(usual)) == ["plain", "fixed", "ngram", "tlt", "tlt_new"]
     without, _ = end_to_end.parse(["--work", str(tmp_path), "--drafter", "none"])
-    assert list(end_to_end.arms_of(without)) == ["plain", "ngram"]
+    assert list(end_to_end.arms_of(without)) == ["plain", "ngram", "tlt_new"]
