@@ -44,6 +44,7 @@ accept length    over the steps, in fifths.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import shlex
@@ -59,7 +60,9 @@ import whole_runs
 from whole_runs import Run, accept_length, first_difference, interval, padding, pairs, quiet_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = [ROOT / "configs" / name for name in ("end_to_end.yaml", "end_to_end_quick.yaml")]
 PLAIN, NONE, CACHES = "plain", "none", ("cold", "warm")
+QUICK = "tlt"  # the arm of --quick
 DRAFTER = "{drafter}"  # in what an arm changes: the drafter's directory
 ADAPTIVE = "--speculation.drafter adaptive"
 ARMS = {
@@ -128,25 +131,27 @@ def take_turn(
 ) -> dict[tuple[str, str], Run]:
     """The runs of one turn by (cache, arm). Raises Failure when an arm's answers or policy are others than plain's."""
     runs: dict[tuple[str, str], Run] = {}
-    programs = args.work / "programs" / str(turn)
-    shutil.rmtree(programs, ignore_errors=True)
+    # JAX knows its programs by the path of their folder, too: it is the same in all runs.
+    programs, kept = args.work / "programs" / "now", args.work / "programs" / f"of_turn_{turn}"
+    shutil.rmtree(kept, ignore_errors=True)
     for cache in args.caches:
         for arm, changes in arms.items():
             folder = args.work / "runs" / f"{turn}_{cache}_{arm}"
             shutil.rmtree(folder, ignore_errors=True)
-            own = programs / (arm if cache == CACHES[0] else cache)
+            shutil.rmtree(programs, ignore_errors=True)
+            if cache != CACHES[0]:
+                shutil.copytree(kept, programs)
             wall = command(
                 "tlt_jax.train", "--config", args.config, *shared, *changes, "--run", str(folder),
-                "--rollout.compile_cache", str(own), "--log.texts_every", "1", processes=args.processes,
+                "--rollout.compile_cache", str(programs), "--log.texts_every", "1", processes=args.processes,
             )  # fmt: skip
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            if cache == CACHES[0]:  # files of the same name are the same program
+                shutil.copytree(programs, kept, dirs_exist_ok=True)
 
             runs[cache, arm] = run = whole_runs.read_run(folder, wall)
             say(f"turn {turn}, {cache}, {arm}: steps {run.seconds:.1f} s, process {wall:.1f} s")
             compare(runs[cache, PLAIN], run, f"turn {turn}, {cache}, {arm}", args.may_differ)
-        if cache == CACHES[0]:
-            for arm in arms:  # files of the same name are the same program
-                shutil.copytree(programs / arm, programs / CACHES[1], dirs_exist_ok=True)
     return runs
 
 
@@ -273,7 +278,7 @@ def describe(run: Run) -> None:
 
 def arms_of(args: argparse.Namespace) -> dict[str, str]:
     """What every arm changes of the configuration, by name; plain first."""
-    named = dict(args.arm) if args.arm else ARMS
+    named = dict(args.arm) if args.arm else {QUICK: ARMS[QUICK]} if args.quick else ARMS
     if args.drafter == NONE:
         named = {name: text for name, text in named.items() if DRAFTER not in text}
     return {PLAIN: "--speculation.drafter none"} | named
@@ -285,7 +290,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, required=True, help="folder of everything it makes")
-    parser.add_argument("--config", default=str(ROOT / "configs" / "end_to_end.yaml"))
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small policy, plain and tlt, two processes, a picture",
+    )
+    parser.add_argument("--config", default="", help="configs/end_to_end.yaml, or its quick one")
     parser.add_argument("--policy", default="", help="model directory; empty: made by train.sft")
     parser.add_argument("--drafter", default="", help="EAGLE-3 directory, or none; empty: made")
     parser.add_argument("--data", default="", help="becomes $GSM8K_DIR of the configuration")
@@ -294,31 +304,55 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--caches", default=",".join(CACHES), help="cold, or cold,warm")
+    parser.add_argument("--caches", default="", help="cold, or cold,warm (the default)")
     parser.add_argument(
         "--processes",
         type=int,
-        default=1,
-        help="of every run, each with its share of cores and data groups",
+        default=0,
+        help="of every run, each with its share of cores and data groups: 1, and with --quick 2",
     )
     parser.add_argument("--may-differ", action="store_true", help="go on when answers differ")
     parser.add_argument(
-        "--picture", type=Path, help="PNG of the first turn, plain and the last arm"
+        "--picture",
+        type=Path,
+        help="PNG of plain and tlt in the first turn; see the benchmarks extra",
     )
     args, overrides = parser.parse_known_args(argv)
-    args.work, args.caches = args.work.resolve(), args.caches.split(",")
+    args.work = args.work.resolve()
+    args.config = args.config or str(CONFIGS[args.quick])
+    args.processes = args.processes or 1 + args.quick
+    args.picture = args.picture or (args.work / "end_to_end.png" if args.quick else None)
+    args.caches = (args.caches or (CACHES[0] if args.quick else ",".join(CACHES))).split(",")
     if tuple(args.caches) not in (CACHES[:1], CACHES):
         parser.error("--caches is cold, or cold,warm: what is warm is what the cold runs left")
     return args, overrides
 
 
+def picture_problem(args: argparse.Namespace, arms: Mapping[str, str]) -> str:
+    """Why no picture could be made at the end; empty when one can, or none is asked for."""
+    if not args.picture:
+        return ""
+    if QUICK not in arms:
+        return f"--picture shows plain and {QUICK}: name an arm so"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "--picture draws with matplotlib: pip install -e '.[benchmarks]'"
+    return ""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints the report. Exit code 1 for a command that fails and for answers that differ."""
+    """The command; prints the report.
+
+    Exit code 1 for a command that fails and for answers that differ, 2 for a picture that cannot be drawn.
+    """
     args, shared = parse(argv)
     if args.data:
         os.environ["GSM8K_DIR"] = str(Path(args.data).resolve())
+    arms = arms_of(args)
+    problem = picture_problem(args, arms)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     try:
-        arms = arms_of(args)
         policy, drafter = prepare(args, arms, shared)
         shared = [*shared, "--model.path", policy, "--sft.steps", "0"]
         shared += ["--train.steps", str(args.steps)] if args.steps else []
@@ -343,6 +377,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     describe(plain)
     for cache in args.caches:
         report(turns, cache, list(arms))
+    if args.picture:
+        import end_to_end_picture  # needs an extra
+
+        drawn = turns[0]
+        end_to_end_picture.write(
+            args.picture, drawn[args.caches[-1], PLAIN], drawn[args.caches[-1], QUICK]
+        )
+        print(f"\n{args.picture} shows {PLAIN} and {QUICK}, {args.caches[-1]}")
     return 0
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from scipy import stats
 from whole_runs import Run
 
+from tlt_jax.config import load as configuration
 from tlt_jax.config.schema import Config, Log
 from tlt_jax.metrics import Writer
 from tlt_jax.metrics.timeline import COLORS
@@ -225,3 +226,16 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
     assert list(end_to_end.arms_of(usual)) == ["plain", "fixed", "ngram", "tlt", "tlt_new"]
     without, _ = end_to_end.parse(["--work", str(tmp_path), "--drafter", "none"])
     assert list(end_to_end.arms_of(without)) == ["plain", "ngram", "tlt_new"]
+
+
+def test_quick_is_two_arms_in_two_processes_with_a_picture(tmp_path):
+    args, _ = end_to_end.parse(["--work", str(tmp_path), "--quick"])
+    assert list(end_to_end.arms_of(args)) == ["plain", "tlt"]
+    assert (args.processes, args.caches, args.picture) == (2, ["cold"], tmp_path / "end_to_end.png")
+    assert configuration.load(["--config", args.config]).mesh.data == 2
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_any_run(tmp_path, capsys):
+    wanted = ["--work", str(tmp_path / "new"), "--picture", str(tmp_path / "a.png")]
+    assert end_to_end.main([*wanted, "--arm", "mine", "--x y"]) == 2
+    assert "tlt: name an arm so" in capsys.readouterr().err and not (tmp_path / "new").exists()
