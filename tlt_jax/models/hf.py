@@ -298,10 +298,12 @@ def save_whole(
 
 
 def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding."""
+    """One tensor on the host, without vocabulary padding; no device is still at work on it."""
     if tensor.layer is not None:
-        return np.asarray(fetch(getattr(params.layers, tensor.leaf), jnp.int32(tensor.layer)))
-    array = np.asarray(fetch(getattr(params, tensor.leaf), None))
+        array = fetch(getattr(params.layers, tensor.leaf), jnp.int32(tensor.layer))
+    else:
+        array = fetch(getattr(params, tensor.leaf), None)
+    array = np.asarray(jax.block_until_ready(array))
     return array[:vocab_size] if tensor.leaf in ("embed", "head") else array
 
 

@@ -329,7 +329,8 @@ def host_copy(
     if leaf is None:
         return np.zeros(tensor.shape, dtype)
     leaf = leaf[tensor.layer] if stacked else leaf
-    return np.asarray(fetcher(leaf.sharding.mesh, dtype)(leaf))[: tensor.shape[0]]
+    copy = jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf))
+    return np.asarray(copy)[: tensor.shape[0]]
 
 
 @cache
