@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.process import refuse_many, set_environment
-from tlt_jax.errors import ConfigError, UserError
+from tlt_jax.errors import MISTAKE, ConfigError, UserError
 
-MISTAKE = 2  # exit code of a UserError
+DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command resumes the run
 
 
 @contextmanager
@@ -47,6 +47,3 @@ def take(arguments: list[str], name: str) -> str:
     value = arguments[index + 1]
     del arguments[index : index + 2]
     return value
-
-
-DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command resumes the run

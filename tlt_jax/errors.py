@@ -5,9 +5,11 @@ Their messages are one line: what is wrong, the value, and what to change.
 
 from __future__ import annotations
 
+FAILED, MISTAKE = 1, 2  # exit codes: of any other error, and of a UserError
+
 
 class UserError(Exception):
-    """An error that the user can correct; a command prints it and exits with code 2."""
+    """An error that the user can correct; a command prints it and exits with code MISTAKE."""
 
 
 class ConfigError(UserError, ValueError):

@@ -18,10 +18,9 @@ from jax.errors import JaxRuntimeError
 from tlt_jax.config import Config
 from tlt_jax.distributed import job as jobs
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import UserError
+from tlt_jax.errors import FAILED, MISTAKE, UserError
 
 BEAT_S = 1.0  # from one beat to the next
-FAILED, MISTAKE = 1, 2  # exit codes
 
 
 class Watch:
