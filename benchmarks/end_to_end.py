@@ -71,12 +71,8 @@ ARMS = {
     "tlt": f"{ADAPTIVE} --drafter_training.start {DRAFTER}",
     "tlt_new": ADAPTIVE,
 }
-# How the policy is made: from short lists, which are learned quickly. It is unsure of the longer ones that RL asks for, and
-# some answers to them get long.
-SHORT = shlex.split(
-    '--data.task_args "{min_length: 4, max_length: 14, tail: 1.5, hasty: 0.5}" --rollout.max_new_tokens 128 '
-    "--train.row_tokens 256 --train.rows 4"
-)
+# The lists that the policy learns from: most are short, and half of the solutions jump to the answer.
+SUPERVISED = shlex.split('--data.task_args "{min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"')
 
 
 class Failure(Exception):
@@ -116,7 +112,7 @@ def prepare(
         policy = str(args.work / "policy")
         if not (args.work / "policy" / "config.json").is_file():
             say("a policy is made")
-            seconds = command("tlt_jax.train.sft", *given, *SHORT, "--out", policy)
+            seconds = command("tlt_jax.train.sft", *given, *SUPERVISED, "--out", policy)
             say(f"the policy took {seconds:.0f} s")
     if not drafter and any(DRAFTER in text for text in arms.values()):
         run, drafter = str(args.work / "drafter"), str(args.work / "drafter" / "drafter" / "hf")

@@ -46,7 +46,7 @@ code=0 ended=""
 while true; do
   wait -n -p ended "${pids[@]}" 2> /dev/null
   code=$?
-  [[ -n "$ended" ]] && break # else a signal came, and was passed on
+  [[ -n "${ended:-}" ]] && break # else a signal came, and was passed on
 done
 for index in "${!pids[@]}"; do
   [[ "${pids[$index]}" == "$ended" ]] && first="$index"
