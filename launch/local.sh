@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs `python -m tlt_jax.train ARGS...` as N processes on this machine, each on its share of the cores: launch/local.sh N ARGS...
-# Lines are printed behind their process's number; signals go to all; all end when one ends, and its exit code is this one's.
+# Lines are printed behind their process's number; all end when one ends, and its exit code is this one's. SIGTERM and Ctrl-C reach
+# all as SIGTERM: they save, and exit with 75; a second Ctrl-C kills them.
 # Cards of a machine are shared out by CUDA_VISIBLE_DEVICES. DRY_RUN=1 prints what would be started.
 set -uo pipefail
 if [[ $# -lt 1 || ! "$1" =~ ^[1-9][0-9]*$ ]]; then
@@ -39,7 +40,7 @@ done
 
 send() { kill "-$1" "${pids[@]}" 2> /dev/null; }
 trap 'send TERM' TERM
-trap 'send INT' INT
+trap 'trap "send KILL" INT; send TERM' INT # what a shell starts in the background does not hear SIGINT
 trap 'send KILL' EXIT
 
 code=0 ended=""

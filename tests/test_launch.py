@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,33 @@ def test_local_processes_are_numbered_and_share_one_address():
             "-m tlt_jax.train --config x.yaml --data.prompt_suffix two words; `a` $b"
         )
     assert len({re.search(r"ADDRESS=(\S+)", line)[1] for line in lines}) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_local_launcher_reaches_all_processes_and_their_code_is_its_own(
+    tmp_path, number
+):
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/bash\n"
+        '[[ "$1" == -c ]] && { echo 4567; exit; }\n'
+        "trap 'echo saved; exit 75' TERM\n"
+        "echo started\n"
+        "while true; do sleep 0.05; done\n"
+    )
+    python.chmod(0o755)
+    with subprocess.Popen(
+        [LAUNCH / "local.sh", "2", *ARGS], env=os.environ | {"PYTHON": str(python)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as job:  # fmt: skip
+        lines = [job.stdout.readline() for _ in range(2)]
+        job.send_signal(number)
+        try:
+            rest, _ = job.communicate(timeout=30)
+        finally:
+            job.kill()
+    assert sorted(lines) == ["[0] started\n", "[1] started\n"]
+    assert job.returncode == 75 and sorted(rest.splitlines()) == ["[0] saved", "[1] saved"]
 
 
 def test_slurm_starts_a_step_of_the_command():
