@@ -73,7 +73,7 @@ ARMS = {
 }
 # The lists that the policy learns from: most are short, and half of the solutions jump to the answer.
 SUPERVISED = shlex.split(
-    '--data.task_args "{min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"'
+    '--data.task_args "{modulus: 3, min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"'
 )
 
 
