@@ -14,6 +14,7 @@ import pytest
 
 from tlt_jax import cli
 from tlt_jax.config import Config
+from tlt_jax.config.schema import Processes
 from tlt_jax.distributed import job as jobs, mesh as meshes, process
 from tlt_jax.distributed.board import LocalBoard, ServiceBoard
 from tlt_jax.distributed.job import Job, Place
@@ -170,6 +171,18 @@ def test_slurm_is_found_and_a_process_alone_on_its_machine_gets_all_its_devices(
         assert jobs.detected() == Place(address, 2, 1, local)
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert jobs.detected() is None, "one process is no job of many"
+
+
+@pytest.mark.parametrize("lost_s, expected", [(20.0, 100), (1000.0, 2000)])
+def test_jax_calls_no_process_dead_before_we_do(lost_s, expected, monkeypatch):
+    """By its own default it would after 100 s, whatever processes.lost_s says."""
+    given = {}
+    for name, value in ((jobs.ADDRESS, "here:1"), (jobs.COUNT, "2"), (jobs.INDEX, "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **knobs: given.update(knobs))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    jobs.join(Config(processes=Processes(lost_s=lost_s)))
+    assert given["heartbeat_timeout_seconds"] == expected
 
 
 def test_fake_devices_are_shared_out(monkeypatch):

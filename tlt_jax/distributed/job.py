@@ -20,6 +20,7 @@ from tlt_jax.errors import ConfigError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 START_S = 300  # seconds that processes may take to start, and to say what they run
+JAX_LOST_S = 100  # what JAX's coordination service waits for a heartbeat, at least
 POLL_S = 0.02  # from one look at the board to the next of a process that waits for others
 
 T = TypeVar("T")
@@ -137,6 +138,7 @@ def join(config: Config) -> Job:
             None if place.local is None else [place.local],
             cluster_detection_method="deactivate",
             initialization_timeout=START_S,
+            heartbeat_timeout_seconds=heartbeat_timeout(config.processes.lost_s),
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -146,6 +148,11 @@ def join(config: Config) -> Job:
     from jax._src.distributed import global_state  # the only way to the service's client
 
     return Job(place.index, place.count, ServiceBoard(global_state.client))
+
+
+def heartbeat_timeout(lost_s: float) -> int:
+    """Seconds after which JAX's service counts a process as dead: later than Watch, which says which one, and where it was."""
+    return max(JAX_LOST_S, round(2 * lost_s))
 
 
 def named(environment: Mapping[str, str]) -> Place | None:
