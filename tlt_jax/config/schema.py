@@ -350,7 +350,8 @@ class IdleTraining:
     )
     rescue: int = knob(
         8,
-        "micro-steps of every data group in a step without idle time, after the accept length fell by a tenth",
+        "micro-steps of every data group in a step without idle time, when the accept length of the last 8 steps is a tenth "
+        "below its best",
         at_least=0,
     )
     window: int = knob(512, "tokens of a finished sequence that are kept together", at_least=16)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,9 @@ LEAST_TOKENS, MOST_TOKENS = 128, 8192  # of a micro-step
 FIRST_TOKENS = (
     256  # of the first micro-step of a run, from whose seconds the size of the others follows
 )
-FALLEN, MEMORY = (
-    0.9,
-    0.99,
-)  # accept length over the best so far that counts as fallen; what a step leaves of the best
+# Accept length of the last RECENT steps over the best of these means that counts as fallen; what a step leaves of the best.
+# That of a single step varies by a tenth where its answers are few.
+FALLEN, MEMORY, RECENT = 0.9, 0.99, 8
 FAILURES = 2  # RL steps in a row in which idle work raised, after which there is no more
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class IdleTraining:
         self.replays = {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()}
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
         self.starting = starting
+        self.accept_lengths: deque[float] = deque(maxlen=RECENT)
         self.best_accept_length = 0.0
         self.seconds = self.idle = (
             0.0  # of the rollout before: all of it, and what its idlest group was idle
@@ -247,8 +248,13 @@ class IdleTraining:
 
         That is the floor, and `rescue` where no group of this process trained although the accept length fell.
         """
-        is_low = 0 < accept_length < FALLEN * self.best_accept_length
-        self.best_accept_length = max(MEMORY * self.best_accept_length, accept_length)
+        is_low = False
+        if accept_length:
+            self.accept_lengths.append(accept_length)
+        if accept_length and len(self.accept_lengths) == RECENT:
+            recent = sum(self.accept_lengths) / RECENT
+            is_low = recent < FALLEN * self.best_accept_length
+            self.best_accept_length = max(MEMORY * self.best_accept_length, recent)
         is_unused = not any(copy.steps for copy in self.copies.values())
         least = max(self.floor, self.rescue if is_low and is_unused else 0)
         for group, copy in self.copies.items():
