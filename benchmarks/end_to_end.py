@@ -1,17 +1,20 @@
 r"""What TLT is worth in whole RL steps: rollout, rewards, evaluation, drafter training and update; all that a user pays for.
 
-python benchmarks/end_to_end.py --work DIR [--processes N] [--steps N] [--turns N] [--picture FILE]
+python benchmarks/end_to_end.py --work DIR [--processes N] [--by-step] [--steps N] [--turns N] [--picture FILE]
     [--arm NAME "--section.knob VALUE ..."] [--section.knob VALUE ...]
 python benchmarks/end_to_end.py --work DIR --quick      in minutes, from nothing to tables and DIR/end_to_end.png
 
 Every arm is the real command, `python -m tlt_jax.train`, in a process (or --processes, by launch/local.sh) and a run folder
 of its own: from the same policy, data and seed for as many steps. Arms take turns: plain, one, another, plain, one, ... In a
 turn each arm runs with an empty folder of compiled programs ("cold"), and then once more with all that the cold runs of the
-turn left there ("warm"). The arms, unless others are named:
+turn left there ("warm"), as in a run that has gone on for long; --cold-steps makes the cold runs shorter. With --by-step all
+arms of a turn are alive together and take turns step by step, one of them running and the others stopped: so processors whose
+speed drifts compare, but the memory has to hold all arms at once, and an accelerator's does not. The arms, unless others are
+named:
 
 plain         no speculation
 fixed         a trained drafter that stays as it is, one tree (3_1_4) for every batch: what a server does
-ngram         n-grams under the tuner: TLT-Base
+ngram         n-grams by a rule, whenever a group has at most 32 live sequences: TLT-Base
 tlt           adaptive, from the trained drafter: n-grams, the drafter, both in one tree, and training in idle time
 tlt_new       adaptive, from nothing
 
@@ -53,10 +56,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import whole_runs
+from in_turns import Turns
 from whole_runs import Run, accept_length, first_difference, interval, padding, pairs, quiet_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,10 +71,16 @@ DRAFTER = "{drafter}"  # in what an arm changes: the drafter's directory
 ADAPTIVE = "--speculation.drafter adaptive"
 ARMS = {
     "fixed": f"--speculation.drafter {DRAFTER} --speculation.tuner fixed --speculation.strategies [3_1_4]",
-    "ngram": "--speculation.drafter ngram",
+    "ngram": "--speculation.drafter ngram --speculation.tuner threshold",
     "tlt": f"{ADAPTIVE} --drafter_training.start {DRAFTER}",
     "tlt_new": ADAPTIVE,
 }
+# So few steps are over before measuring strategies would have paid off: the drafter is always used, and always trained.
+QUICK_TLT = (
+    f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4] "
+    "--idle_training.floor 1"
+)
+QUICK_COLD_STEPS = 8
 # The lists that the policy learns from: most are short, and half of the solutions jump to the answer.
 SUPERVISED = shlex.split(
     '--data.task_args "{modulus: 3, min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"'
@@ -81,24 +91,41 @@ class Failure(Exception):
     """What ends the benchmark: a command that fails, or answers that differ."""
 
 
-def command(*arguments: str, processes: int = 1) -> float:
-    """Runs a command of the product, tlt_jax.train as so many processes; its seconds. Raises Failure with its last lines."""
+def command(*arguments: str) -> float:
+    """Runs a command of the product; its seconds. Raises Failure with its last lines."""
     begin = time.perf_counter()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    started = [sys.executable, "-m", *arguments]
-    if processes > 1:
-        started = [str(ROOT / "launch" / "local.sh"), str(processes), *arguments[1:]]
     done = subprocess.run(
-        started,
-        env=os.environ | {"PYTHONPATH": path, "PYTHON": sys.executable},
+        [sys.executable, "-m", *arguments],
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-15:])
-        raise Failure(f"{shlex.join(arguments)} ended with code {done.returncode}:\n{tail}")
+    check(shlex.join(arguments), done.returncode, done.stdout)
     return time.perf_counter() - begin
+
+
+def environment() -> dict[str, str]:
+    """Of a command of the product."""
+    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    # JAX would know the programs of an arm by the path of their folder, too, which is another in every arm.
+    own = {"PYTHON": sys.executable, "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none"}
+    return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def check(name: str, code: int, output: str) -> None:
+    """Raises Failure, with the last lines of the output, for an exit code that is not 0."""
+    if code:
+        tail = "\n".join(output.splitlines()[-15:])
+        raise Failure(f"{name} ended with code {code}:\n{tail}")
+
+
+def started(arguments: Sequence[str], processes: int, folder: Path) -> Turns:
+    """The training command as so many processes, stopped at its first step."""
+    start = [sys.executable, "-m", "in_turns", *arguments]
+    if processes > 1:
+        start = [str(ROOT / "launch" / "local.sh"), str(processes), *arguments]
+    return Turns(start, environment() | {"MODULE": "in_turns"}, processes, folder)
 
 
 def prepare(
@@ -134,29 +161,67 @@ def take_turn(
     args: argparse.Namespace, shared: Sequence[str], arms: Mapping[str, Sequence[str]], turn: int
 ) -> dict[tuple[str, str], Run]:
     """The runs of one turn by (cache, arm). Raises Failure when an arm's answers or policy are others than plain's."""
-    runs: dict[tuple[str, str], Run] = {}
-    # JAX knows its programs by the path of their folder, too: it is the same in all runs.
-    programs, kept = args.work / "programs" / "now", args.work / "programs" / f"of_turn_{turn}"
+    found: dict[tuple[str, str], Run] = {}
+    kept = args.work / "programs" / "kept"
     shutil.rmtree(kept, ignore_errors=True)
     for cache in args.caches:
+        folders = {arm: args.work / "runs" / f"{turn}_{cache}_{arm}" for arm in arms}
+        programs = {arm: args.work / "programs" / f"of_{arm}" for arm in arms}
+        arguments: dict[str, list[str]] = {}
         for arm, changes in arms.items():
-            folder = args.work / "runs" / f"{turn}_{cache}_{arm}"
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(programs, ignore_errors=True)
+            for folder in (folders[arm], programs[arm], stops(folders[arm])):
+                shutil.rmtree(folder, ignore_errors=True)
             if cache != CACHES[0]:
-                shutil.copytree(kept, programs)
-            wall = command(
-                "tlt_jax.train", "--config", args.config, *shared, *changes, "--run", str(folder),
-                "--rollout.compile_cache", str(programs), "--log.texts_every", "1", processes=args.processes,
-            )  # fmt: skip
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+                shutil.copytree(kept, programs[arm])
+            arguments[arm] = [
+                "--config", args.config, *shared, *changes, "--run", str(folders[arm]),
+                "--rollout.compile_cache", str(programs[arm]), "--log.texts_every", "1",
+            ]  # fmt: skip
+            if cache == CACHES[0] and args.cold_steps:
+                arguments[arm] += ["--train.steps", str(args.cold_steps)]
+        for arm, seconds in walls(arguments, folders, args.processes, args.by_step):
+            shutil.rmtree(folders[arm] / "checkpoints", ignore_errors=True)
             if cache == CACHES[0]:  # files of the same name are the same program
-                shutil.copytree(programs, kept, dirs_exist_ok=True)
+                shutil.copytree(programs[arm], kept, dirs_exist_ok=True)
+            found[cache, arm] = run = whole_runs.read_run(folders[arm], seconds)
+            say(f"turn {turn}, {cache}, {arm}: steps {run.seconds:.1f} s, process {seconds:.1f} s")
+            compare(found[cache, PLAIN], run, f"turn {turn}, {cache}, {arm}", args.may_differ)
+    return found
 
-            runs[cache, arm] = run = whole_runs.read_run(folder, wall)
-            say(f"turn {turn}, {cache}, {arm}: steps {run.seconds:.1f} s, process {wall:.1f} s")
-            compare(runs[cache, PLAIN], run, f"turn {turn}, {cache}, {arm}", args.may_differ)
-    return runs
+
+def stops(folder: Path) -> Path:
+    """Where a run that takes turns says that it has stopped."""
+    return folder.with_name(f"{folder.name}.turns")
+
+
+def walls(
+    arguments: Mapping[str, Sequence[str]],
+    folders: Mapping[str, Path],
+    processes: int,
+    by_step: bool,
+) -> Iterator[tuple[str, float]]:
+    """Arms that have ended, and the seconds that each of them ran; they run one after another, or in turns step by step."""
+    together = [list(arguments)] if by_step else [[arm] for arm in arguments]
+    for arms in together:
+        running: dict[str, Turns] = {}
+        try:
+            for arm in arms:
+                running[arm] = started(arguments[arm], processes, stops(folders[arm]))
+            waiting = list(arms)
+            while waiting:
+                waiting = [arm for arm in waiting if goes_on(arm, running[arm])]
+            for arm in arms:
+                yield arm, running[arm].seconds
+        finally:
+            for one in running.values():
+                one.end()
+
+
+def goes_on(arm: str, run: Turns) -> bool:
+    """Whether a run goes on after its next turn. Raises Failure when it failed."""
+    goes = run.go_on()
+    check(arm, run.run.returncode or 0, run.output.read_text(errors="replace"))
+    return goes
 
 
 def compare(plain: Run, run: Run, name: str, may_differ: bool) -> None:
@@ -282,7 +347,7 @@ def describe(run: Run) -> None:
 
 def arms_of(args: argparse.Namespace) -> dict[str, str]:
     """What every arm changes of the configuration, by name; plain first."""
-    named = dict(args.arm) if args.arm else {QUICK: ARMS[QUICK]} if args.quick else ARMS
+    named = dict(args.arm) if args.arm else {QUICK: QUICK_TLT} if args.quick else ARMS
     if args.drafter == NONE:
         named = {name: text for name, text in named.items() if DRAFTER not in text}
     return {PLAIN: "--speculation.drafter none"} | named
@@ -307,13 +372,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--arm", nargs=2, action="append", metavar=("NAME", "CHANGES"), help="may be given again"
     )
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
+    parser.add_argument(
+        "--cold-steps", type=int, default=0, help="of the cold runs; 0: as many, and with --quick 8"
+    )
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--caches", default="", help="cold, or cold,warm (the default)")
+    parser.add_argument(
+        "--caches",
+        default="",
+        help="cold,warm (the default), cold, or warm: with what the cold runs of an earlier call left",
+    )
     parser.add_argument(
         "--processes",
         type=int,
         default=0,
         help="of every run, each with its share of cores and data groups: 1, and with --quick 2",
+    )
+    parser.add_argument(
+        "--by-step", action="store_true", help="arms take turns step by step; always with --quick"
     )
     parser.add_argument("--may-differ", action="store_true", help="go on when answers differ")
     parser.add_argument(
@@ -325,8 +400,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     args.work = args.work.resolve()
     args.config = args.config or str(CONFIGS[args.quick])
     args.processes = args.processes or 1 + args.quick
+    args.cold_steps = args.cold_steps or QUICK_COLD_STEPS * args.quick
+    args.by_step = args.by_step or args.quick
     args.picture = args.picture or (args.work / "end_to_end.png" if args.quick else None)
-    args.caches = (args.caches or (CACHES[0] if args.quick else ",".join(CACHES))).split(",")
+    args.caches = (args.caches or ",".join(CACHES)).split(",")
     if tuple(args.caches) not in (CACHES[:1], CACHES):
         parser.error("--caches is cold, or cold,warm: what is warm is what the cold runs left")
     return args, overrides
@@ -359,6 +436,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         policy, drafter = prepare(args, arms, shared)
         shared = [*shared, "--model.path", policy, "--sft.steps", "0"]
+        # A process that is stopped for the others' turns is not lost.
+        shared += ["--processes.lost_s", "3600"] if args.by_step else []
         shared += ["--train.steps", str(args.steps)] if args.steps else []
         changes = {
             arm: shlex.split(text.replace(DRAFTER, shlex.quote(drafter)))
@@ -369,10 +448,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {failure}", file=sys.stderr)
         return 1
 
-    plain = turns[0]["cold", PLAIN]
+    plain = turns[0][args.caches[-1], PLAIN]
     print(
         f"Python {platform.python_version()}, {os.cpu_count()} cores, {args.processes} processes, {len(plain.steps)} steps, "
-        f"{args.turns} turns"
+        f"{args.turns} turns{', arms taking turns step by step' if args.by_step else ''}"
     )
     if not args.may_differ:
         print(

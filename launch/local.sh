@@ -2,7 +2,8 @@
 # Runs `python -m tlt_jax.train ARGS...` as N processes on this machine, each on its share of the cores: launch/local.sh N ARGS...
 # Lines are printed behind their process's number; all end when one ends, and its exit code is this one's. SIGTERM and Ctrl-C reach
 # all as SIGTERM: they save, and exit with 75; a second Ctrl-C kills them.
-# Cards of a machine are shared out by CUDA_VISIBLE_DEVICES. DRY_RUN=1 prints what would be started.
+# Cards of a machine are shared out by CUDA_VISIBLE_DEVICES. DRY_RUN=1 prints what would be started; MODULE is run in the place of
+# tlt_jax.train.
 set -uo pipefail
 if [[ $# -lt 1 || ! "$1" =~ ^[1-9][0-9]*$ ]]; then
   echo "error: write launch/local.sh N ARGS..., N processes of python -m tlt_jax.train ARGS..." >&2
@@ -13,7 +14,7 @@ shift
 here="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-$here/.venv/bin/python}"
 [[ -x "$python" ]] || python=python3
-command=("$python" -u -m tlt_jax.train "$@")
+command=("$python" -u -m "${MODULE:-tlt_jax.train}" "$@")
 cores=$(nproc)
 cards=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ import end_to_end_picture
 import numpy as np
 import pytest
 import whole_runs
+from in_turns import Turns
 from PIL import Image
 from scipy import stats
 from whole_runs import Run
@@ -192,6 +196,65 @@ def test_the_report_has_every_arm_and_its_ratio(run, capsys):
     assert rows[4][1:] == ["3.00", "2.00 |"]
 
 
+SLEEPER = """
+import sys, time
+from pathlib import Path
+import in_turns
+stop = in_turns.stopping(Path(sys.argv[1]), 0)
+clocks = [time.time, time.monotonic, time.perf_counter]
+for _ in range(2):
+    before = [clock() for clock in clocks]
+    stop()
+    print(*(clock() - begin for clock, begin in zip(clocks, before, strict=True)), flush=True)
+sys.exit(3)
+"""
+
+
+def test_a_run_that_takes_turns_measures_no_pause_and_its_seconds_have_none(tmp_path):
+    folder = tmp_path / "turns"
+    begin = time.perf_counter()
+    run = Turns([sys.executable, "-c", SLEEPER, str(folder)], end_to_end.environment(), 1, folder)
+    try:
+        for is_last in (False, True):
+            time.sleep(2.0)
+            assert run.go_on() is not is_last
+    finally:
+        run.end()
+    assert run.run.returncode == 3
+    assert run.seconds < time.perf_counter() - begin - 3.9
+    measured = [float(text) for text in run.output.read_text().split()]
+    assert len(measured) == 6 and max(measured) < 1.0
+
+
+def test_the_training_command_takes_a_turn_for_its_start_and_every_step(tmp_path):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        f"""
+run: {tmp_path / "run"}
+model: {{init: {{model_type: qwen2, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1,
+                intermediate_size: 16, max_position_embeddings: 64}}}}
+data: {{task_args: {{min_length: 3, max_length: 4, modulus: 5}}, max_prompt_tokens: 8}}
+rollout: {{prompts: 2, samples: 2, max_new_tokens: 8, compile_cache: {os.environ["TLT_JAX_TEST_PROGRAMS"]}}}
+sft: {{steps: 0}}
+train: {{steps: 2}}
+eval: {{every: 0}}
+"""
+    )
+    run = end_to_end.started(["--config", str(config)], 1, tmp_path / "turns")
+    turns = 0
+    try:
+        assert (run.turn, run.run.poll()) == (1, None), run.output.read_text()
+        while run.go_on():
+            turns += 1
+    finally:
+        run.end()
+    assert (run.run.returncode, turns) == (0, 2), run.output.read_text()
+    steps = whole_runs.read_steps(tmp_path / "run")
+    assert list(steps) == [1, 2]
+    inside = sum(step["timing_s/step"] for step in steps.values())
+    assert inside < run.seconds
+
+
 def test_the_picture_shows_training_in_its_colour_where_there_was_some(run, tmp_path):
     spans = [
         {"name": name, "tid": group, "ts": 1e6 * start, "dur": 1e6}
@@ -231,7 +294,8 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
 def test_quick_is_two_arms_in_two_processes_with_a_picture(tmp_path):
     args, _ = end_to_end.parse(["--work", str(tmp_path), "--quick"])
     assert list(end_to_end.arms_of(args)) == ["plain", "tlt"]
-    assert (args.processes, args.caches, args.picture) == (2, ["cold"], tmp_path / "end_to_end.png")
+    assert (args.processes, args.by_step, args.caches) == (2, True, ["cold", "warm"])
+    assert args.picture == tmp_path / "end_to_end.png"
     assert configuration.load(["--config", args.config]).mesh.data == 2
 
 

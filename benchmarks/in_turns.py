@@ -1,0 +1,139 @@
+"""Runs of `python -m tlt_jax.train` that take turns, so that a slow minute of the machine is a slow minute of all of them.
+
+As a program this is the training command, which stops itself (SIGSTOP) when it has begun and after every step, until it is
+woken (SIGCONT). Its clocks stand still meanwhile, so that it does not measure the pause.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = "TLT_JAX_TURNS"  # environment: where the processes of a run say that they stopped
+INDEX = "JAX_PROCESS_ID"
+LOOK_S = 0.005  # from one look at a run to the next
+WAIT_S = 3600  # seconds that a step may take, or a start
+
+
+class Turns:
+    """A run of so many processes, which is stopped but for its turns.
+
+    `folder` is its own. `seconds`: it ran, without the pauses.
+    """
+
+    def __init__(self, start: Sequence[str], environment: dict[str, str], count: int, folder: Path):
+        folder.mkdir(parents=True)
+        self.folder, self.count, self.seconds, self.turn = folder, count, 0.0, 0
+        self.output = folder / "output"
+        with self.output.open("wb") as output:
+            self.run = subprocess.Popen(
+                start,
+                env=environment | {FOLDER: str(folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.wait(time.perf_counter())
+
+    def go_on(self) -> bool:
+        """Wakes it for a step; whether it stopped behind it, or else has ended."""
+        begin = time.perf_counter()
+        (self.folder / "go").write_text(str(self.turn))
+        self.send(signal.SIGCONT)
+        return self.wait(begin)
+
+    def wait(self, begin: float) -> bool:
+        self.turn += 1
+        while self.run.poll() is None and not self.has_stopped():
+            if time.perf_counter() - begin > WAIT_S:
+                raise TimeoutError(f"a step took more than {WAIT_S} s: see {self.output}")
+            time.sleep(LOOK_S)
+        self.seconds += time.perf_counter() - begin
+        return self.run.returncode is None
+
+    def has_stopped(self) -> bool:
+        """Whether all of its processes are behind this turn, and asleep."""
+        told = [(self.folder / f"{index}").with_suffix(".stopped") for index in range(self.count)]
+        if not all(path.exists() for path in told):
+            return False
+        texts = [path.read_text().split() for path in told]
+        if not all(int(turn) == self.turn for _, turn in texts):
+            return False
+        pids = ",".join(pid for pid, _ in texts)
+        states = subprocess.run(["ps", "-o", "state=", "-p", pids], capture_output=True, text=True)
+        return states.stdout.split() == ["T"] * self.count
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all of its processes."""
+        try:
+            os.killpg(self.run.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def end(self) -> None:
+        """Ends it, wherever it is."""
+        self.send(signal.SIGKILL)
+        self.run.wait()
+
+
+def stopping(folder: Path, index: int) -> Callable[[], None]:
+    """A function that stops this process until it is its turn; the clocks of `time` show no time that it was stopped.
+
+    Before anything else is imported, which might keep such a clock.
+    """
+    stopped, turn, clock = 0.0, 0, time.perf_counter
+
+    def running(of: Callable[[], float]) -> Callable[[], float]:
+        return lambda: of() - stopped
+
+    for name in ("time", "monotonic", "perf_counter"):
+        setattr(time, name, running(getattr(time, name)))
+
+    def stop() -> None:
+        nonlocal stopped, turn
+        begin, turn = clock(), turn + 1
+        partial = folder / f"{index}.partial"
+        partial.write_text(f"{os.getpid()} {turn}")
+        partial.replace(folder / f"{index}.stopped")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        go = folder / "go"
+        while not (go.exists() and go.read_text() == str(turn)):  # it may arrive before the stop
+            time.sleep(0.001)
+        stopped += clock() - begin
+
+    return stop
+
+
+def main() -> int:
+    """The training command, which takes turns; its exit code."""
+    stop = stopping(Path(os.environ[FOLDER]), int(os.environ.get(INDEX, "0")))
+    from tlt_jax import cli
+    from tlt_jax.train import __main__ as command
+
+    prepared = cli.prepared
+
+    @contextmanager
+    def prepared_to_stop(*args, **knobs) -> Iterator[None]:
+        with prepared(*args, **knobs):
+            from tlt_jax.train import loop  # imports JAX: not before the process is prepared
+
+            class Stopping(loop.Stopwatch):
+                def lap(self) -> dict[str, float]:
+                    found = super().lap()
+                    stop()
+                    return found
+
+            loop.Stopwatch = Stopping
+            yield
+
+    cli.prepared = prepared_to_stop
+    return command.main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
