@@ -75,12 +75,8 @@ ARMS = {
     "tlt": f"{ADAPTIVE} --drafter_training.start {DRAFTER}",
     "tlt_new": ADAPTIVE,
 }
-# So few steps are over before measuring strategies would have paid off: the drafter is always used, and always trained.
-QUICK_TLT = (
-    f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4] "
-    "--idle_training.floor 1"
-)
-QUICK_COLD_STEPS = 8
+# So few steps are over before it would have paid off to measure strategies.
+QUICK_TLT = f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4]"
 # The lists that the policy learns from: most are short, and half of the solutions jump to the answer.
 SUPERVISED = shlex.split(
     '--data.task_args "{modulus: 3, min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"'
@@ -372,9 +368,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--arm", nargs=2, action="append", metavar=("NAME", "CHANGES"), help="may be given again"
     )
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
-    parser.add_argument(
-        "--cold-steps", type=int, default=0, help="of the cold runs; 0: as many, and with --quick 8"
-    )
+    parser.add_argument("--cold-steps", type=int, default=0, help="of the cold runs; 0: as many")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument(
         "--caches",
@@ -400,10 +394,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     args.work = args.work.resolve()
     args.config = args.config or str(CONFIGS[args.quick])
     args.processes = args.processes or 1 + args.quick
-    args.cold_steps = args.cold_steps or QUICK_COLD_STEPS * args.quick
     args.by_step = args.by_step or args.quick
     args.picture = args.picture or (args.work / "end_to_end.png" if args.quick else None)
-    args.caches = (args.caches or ",".join(CACHES)).split(",")
+    args.caches = (args.caches or (CACHES[0] if args.quick else ",".join(CACHES))).split(",")
     if tuple(args.caches) not in (CACHES[:1], CACHES):
         parser.error("--caches is cold, or cold,warm: what is warm is what the cold runs left")
     return args, overrides

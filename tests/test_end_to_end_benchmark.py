@@ -294,7 +294,7 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
 def test_quick_is_two_arms_in_two_processes_with_a_picture(tmp_path):
     args, _ = end_to_end.parse(["--work", str(tmp_path), "--quick"])
     assert list(end_to_end.arms_of(args)) == ["plain", "tlt"]
-    assert (args.processes, args.by_step, args.caches) == (2, True, ["cold", "warm"])
+    assert (args.processes, args.by_step, args.caches) == (2, True, ["cold"])
     assert args.picture == tmp_path / "end_to_end.png"
     assert configuration.load(["--config", args.config]).mesh.data == 2
 
