@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import drafter_cases as cases
@@ -58,6 +59,18 @@ def test_names_shapes_types_and_keys_are_the_golden_ones(case, mesh, tmp_path):
     }
     assert found == GOLDENS[case]["tensors"]
     assert json.loads((tmp_path / "config.json").read_text()) == GOLDENS[case]["config"]
+
+
+def test_the_acceptance_of_a_drafter_is_written_beside_it_as_far_as_it_was_measured(mesh, tmp_path):
+    params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
+    for measured, known in (([0.75, 0.5], (0.75, 0.5)), ([0.75, math.nan, 0.5], (0.75,)), ([], ())):
+        hf_drafter.save(params, config, tmp_path, "float32", measured)
+        assert hf_drafter.read_acceptance(tmp_path) == known
+        assert load(tmp_path, mesh)[0] == config
+    for text in ('{"acceptance": [1.5]}', '{"acceptance": "0.5"}', '{"acceptance": [true]}', "{}"):
+        (tmp_path / "acceptance.json").write_text(text)
+        with pytest.raises(ModelError, match="acceptance.json: write"):
+            hf_drafter.read_acceptance(tmp_path)
 
 
 @pytest.mark.parametrize("case", cases.CASES)

@@ -30,6 +30,7 @@ from tlt_jax.rollout import driver
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.train import adaptive as adaptive_run, loop, run_state
+from tlt_jax.tuner import goodput
 
 STEPS = 4
 UNEVEN = {
@@ -248,9 +249,16 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     )  # fmt: skip
     start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
     config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
+    told, renew = [], goodput.renew_goodput
+    monkeypatch.setattr(
+        goodput, "renew_goodput",
+        lambda state, estimated={}: (told.append(estimated), renew(state, estimated))[1],
+    )  # fmt: skip
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
+    known = events(adaptive)["drafter/acceptance_after"][-1][1]
+    assert told[0]["learned"][0] == pytest.approx(known), "what the run before measured last"
 
 
 def test_a_new_drafter_of_a_tuner_by_rule_has_the_draft_vocabulary_of_the_first_answers(

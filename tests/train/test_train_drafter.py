@@ -153,6 +153,11 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
         directory, model, meshes.make_mesh(1, 1), "float32", positions=32
     )
     assert described.kind == kind
+    np.testing.assert_allclose(
+        hf_drafter.read_acceptance(directory),
+        [written[f"drafter/acceptance@{depth}"][1] for depth in (1, 2)],
+        rtol=1e-6,
+    )
     assert_equal(params.layer, state_of(config, 150).params.layer)
     (shown,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150")

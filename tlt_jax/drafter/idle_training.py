@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import merge, reports
+from tlt_jax.drafter import merge, reports, update
 from tlt_jax.drafter.budget import Budget
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
@@ -98,7 +98,8 @@ class IdleTraining:
             0.0  # of the rollout before: all of it, and what its idlest group was idle
         )
         # Held-out acceptance in this step, by depth, given the depths before.
-        self.depths: list[float] = []
+        self.depths: list[float] = []  # acceptance of the drafter by depth, measured in this step
+        self.known_depths: list[float] = []  # and when it was measured last
         self.tokens = self.wanted = (
             FIRST_TOKENS  # of a micro-step: in this step, and from the next on
         )
@@ -214,7 +215,7 @@ class IdleTraining:
         if copy.learns:
             copy.steps, copy.tokens = copy.steps + 1, copy.tokens + int(metrics["tokens"])
         else:
-            copy.depths = depths(metrics)
+            copy.depths = update.depths(metrics)
             copy.after = copy.depths[0]
             copy.before = copy.after if copy.before is None else copy.before
         if not self.programs.is_first_run(copy.piece):
@@ -304,6 +305,7 @@ class IdleTraining:
                 )
             return state, report.training | {"drafter/failures": float(self.failures)}
         self.failures, self.depths = 0, report.depths
+        self.known_depths = report.depths or self.known_depths
         if report.seen:
             after, steps = report.metrics["drafter/acceptance_after"], report.seen
             self.budget = self.budget.after(after, steps=max(one.steps for one in steps))
@@ -311,11 +313,3 @@ class IdleTraining:
             return state, report.metrics
         ordered = [copies[group].state for group in self.groups]
         return merge.merged(ordered, report.tokens, self.recipe), report.metrics
-
-
-def depths(metrics: dict[str, Any]) -> list[float]:
-    """Acceptance at depth 1, 2, ... given the depths before."""
-    found = []
-    while (name := f"acceptance@{len(found) + 1}") in metrics:
-        found.append(float(metrics[name]))
-    return found

@@ -276,3 +276,11 @@ def program(recipe: Recipe) -> jax.stages.Wrapped:
     return jax.jit(
         partial(update, recipe=recipe), donate_argnames="state", out_shardings=(placed, everywhere)
     )
+
+
+def depths(metrics: dict[str, Any]) -> list[float]:
+    """Acceptance at depth 1, 2, ..., each given the depths before."""
+    found = []
+    while (name := f"acceptance@{len(found) + 1}") in metrics:
+        found.append(float(metrics[name]))
+    return found

@@ -117,6 +117,17 @@ def check_drafter_training(config: Config) -> None:
             raise ConfigError(f"drafter_training.{name} false: {reason}: leave it out")
 
 
+def drafter_acceptance(config: Config) -> tuple[float, ...]:
+    """What the directory of the run's drafter says of its acceptance by depth; empty where there is none, or it says nothing.
+
+    Raises ModelError for a record that cannot be read.
+    """
+    path = drafter_directory(config)
+    if config.drafter_training.start and config.speculation.drafter == ADAPTIVE:
+        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
+    return () if path is None else hf_drafter.read_acceptance(path)
+
+
 def drafter_directory(config: Config) -> Path | None:
     """The directory that speculation.drafter names. Raises ConfigError for a misspelt word."""
     name, words = config.speculation.drafter, (NONE, NGRAM, ADAPTIVE)

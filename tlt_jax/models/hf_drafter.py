@@ -9,10 +9,12 @@ none. The embedding is the policy's: it is never written, and one in a directory
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids,
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
 
 WEIGHTS = "model.safetensors"
+ACCEPTANCE = "acceptance.json"  # what is known of the drafter's speed; other engines do not read it
 PREFIX = {"eagle": "layers.0.", "eagle3": "midlayer."}
 TOP = {
     "fuse": "fc.weight", "fuse_bias": "fc.bias", "hidden_norm": "midlayer.hidden_norm.weight",
@@ -290,10 +293,32 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
     return None if config.whole else ids.astype(np.int32)
 
 
+def read_acceptance(directory: str | Path) -> tuple[float, ...]:
+    """Probabilities that the policy accepts its draft at depth 1, 2, ..., each given the depth before; empty where unknown.
+
+    Raises ModelError for a file that does not say so.
+    """
+    path = Path(directory) / ACCEPTANCE
+    raw = read_json(path)
+    levels = [] if raw is None else raw.get("acceptance")
+    numbers = isinstance(levels, list) and all(type(one) in (int, float) for one in levels)
+    if not numbers or not all(0 <= one <= 1 for one in levels):
+        raise ModelError(
+            f'{path}: write {{"acceptance": [...]}}, probabilities by depth, or delete it'
+        )
+    return tuple(map(float, levels))
+
+
 def save(
-    params: DrafterParams, config: DrafterConfig, directory: str | Path, dtype: DTypeLike
+    params: DrafterParams,
+    config: DrafterConfig,
+    directory: str | Path,
+    dtype: DTypeLike,
+    acceptance: Sequence[float] = (),
 ) -> None:
     """Writes a directory that SGLang and vLLM load, but for `caveat`; weights in this dtype, `params` in the "train" layout.
+
+    `acceptance`: as `read_acceptance` gives it; a depth that was not measured (nan), and those behind it, are left out.
 
     Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
     process takes part; the first one writes.
@@ -304,9 +329,13 @@ def save(
     arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        for stale in [*directory.glob("model*.safetensors"), directory / hf.INDEX]:
+        old = [*directory.glob("model*.safetensors"), directory / hf.INDEX, directory / ACCEPTANCE]
+        for stale in old:
             stale.unlink(missing_ok=True)
         (directory / "config.json").write_text(json.dumps(to_raw(config, dtype), indent=2) + "\n")
+        known = [*takewhile(math.isfinite, map(float, acceptance))]
+        if known:
+            (directory / ACCEPTANCE).write_text(json.dumps({"acceptance": known}) + "\n")
         hf.write_shard(directory / WEIGHTS, listed, dtype, arrays)
     else:
         for _ in arrays:

@@ -84,12 +84,14 @@ def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict
     }
 
 
-def export(config: Config, drafter: DrafterConfig, params: DrafterParams) -> None:
+def export(
+    config: Config, drafter: DrafterConfig, params: DrafterParams, acceptance: Sequence[float]
+) -> None:
     """Writes the drafter's directory, beside the policy's."""
     dtype = config.model.param_dtype
     atomic.write_directory(
         run_folder.drafter_export(config),
-        lambda at: hf_drafter.save(params, drafter, at, dtype),
+        lambda at: hf_drafter.save(params, drafter, at, dtype, acceptance),
         jax.process_index() == 0,
     )
     if caveat := hf_drafter.caveat(drafter):

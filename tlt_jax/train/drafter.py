@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,11 +73,11 @@ def train(config: Config) -> int:
                 return PREEMPTED
             recipe, state = begin(config, model, mesh, examples, store, resumed)
             rows = corpus.PackedCorpus(examples, config)
-            state, code = train_drafter(
+            state, acceptance, code = train_drafter(
                 config, recipe, state, params, rows, store, writer, preempted
             )
         if code == DONE:
-            write(config, recipe, state.params)
+            write(config, recipe, state.params, acceptance)
     return code
 
 
@@ -150,23 +150,26 @@ def train_drafter(
     store: Store,
     writer: Writer,
     interrupted: Callable[[], bool],
-) -> tuple[DrafterState, int]:
-    """The state after the last step, or where it stopped, and the exit code."""
+) -> tuple[DrafterState, list[float], int]:
+    """The state after the last step, or where it stopped, its acceptance by depth when it was trained, and the exit code."""
+    acceptance: list[float] = []
     update, steps = drafter_update.program(recipe), config.drafter_training.steps
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
         if interrupted():
             run_state.save(store, RunState(step, drafter=state))
-            return state, PREEMPTED
+            return state, acceptance, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch["loss_mask"].sum())
         state, metrics = update(state, params, drafter_batch.make_batch(batch, recipe.mesh))
         step += 1
         if step % SAY_EVERY == 0 or step == steps:
+            metrics = jax.device_get(metrics)
+            acceptance = drafter_update.depths(metrics)
             report(
                 writer,
                 step,
-                jax.device_get(metrics),
+                metrics,
                 tokens,
                 step - reported,
                 time.perf_counter() - begin,
@@ -174,11 +177,11 @@ def train_drafter(
             if int(state.skips) >= config.train.max_nonfinite:
                 print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
                       "drafter_training.learning_rate", file=sys.stderr)  # fmt: skip
-                return state, DIVERGED
+                return state, acceptance, DIVERGED
             begin, tokens, reported = time.perf_counter(), 0, step
         if run_state.is_due(config, step, steps):
             run_state.save(store, RunState(step, drafter=state))
-    return state, DONE
+    return state, acceptance, DONE
 
 
 def report(
@@ -195,12 +198,16 @@ def report(
     )
 
 
-def write(config: Config, recipe: Recipe, params: DrafterParams) -> None:
+def write(
+    config: Config, recipe: Recipe, params: DrafterParams, acceptance: Sequence[float]
+) -> None:
     """Writes the drafter's directory; says where it is, and what does not load it."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(
-        directory, lambda at: hf_drafter.save(params, recipe.drafter, at, dtype), is_owner
+        directory,
+        lambda at: hf_drafter.save(params, recipe.drafter, at, dtype, acceptance),
+        is_owner,
     )
     caveat = hf_drafter.caveat(recipe.drafter)
     if caveat:

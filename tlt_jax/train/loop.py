@@ -251,7 +251,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
             params, dtype = state.policy.params, config.model.param_dtype
             hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
             if state.drafter:
-                adaptive.export(config, trainer.recipe.drafter, state.drafter.params)
+                known = trainer.known_depths
+                adaptive.export(config, trainer.recipe.drafter, state.drafter.params, known)
     return DONE
 
 
@@ -313,8 +314,10 @@ def begin(
         state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
         if trainer and (start is not None or engine.tuner.goes_by_rule):
             state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
-        if trainer and start is not None:  # nothing is known of it but that it was trained
-            state = state.replace(tuner=engine.tuner.renew(state.tuner, {LEARNED: GUESS}))
+        if start is not None:
+            # Of one without a record nothing is known but that it was trained.
+            known = from_config.drafter_acceptance(config) or GUESS
+            state = state.replace(tuner=engine.tuner.renew(state.tuner, {LEARNED: known}))
     if trainer:
         engine.use_learned(state.drafter is not None)
     return state
