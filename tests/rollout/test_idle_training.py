@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -111,7 +112,9 @@ def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_lear
     setting.step()
     trainer, state = setting.trainer, setting.state
     batch = trainer.replays[1].sample(0, 1, idle.FIRST_TOKENS)
-    recipe = replace(setting.recipe, mesh=trainer.groups[1])
+    rate = ADAM.learning_rate * (idle.FIRST_TOKENS / 2048) ** 0.5
+    adam = replace(ADAM, learning_rate=rate)
+    recipe = replace(setting.recipe, mesh=trainer.groups[1], adam=adam)
     policy = setting.weights[1].target
     expected, metrics = drafter_update.update(jax.device_get(state), policy, batch, recipe)
     piece = trainer.piece(1, idle.FIRST_TOKENS)
@@ -165,6 +168,12 @@ def test_the_size_of_a_micro_step_follows_its_seconds():
     assert trainer.sized(256, 0.02) == 512
     assert trainer.sized(256, 1e-9) == idle.MOST_TOKENS
     assert trainer.sized(idle.LEAST_TOKENS, 9.0) == idle.LEAST_TOKENS
+
+
+@pytest.mark.parametrize("tokens, share", [(512, 0.5), (2048, 1.0), (8192, 1.0)])
+def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
+    recipe = SimpleNamespace(adam=ADAM)
+    assert MicroStep(0, 1, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
 
 
 def test_while_training_is_paused_only_the_held_out_sequences_are_measured():

@@ -333,7 +333,11 @@ class DrafterTraining:
 class IdleTraining:
     """How data groups that have nothing left to decode train the drafter of speculation.drafter `adaptive`."""
 
-    learning_rate: float = knob(3e-4, "learning rate of the drafter", at_least=0)
+    learning_rate: float = knob(
+        3e-4,
+        "learning rate of a micro-step of 2048 tokens or more; of fewer tokens less, by the root of their share",
+        at_least=0,
+    )
     warmup_steps: int = knob(20, "micro-steps of linear warm-up", at_least=0)
     grad_clip: float = knob(1.0, "clip the gradient's global norm; 0: off", at_least=0)
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)

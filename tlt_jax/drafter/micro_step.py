@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,13 @@ from tlt_jax.drafter import batch as drafter_batch, merge, update
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.models.transformer import Params
+from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.programs import GroupShapes, StateShape
+
+# Tokens of a micro-step from which on it has the whole learning rate. Adam's noise grows as that of its batch: with 190
+# tokens at the whole rate a well trained drafter lost 5 % of its accept length in 20 RL steps.
+WHOLE = 2048
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,8 @@ class MicroStep:
     """micro_step(copy[1, ...], policy, batch, learns) -> copy, metrics; donates the copy.
 
     The batch is `rows` packed rows of `tokens` tokens with features; the policy is in the "rollout"
-    layout. `recipe` is that of the whole mesh.
+    layout. `recipe` is that of the whole mesh. A batch of less than WHOLE tokens has a learning rate
+    smaller by the root of its share of them (arXiv 2205.10287, the square root scaling rule of Adam).
     """
 
     group: int
@@ -36,12 +43,18 @@ class MicroStep:
         copy = merge.abstract_copy(self.recipe, shapes.mesh)
         placed = jax.tree.map(lambda leaf: leaf.sharding, copy)
         program = jax.jit(
-            partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh)),
+            partial(micro_step, recipe=replace(self.recipe, mesh=shapes.mesh, adam=self.adam)),
             donate_argnums=0,
             out_shardings=(placed, shapes.replicated),
         )
         learns = jax.ShapeDtypeStruct((), jnp.bool_, sharding=shapes.replicated)
         return program.lower(copy, shapes.target.params, self.batch(shapes), learns)
+
+    @property
+    def adam(self) -> Adam:
+        """The recipe's optimizer, for a batch of this size."""
+        share = math.sqrt(min(self.rows * self.tokens / WHOLE, 1.0))
+        return replace(self.recipe.adam, learning_rate=share * self.recipe.adam.learning_rate)
 
     def batch(self, shapes: GroupShapes) -> Batch:
         """ShapeDtypeStructs with shardings of a batch; features are sharded as in the decoding state."""
