@@ -20,6 +20,8 @@ LABELS = {
     "prefill": "prefill",
     "decode": "plain decoding",
     "speculate": "speculative decoding",
+    "catch_up": "drafter catching up",
+    "harvest": "kept for training",
     "train": "drafter training in idle time",
     "wait": "idle",
 }
