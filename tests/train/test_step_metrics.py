@@ -143,3 +143,14 @@ def test_the_seconds_of_every_group_add_up_to_the_rollout_under_names_of_the_lis
     }  # fmt: skip
     for name in found:
         names.find(name, "scalar")
+
+
+def test_what_is_compiled_is_that_of_the_process_that_took_longest_for_it():
+    laps = [
+        {"timing_s/rollout": 3.0, "perf/compiles": 2, "perf/compile_s": 0.5, "perf/compile_s/update": 0.5},
+        {"timing_s/rollout": 3.1, "perf/compiles": 1, "perf/compile_s": 2.0, "perf/compile_s/rollout": 2.0},
+    ]  # fmt: skip
+    assert step_metrics.most_compiling(laps) == {
+        "perf/compiles": 1, "perf/compile_s": 2.0, "perf/compile_s/rollout": 2.0, "perf/compile_s/update": 0.0,
+    }  # fmt: skip
+    assert step_metrics.most_compiling(laps[:1]).items() <= laps[0].items()

@@ -167,12 +167,12 @@ NAMES = tuple(
         (
             "perf/compiles",
             "scalar",
-            "programs compiled, or read from the cache, during the step: all of the process",
+            "programs compiled, or read from the cache, during the step, by the process that took longest for it",
         ),
         (
             "perf/compile_s",
             "scalar",
-            "seconds of the step in which a program was traced, lowered, compiled or read",
+            "seconds of the step in which that process traced, lowered, compiled or read a program",
         ),
         ("perf/compile_s/{phase}", "scalar", "the same by phase: these are in timing_s/{phase}"),
         ("perf/programs", "scalar", "compiled programs of the rollout that are held"),

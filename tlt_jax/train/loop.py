@@ -232,7 +232,9 @@ def train(config: Config, watching: Watch | None = None) -> int:
                     scalars |= step_metrics.of_update(*learned)
                     scalars |= speculation_metrics.metrics(engine.drafter_kind, rollout, drafting)
                     scalars |= trained[1]
-                    scalars |= step_metrics.of_step(dataset, config, state.step, scalars, watch)
+                    scalars |= step_metrics.of_step(
+                        dataset, config, state.step, scalars, watch, job
+                    )
 
                     answers = step_metrics.records(prompts, rollout, scores, texts)
                     chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)

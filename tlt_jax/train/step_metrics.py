@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ import numpy as np
 
 from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import Record, Writer, group_seconds, idle_share
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import RolloutResult
@@ -91,13 +93,29 @@ def of_update(
 
 
 def of_step(
-    dataset: Dataset, config: Config, step: int, scalars: Mapping[str, float], watch: Stopwatch
+    dataset: Dataset,
+    config: Config,
+    step: int,
+    scalars: Mapping[str, float],
+    watch: Stopwatch,
+    job: Job,
 ) -> dict[str, float]:
-    """The accounts of the step, which end here; throughput in tokens per second, epochs so far."""
+    """The accounts of the step, which end here; throughput in tokens per second, epochs so far.
+
+    All processes of the job take part: others wait for one that compiles.
+    """
     seconds = watch.lap()
+    seconds |= most_compiling([json.loads(lap) for lap in job.gather(json.dumps(seconds).encode())])
     training = seconds["timing_s/step"] - seconds.get("timing_s/eval", 0.0)
     epoch = {"training/epoch": step * config.rollout.prompts / dataset.rows} if dataset.rows else {}
     return seconds | epoch | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
+
+
+def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What was compiled in a step, of the laps of all processes: by the one that took longest for it."""
+    longest = max(laps, key=lambda lap: lap["perf/compile_s"])
+    parts = {name for lap in laps for name in lap if name.startswith("perf/compile")}
+    return {name: longest.get(name, 0.0) for name in parts}
 
 
 def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float]) -> None:
