@@ -104,7 +104,7 @@ def command(*arguments: str) -> float:
 def environment() -> dict[str, str]:
     """Of a command of the product."""
     paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    # JAX would know the programs of an arm by the path of their folder, too, which is another in every arm.
+    # With XLA's own caches JAX knows programs by the path of their folder, which is another in every arm.
     own = {"PYTHON": sys.executable, "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none"}
     return os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -370,11 +370,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
     parser.add_argument("--cold-steps", type=int, default=0, help="of the cold runs; 0: as many")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument(
-        "--caches",
-        default="",
-        help="cold,warm (the default), cold, or warm: with what the cold runs of an earlier call left",
-    )
+    parser.add_argument("--caches", default="", help="cold, or cold,warm (the default)")
     parser.add_argument(
         "--processes",
         type=int,

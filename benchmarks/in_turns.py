@@ -58,7 +58,7 @@ class Turns:
 
     def has_stopped(self) -> bool:
         """Whether all of its processes are behind this turn, and asleep."""
-        told = [(self.folder / f"{index}").with_suffix(".stopped") for index in range(self.count)]
+        told = [self.folder / f"{index}.stopped" for index in range(self.count)]
         if not all(path.exists() for path in told):
             return False
         texts = [path.read_text().split() for path in told]
