@@ -21,7 +21,7 @@ from tlt_jax.config import load as configuration, schema
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf_drafter
+from tlt_jax.models import from_config, hf_drafter_config
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
@@ -157,7 +157,7 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
     _, recipe, engine = plan_of(*told, "50")
     assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
     (tmp_path / "drafter").mkdir()
-    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
+    raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
     assert plan_of(*told, "60")[2].drafter == engine.drafter
     started = (
@@ -216,7 +216,7 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     assert told == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
 
     (tmp_path / "begun").mkdir()
-    raw = hf_drafter.to_raw(engine.drafter, np.dtype("float32"))
+    raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "begun" / "config.json").write_text(json.dumps(raw))
     begun = plan_of(*adaptive, "--drafter_training.start", str(tmp_path / "begun"))[2]
     assert begun.drafter == engine.drafter

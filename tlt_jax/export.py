@@ -72,7 +72,7 @@ def export_drafter(
     Raises ConfigError also for a run that trains none.
     """
     from tlt_jax.drafter import recipe as drafter_recipe
-    from tlt_jax.models import from_config, hf_drafter
+    from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
 
     if config.speculation.drafter != ADAPTIVE:
         raise ConfigError(
@@ -84,7 +84,7 @@ def export_drafter(
     target = drafter_recipe.abstract_state(recipe)
     chosen, state = restore(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
-    if caveat := hf_drafter.caveat(drafter):
+    if caveat := hf_drafter_config.caveat(drafter):
         print(f"{out}: {caveat}")
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.errors import ModelError
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import driver
 from tlt_jax.rollout.engine import Engine
@@ -259,6 +261,17 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
     known = events(adaptive)["drafter/acceptance_after"][-1][1]
     assert told[0]["learned"][0] == pytest.approx(known), "what the run before measured last"
+
+
+def test_an_unreadable_record_of_acceptance_is_refused_before_the_warm_start(
+    adaptive, configure, tmp_path, monkeypatch
+):
+    start = tmp_path / "drafter"
+    shutil.copytree(run_folder.drafter_export(adaptive), start)
+    (start / "acceptance.json").write_text('{"acceptance": [2]}')
+    monkeypatch.setattr(loop.sft, "warm_start", lambda *_: pytest.fail("it was made for nothing"))
+    with pytest.raises(ModelError, match="acceptance.json: write"):
+        loop.train(configure(tmp_path / "run", ADAPTIVE | {"drafter_training.start": str(start)}))
 
 
 def test_a_new_drafter_of_a_tuner_by_rule_has_the_draft_vocabulary_of_the_first_answers(

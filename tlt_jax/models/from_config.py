@@ -12,7 +12,7 @@ from tlt_jax import keys
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, hf, hf_drafter, transformer
+from tlt_jax.models import eagle, hf, hf_drafter, hf_drafter_config, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 
@@ -59,13 +59,10 @@ def load_drafter(
     configuration of a new one alone. Raises ModelError, naming what does not fit, when the drafter
     was made for another policy.
     """
-    path, is_adaptive = drafter_directory(config), config.speculation.drafter == ADAPTIVE
-    if is_adaptive and not config.drafter_training.start:
-        return new_drafter_config(config, model), None
-    if is_adaptive:
-        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
+    path = drafter_directory(config) or start_directory(config)
     if path is None:
-        return None, None
+        is_new = config.speculation.drafter == ADAPTIVE
+        return (new_drafter_config(config, model) if is_new else None), None
     return hf_drafter.load(
         path, model, mesh, config.model.param_dtype, longest_sequence(config, model)
     )
@@ -85,7 +82,7 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
         if not config.drafter_training.start:
             return new_drafter_config(config, model)
         path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
-    return hf_drafter.read_config(path, model, longest_sequence(config, model))
+    return hf_drafter_config.read_config(path, model, longest_sequence(config, model))
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
@@ -122,10 +119,16 @@ def drafter_acceptance(config: Config) -> tuple[float, ...]:
 
     Raises ModelError for a record that cannot be read.
     """
-    path = drafter_directory(config)
-    if config.drafter_training.start and config.speculation.drafter == ADAPTIVE:
-        path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
+    path = drafter_directory(config) or start_directory(config)
     return () if path is None else hf_drafter.read_acceptance(path)
+
+
+def start_directory(config: Config) -> Path | None:
+    """The directory that the training of an adaptive drafter begins with; None when there is none."""
+    start = config.drafter_training.start
+    if not start or config.speculation.drafter != ADAPTIVE:
+        return None
+    return Path(parse.expand(start, "drafter_training.start"))
 
 
 def drafter_directory(config: Config) -> Path | None:

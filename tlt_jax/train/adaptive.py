@@ -15,7 +15,7 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
-from tlt_jax.models import eagle, hf_drafter
+from tlt_jax.models import eagle, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
@@ -94,5 +94,5 @@ def export(
         lambda at: hf_drafter.save(params, drafter, at, dtype, acceptance),
         jax.process_index() == 0,
     )
-    if caveat := hf_drafter.caveat(drafter):
+    if caveat := hf_drafter_config.caveat(drafter):
         print(caveat)

@@ -29,7 +29,7 @@ from tlt_jax.drafter import (
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer
-from tlt_jax.models import eagle, from_config, hf_drafter
+from tlt_jax.models import eagle, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import run_state, sft
@@ -209,7 +209,7 @@ def write(
         lambda at: hf_drafter.save(params, recipe.drafter, at, dtype, acceptance),
         is_owner,
     )
-    caveat = hf_drafter.caveat(recipe.drafter)
+    caveat = hf_drafter_config.caveat(recipe.drafter)
     if caveat:
         print(f"{directory}: {caveat}")
     print(f"{directory}: the drafter after {config.drafter_training.steps} steps")

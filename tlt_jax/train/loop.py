@@ -302,7 +302,8 @@ def begin(
     """The state of the checkpoint `resumed`; without one, that of the warm-started policy.
 
     With a trainer its drafter too, where there is one: `start`, one for a tuner that goes by a rule,
-    or the one that was begun when training was found to pay off.
+    or the one that was begun when training was found to pay off. Raises ModelError for a drafter
+    whose record of acceptance cannot be read, before the warm start.
     """
     if resumed is not None:
         log.info("%s goes on from step %d", config.run, resumed)
@@ -310,6 +311,7 @@ def begin(
         like = run_state.abstract(resumed, recipe, trainer.recipe if has_drafter else None)
         state = run_state.restore(store, like, engine.tuner, engine.basis)
     else:
+        acceptance = from_config.drafter_acceptance(config)
         params = sft.warm_start(
             config, recipe.model, recipe.mesh, dataset, writer, interrupted, engine.job
         )
@@ -318,8 +320,8 @@ def begin(
             state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
         if start is not None:
             # Of one without a record nothing is known but that it was trained.
-            known = from_config.drafter_acceptance(config) or GUESS
-            state = state.replace(tuner=engine.tuner.renew(state.tuner, {LEARNED: known}))
+            known = {LEARNED: acceptance or GUESS}
+            state = state.replace(tuner=engine.tuner.renew(state.tuner, known))
     if trainer:
         engine.use_learned(state.drafter is not None)
     return state
