@@ -9,8 +9,8 @@ of its own: from the same policy, data and seed for as many steps. Arms take tur
 turn each arm runs with an empty folder of compiled programs ("cold"), and then once more with all that the cold runs of the
 turn left there ("warm"), as in a run that has gone on for long; --cold-steps makes the cold runs shorter. With --by-step all
 arms of a turn are alive together and take turns step by step, one of them running and the others stopped: so processors whose
-speed drifts compare, but the memory has to hold all arms at once, and an accelerator's does not. The arms, unless others are
-named:
+speed drifts compare, but the memory has to hold all arms at once, and an accelerator's does not, and of several processes
+those that are stopped for more than a minute may lose their connection: name few arms then. The arms, unless others are named:
 
 plain         no speculation
 fixed         a trained drafter that stays as it is, one tree (3_1_4) for every batch: what a server does
@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import shlex
@@ -60,6 +61,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import whole_runs
+import yaml
 from in_turns import Turns
 from whole_runs import Run, accept_length, first_difference, interval, padding, pairs, quiet_pairs
 
@@ -77,10 +79,8 @@ ARMS = {
 }
 # So few steps are over before it would have paid off to measure strategies.
 QUICK_TLT = f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4]"
-# The lists that the policy learns from: most are short, and half of the solutions jump to the answer.
-SUPERVISED = shlex.split(
-    '--data.task_args "{modulus: 3, min_length: 6, max_length: 30, tail: 1.5, hasty: 0.5}"'
-)
+# Of the lists that the policy learns from, most are short, and half of the solutions jump to the answer.
+SUPERVISED = {"tail": 1.5, "hasty": 0.5}
 
 
 class Failure(Exception):
@@ -137,7 +137,10 @@ def prepare(
         policy = str(args.work / "policy")
         if not (args.work / "policy" / "config.json").is_file():
             say("a policy is made")
-            seconds = command("tlt_jax.train.sft", *given, *SUPERVISED, "--out", policy)
+            task = yaml.safe_load(Path(args.config).read_text())["data"]["task_args"]
+            lists = ["--data.task_args", json.dumps(task | SUPERVISED)]
+            place = ["--run", str(args.work), "--out", policy]
+            seconds = command("tlt_jax.train.sft", *given, *lists, *place)
             say(f"the policy took {seconds:.0f} s")
     if not drafter and any(DRAFTER in text for text in arms.values()):
         run, drafter = str(args.work / "drafter"), str(args.work / "drafter" / "drafter" / "hf")
@@ -159,7 +162,8 @@ def take_turn(
     """The runs of one turn by (cache, arm). Raises Failure when an arm's answers or policy are others than plain's."""
     found: dict[tuple[str, str], Run] = {}
     kept = args.work / "programs" / "kept"
-    shutil.rmtree(kept, ignore_errors=True)
+    if CACHES[0] in args.caches:
+        shutil.rmtree(kept, ignore_errors=True)
     for cache in args.caches:
         folders = {arm: args.work / "runs" / f"{turn}_{cache}_{arm}" for arm in arms}
         programs = {arm: args.work / "programs" / f"of_{arm}" for arm in arms}
@@ -370,7 +374,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
     parser.add_argument("--cold-steps", type=int, default=0, help="of the cold runs; 0: as many")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--caches", default="", help="cold, or cold,warm (the default)")
+    parser.add_argument(
+        "--caches",
+        default="",
+        help="cold, warm (with the programs that cold runs in --work left), or cold,warm (the default)",
+    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -393,8 +401,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     args.by_step = args.by_step or args.quick
     args.picture = args.picture or (args.work / "end_to_end.png" if args.quick else None)
     args.caches = (args.caches or (CACHES[0] if args.quick else ",".join(CACHES))).split(",")
-    if tuple(args.caches) not in (CACHES[:1], CACHES):
-        parser.error("--caches is cold, or cold,warm: what is warm is what the cold runs left")
+    if tuple(args.caches) not in (CACHES[:1], CACHES[1:], CACHES):
+        parser.error("--caches is cold, warm, or cold,warm")
+    if args.caches == [CACHES[1]] and not (args.work / "programs" / "kept").is_dir():
+        parser.error(f"--caches warm: {args.work} has no programs of a cold run")
     return args, overrides
 
 

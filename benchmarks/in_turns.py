@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 FOLDER = "TLT_JAX_TURNS"  # environment: where the processes of a run say that they stopped
-INDEX = "JAX_PROCESS_ID"
+INDEX, COUNT = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
 LOOK_S = 0.005  # from one look at a run to the next
 WAIT_S = 3600  # seconds that a step may take, or a start
+QUIET_S = 0.2  # seconds without a message to other processes before one is stopped
 
 
 class Turns:
@@ -53,8 +55,10 @@ class Turns:
             if time.perf_counter() - begin > WAIT_S:
                 raise TimeoutError(f"a step took more than {WAIT_S} s: see {self.output}")
             time.sleep(LOOK_S)
-        self.seconds += time.perf_counter() - begin
-        return self.run.returncode is None
+        has_stopped = self.run.returncode is None
+        quiet = 2 * QUIET_S if has_stopped and self.count > 1 else 0.0
+        self.seconds += time.perf_counter() - begin - quiet
+        return has_stopped
 
     def has_stopped(self) -> bool:
         """Whether all of its processes are behind this turn, and asleep."""
@@ -81,12 +85,14 @@ class Turns:
         self.run.wait()
 
 
-def stopping(folder: Path, index: int) -> Callable[[], None]:
+def stopping(folder: Path, index: int, count: int, talking: Lock) -> Callable[[], None]:
     """A function that stops this process until it is its turn; the clocks of `time` show no time that it was stopped.
 
-    Before anything else is imported, which might keep such a clock.
+    Before anything else is imported, which might keep such a clock. A message to another of the `count` processes that
+    found it stopped would count as lost: the first, to which all others talk, is the last to stop, and none stops
+    within `talking`.
     """
-    stopped, turn, clock = 0.0, 0, time.perf_counter
+    stopped, turn, clock, sleep = 0.0, 0, time.perf_counter, time.sleep
 
     def running(of: Callable[[], float]) -> Callable[[], float]:
         return lambda: of() - stopped
@@ -97,21 +103,38 @@ def stopping(folder: Path, index: int) -> Callable[[], None]:
     def stop() -> None:
         nonlocal stopped, turn
         begin, turn = clock(), turn + 1
+        with talking:
+            if count > 1:
+                sleep(QUIET_S)
+            if count > 1 and index == 0:
+                while not all(map(told, range(1, count))):
+                    sleep(LOOK_S)
+                sleep(QUIET_S)
+            pause()
+        stopped += clock() - begin
+
+    def told(other: int) -> bool:
+        """Whether another process is about to stop after this turn."""
+        path = folder / f"{other}.stopped"
+        return path.exists() and path.read_text().split()[1] == str(turn)
+
+    def pause() -> None:
         partial = folder / f"{index}.partial"
         partial.write_text(f"{os.getpid()} {turn}")
         partial.replace(folder / f"{index}.stopped")
         os.kill(os.getpid(), signal.SIGSTOP)
         go = folder / "go"
         while not (go.exists() and go.read_text() == str(turn)):  # it may arrive before the stop
-            time.sleep(0.001)
-        stopped += clock() - begin
+            sleep(0.001)
 
     return stop
 
 
 def main() -> int:
     """The training command, which takes turns; its exit code."""
-    stop = stopping(Path(os.environ[FOLDER]), int(os.environ.get(INDEX, "0")))
+    place = int(os.environ.get(INDEX, "0")), int(os.environ.get(COUNT, "1"))
+    talking = Lock()
+    stop = stopping(Path(os.environ[FOLDER]), *place, talking)
     from tlt_jax import cli
     from tlt_jax.train import __main__ as command
 
@@ -120,7 +143,19 @@ def main() -> int:
     @contextmanager
     def prepared_to_stop(*args, **knobs) -> Iterator[None]:
         with prepared(*args, **knobs):
-            from tlt_jax.train import loop  # imports JAX: not before the process is prepared
+            from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared
+            from tlt_jax.train import loop
+
+            class Quiet(watch.Watch):
+                def beat(self) -> None:
+                    with talking:
+                        super().beat()
+
+                def wrong(self) -> tuple[str, int]:
+                    with talking:
+                        return super().wrong()
+
+            watch.Watch = Quiet
 
             class Stopping(loop.Stopwatch):
                 def lap(self) -> dict[str, float]:

@@ -197,10 +197,10 @@ def test_the_report_has_every_arm_and_its_ratio(run, capsys):
 
 
 SLEEPER = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
 import in_turns
-stop = in_turns.stopping(Path(sys.argv[1]), 0)
+stop = in_turns.stopping(Path(sys.argv[1]), 0, 1, threading.Lock())
 clocks = [time.time, time.monotonic, time.perf_counter]
 for _ in range(2):
     before = [clock() for clock in clocks]
