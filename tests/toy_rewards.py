@@ -20,6 +20,11 @@ def trouble(prompt: str, completion: str, row: dict) -> float:
     raise RuntimeError("a reward that never works")
 
 
+def lost(prompt: str, completion: str, row: dict) -> float:
+    """Raises whatever the answer is."""
+    raise KeyError("lost")
+
+
 def digits(prompt: str, completion: str, row: dict) -> float:
     """1 for an answer of digits alone."""
     return float(completion.isdigit())

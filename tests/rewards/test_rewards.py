@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config import Config
+from tlt_jax.config.schema import REWARDS
 from tlt_jax.errors import RewardError
-from tlt_jax.rewards import Score, Scorer, answers, terms
+from tlt_jax.rewards import Score, Scorer, answers, scorer as scorer_module, terms
 
 USER_REWARD = """
 import ctypes, os, subprocess, sys, time
@@ -43,7 +44,20 @@ def probe(prompt, completion, row):
         print("a reward may print")
         heavy = {"jax", "jaxlib", "flax", "torch", "transformers"}
         return {"score": os.getpid(), "heavy": len(heavy & {name.split(".")[0] for name in sys.modules})}
-    values = {"nan": float("nan"), "text": "1.0", "none": None, "complex": 1j, "dict": {"reward": 1.0}}
+    if completion == "greedy":
+        bytearray(2 ** 33)
+    if completion == "secret":
+        return {"score": 1.0, "seen": "A_SECRET" in os.environ, "known": "A_KNOWN_ONE" in os.environ}
+    if completion == "forge":
+        places = {fd: "/proc/self/fd/" + fd for fd in os.listdir("/proc/self/fd")}
+        for fd, place in places.items():
+            if "socket:" not in os.path.realpath(place):
+                continue
+            os.write(int(fd), bytes([0, 0, 0, 40]) + b"cos\\nsystem\\n(S'touch forged'\\ntR." + bytes(9))
+        time.sleep(1000)
+    if completion == "odd":
+        return {"score": 1.0, "per cent %": 1.0}
+    values = {"huge": 1e300, "nan": float("nan"), "text": "1.0", "none": None, "complex": 1j, "dict": {"reward": 1.0}}
     return values.get(completion, len(completion) == len(row["answer"]))
 """
 
@@ -84,6 +98,10 @@ def test_failures_are_counted_by_kind_and_leave_other_scores_alone(user_module):
         "leave": ("crash", "exit code 0"),
         "raise": ("error", "KeyError: 'lost'"),
         "nan": ("error", "gave nan"),
+        "huge": ("error", "gave 1e+300: scores are between -1e+06 and 1e+06"),
+        "odd": ("error", "a dict with the key 'per cent %': use letters"),
+        "greedy": ("error", "MemoryError"),
+        "forge": ("crash", "the worker died"),
         "text": ("error", "gave str, not a number"),
         "none": ("error", "gave NoneType, not a number"),
         "complex": ("error", "gave complex, not a number"),
@@ -147,6 +165,65 @@ def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
     assert not is_running(pid)
 
 
+def test_what_rewards_have_started_ends_with_a_trainer_that_is_killed(user_module, tmp_path):
+    script = f"""
+from tests_rewards_config import config
+from tlt_jax.rewards import Scorer
+with Scorer(config) as scorer:
+    scorer.submit(0, "p", "child {tmp_path / "pid"}", {{"answer": ""}})
+    scorer.collect()
+"""
+    (tmp_path / "tests_rewards_config.py").write_text(
+        "from dataclasses import replace\nfrom tlt_jax.config import Config\nconfig = Config()\n"
+        f"config = replace(config, reward=replace(config.reward, terms={{{user_module!r}: 1.0}}, timeout_s=600.0))\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}
+    )
+    wait_until((tmp_path / "pid").exists)
+    wait_until((tmp_path / "pid").read_text)
+    child = int((tmp_path / "pid").read_text())
+    group = os.getpgid(child)
+    assert is_running(child) and is_running(group)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not is_running(child) and not is_running(group))
+
+
+def wait_until(holds) -> None:
+    until = time.monotonic() + 30.0
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_workers_get_the_variables_that_are_named(user_module, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "1")
+    monkeypatch.setenv("A_KNOWN_ONE", "1")
+    config = make_config({user_module: 1.0})
+    config = replace(config, reward=replace(config.reward, environment=["A_KNOWN_ONE"]))
+    parts = score_all(config, ["secret"])["secret"].parts
+    assert (parts[f"{user_module}/seen"], parts[f"{user_module}/known"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"[]",
+        b'["score", {"a": "b"}]',
+        b'["score", {"a": NaN}, 1]',
+        b'["term", 1]',
+        b"cos\nsystem\n",
+        b"{}",
+    ],
+)
+def test_what_is_no_message_of_a_worker_is_refused(message):
+    with pytest.raises(ValueError):
+        scorer_module.read(message)
+
+
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -166,7 +243,10 @@ def test_a_worker_killed_from_outside_is_replaced(user_module):
     [
         ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("their_rewards:f", "module 'their_rewards' has no function 'f'"),
-        ("exakt", "no reward 'exakt': use task, math, gsm8k, exact, format or module:function"),
+        (
+            "exakt",
+            "no reward 'exakt': use task, math, math_flexible, gsm8k, gsm8k_flexible, exact, format or module:function",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_stops_at_start(user_module, name, part):
@@ -228,7 +308,44 @@ def test_a_script_that_imports_jax_without_a_main_guard_can_score(tmp_path):
     ],
 )
 def test_the_final_number_of_a_text(text, number):
-    assert terms.gsm8k("", text, {"answer": f"#### {number}"}) == float(number != "0.1")
+    row = {"answer": f"#### {number}"}
+    assert terms.gsm8k_flexible("", text, row) == float(number != "0.1")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "score"),
+    [
+        ("", "It takes 3 days. #### 12", 1),
+        ("", "#### $1,200.00 in all\nThat was easy: 7.", 0),
+        ("", "#### 12 dollars\nThat was easy: 7.", 1),
+        ("", "#### **12**", 1),
+        ("", "####\n12", 1),
+        ("", "#### Step 1\nAll in all \\boxed{12}.", 1),
+        ("", "\\boxed{12}", 1),
+        ("", "<think>11? #### 11</think> #### 12", 1),
+        ("Go. <think>", "so </think> #### 12", 1),
+        ("", "\n".join(map(str, range(1, 13))), 0),
+        ("", "perhaps 12, or 13, or even 12", 0),
+        ("", "The answer is 12.", 0),
+        ("", "#### 11 or 12", 0),
+        ("", "#### 12 or 11", 0),
+        ("", "\\boxed{11, 12}", 0),
+        ("", "<think>it may be #### 12", 0),
+        ("Go. <think>\n", "it may be #### 12", 0),
+        ("", "<think>#### 12</think> I do not know", 0),
+    ],
+)
+def test_gsm8k_wants_one_marked_number(prompt, completion, score):
+    assert terms.gsm8k(prompt, completion, {"answer": "long. #### 12"}) == score
+
+
+@pytest.mark.parametrize(
+    "text", ["#### 1{,}234", "\\boxed{1{,}234}", "\\boxed{1,\\!234}", "#### 1,234"]
+)
+def test_a_comma_of_latex_separates_thousands(text):
+    row = {"answer": "#### 1,234"}
+    assert terms.gsm8k("", text, row) == terms.gsm8k_flexible("", text, row) == 1
+    assert terms.math_reward()("", text, {"answer": "1234"}) == 1
 
 
 def test_gold_answers_score_one_and_perturbed_ones_zero():
@@ -247,12 +364,12 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
         value = int(gold.replace(",", ""))
         wrong = (value + 1, value - 1, value * 10 + 3, value + 100)[i % 4]
         for given, score in ((value, 1.0), (wrong, 0.0)):
-            for form in (
-                f"{solution}#### {given:,}",
-                f"The answer is {given:,}.00 dollars.",
-                f"\\boxed{{{given}}}",
-            ):
+            for form in (f"{solution}#### {given:,}", f"\\boxed{{{given}}}"):
                 assert terms.gsm8k("", form, row) == score, (form, row)
+                assert terms.gsm8k_flexible("", form, row) == score, (form, row)
+            form = f"The answer is {given:,}.00 dollars."
+            assert terms.gsm8k_flexible("", form, row) == score, (form, row)
+            assert terms.gsm8k("", form, row) == 0.0
         assert terms.gsm8k("", row["answer"], row) == 1.0
 
 
@@ -265,28 +382,54 @@ def test_boxed_content_needs_balanced_braces():
 @pytest.mark.parametrize(
     ("completion", "reference", "score"),
     [
-        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("### 12", "12", 1),
+        ("**12**", "12", 1),
         ("Thus $x=3$. Final answer: $\\frac{3}{4}$.", "\\frac34", 1),
         ("It costs $18 and $20. The answer is $38.", "38", 1),
         ("**Answer:** 7", "7", 1),
         ("2x+3", "3+2x", 1),
         ("\\[ x = 4 \\]", "4", 1),
+        ("<think>it is 4", "4", 1),
+        ("no idea", "4", 0),
+        ("", "4", 0),
+        ("__import__('os').system('true')", "4", 0),
+    ],
+)
+def test_flexible_math_finds_an_answer_that_nothing_marks(completion, reference, score):
+    row = {"answer": reference}
+    assert terms.math_reward(is_flexible=True)("", completion, row) == score
+    assert terms.math_reward()("", completion, row) == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "score"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", 1),
+        ("#### 12 dollars", "12", 1),
+        ("#### **12**", "12", 1),
+        ("#### 3.5 km", "3.5", 1),
+        ("#### Step 2\nso \\boxed{12}\n#### Check\n12 is right", "12", 1),
+        ("#### 12 million", "12", 0),
+        ("#### 12 pi", "12", 0),
+        ("#### 12 or 13", "12", 0),
+        ("\\boxed{12 or 13}", "12", 0),
+        ("12", "12", 0),
+        ("12 or 13 or 12", "12", 0),
+        ("<think>it is \\boxed{12}", "12", 0),
         ("\\boxed{1,234}", "1234", 1),
         ("\\boxed{\\text{Monday}}", "Monday", 1),
         ("\\boxed{(1,2)}", "(1,2)", 1),
         ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", 1),
         ("<think>\\boxed{3}</think> \\boxed{4}", "4", 1),
         ("#### 72", "The long way. #### 72", 1),
-        ("the answer is -3", "-3", 1),
         ("\\boxed{\\frac{1}{3}}", "0.5", 0),
         ("\\boxed{4", "5", 0),
-        ("no idea", "4", 0),
-        ("", "4", 0),
         ("\\boxed{__import__('os').system('true')}", "4", 0),
     ],
 )
-def test_math_compares_values_not_texts(completion, reference, score):
-    assert terms.math_reward()("", completion, {"answer": reference}) == score
+def test_math_compares_values_of_marked_answers(completion, reference, score):
+    row = {"answer": reference}
+    assert terms.math_reward()("", completion, row) == score
 
 
 def test_no_model_text_is_compiled(monkeypatch):
@@ -312,7 +455,7 @@ def test_no_model_text_is_compiled(monkeypatch):
         f"the answer is {attack}",
         "1/2*(marker)",
     ]
-    for name in ("math", "gsm8k", "exact", "format", "task"):
+    for name in REWARDS:
         reward = terms.resolve(name, Config())
         for text in texts:
             assert terms.evaluate(name, reward, "", text, {"answer": "4"})[name] in (0.0, 0.5)

@@ -11,14 +11,17 @@ from typing import Any, NoReturn
 import yaml
 
 from tlt_jax.config import parse as parsing
-from tlt_jax.config.schema import RENAMED, Config
+from tlt_jax.config.schema import COMMON, RENAMED, Config
 from tlt_jax.config.validate import validate
 from tlt_jax.errors import ConfigError
 
+SHIPPED = Path(__file__).parents[1] / "configs"
 # Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
 FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
-        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "reward.workers", "sft.cache",
-        "checkpoint.every", "checkpoint.keep", "checkpoint.export", "idle_training.", "processes.")  # fmt: skip
+        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "sft.cache",
+        "reward.workers", "reward.memory_mib", "reward.environment",
+        "checkpoint.every", "checkpoint.keep", "checkpoint.export", "checkpoint.resume", "idle_training.",
+        "processes.")  # fmt: skip
 
 
 def load(
@@ -32,15 +35,39 @@ def load(
     A command with arguments of its own takes them out first and describes them in `about`, shown by --help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(f"usage: {command} --config FILE.yaml [--section.knob VALUE ...]\n{about}\n")
-        print("Knobs, for the YAML file or the command line:\n")
-        print(parsing.help_text(Config))
-        raise SystemExit(0)
+    asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), None)
     try:
+        if asked is not None:
+            topic = "".join(arguments[asked + 1 : asked + 2])
+            knobs = help_about("" if topic.startswith("-") else topic)
+            print(
+                f"usage: {command} --config FILE.yaml [--section.knob VALUE ...]\n{about}\n\n{knobs}"
+            )
+            raise SystemExit(0)
         return parse(arguments)
     except ConfigError as error:
         fail(error)
+
+
+def help_about(topic: str) -> str:
+    """What --help TOPIC says: of the most used knobs, of a section, or of "all". Raises ConfigError for another topic."""
+    names = list(parsing.knobs(Config))
+    sections = sorted({name.partition(".")[0] for name in names if "." in name})
+    if not topic:
+        return (
+            "The most used knobs, for the YAML file or the command line:\n\n"
+            f"{parsing.help_text(Config, COMMON)}\n\n"
+            f"--help all lists all {len(names)} knobs, --help SECTION those of a section:\n"
+            f"{', '.join(sections)}"
+        )
+    if topic == "all":
+        return (
+            f"Knobs, for the YAML file or the command line:\n\n{parsing.help_text(Config, names)}"
+        )
+    if topic not in sections:
+        raise ConfigError(f"--help {topic}: use --help all, or one of {', '.join(sections)}")
+    chosen = [name for name in names if name.startswith(topic + ".")]
+    return parsing.help_text(Config, chosen)
 
 
 def fail(error: Exception) -> NoReturn:
@@ -59,9 +86,25 @@ def parse(arguments: Sequence[str]) -> Config:
         raise ConfigError(
             "--config is missing: give a YAML file, for example --config configs/quickstart.yaml"
         )
-    tree = parsing.read_yaml(files[0])
+    tree = parsing.read_yaml(shipped(files[0]))
     refuse_old_names(tree)
     return build(tree, [pair for pair in overrides if pair[0] != "config"])
+
+
+def shipped(name: str) -> Path:
+    """The file of this name; a bare word that is none is one of the configurations that the package brings.
+
+    Raises ConfigError, with their names, when there is no such one either.
+    """
+    path = Path(name)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+    if name not in names:
+        raise ConfigError(
+            f"--config {name}: no such file, and no configuration of the package: use one of {', '.join(names)}"
+        )
+    return SHIPPED / f"{name}.yaml"
 
 
 def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
@@ -107,5 +150,11 @@ def to_yaml(config: Config) -> str:
 
 def differences(ours: Config, theirs: Config) -> list[str]:
     """Dotted names of the knobs that differ and may not when a run goes on."""
-    mine, other = parsing.flatten(ours), parsing.flatten(theirs)
-    return [name for name in mine if mine[name] != other[name] and not name.startswith(FREE)]
+    mine, other = identity(ours), identity(theirs)
+    return [name for name in mine if mine[name] != other[name]]
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The values of the knobs that may not differ when a run goes on, by dotted name."""
+    values = parsing.flatten(config)
+    return {name: value for name, value in values.items() if not name.startswith(FREE)}

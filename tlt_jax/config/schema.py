@@ -8,10 +8,17 @@ from typing import Any
 from tlt_jax.config.parse import knob, section
 
 DTYPES = ("float32", "float64", "bfloat16")
-REWARDS = ("task", "math", "gsm8k", "exact", "format")
+REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
+# The knobs that people touch first.
+COMMON = (
+    "run", "model.path", "mesh.data", "mesh.model", "data.train", "data.eval", "rollout.prompts", "rollout.samples",
+    "rollout.max_new_tokens", "speculation.drafter", "reward.terms", "optim.learning_rate", "train.steps",
+)  # fmt: skip
 RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older versions gave them
 # Of speculation.drafter; other values name a directory.
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
+DROP = "drop"  # of data.duplicates
+LATEST, LAST_GOOD = "latest", "last_good"  # of checkpoint.resume
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,9 @@ class Model:
         "the tokenizer when not given. Beside model.path: the sizes that `plan` uses without the model's files",
     )
     param_dtype: str = knob(
-        "float32", f"dtype of the trained master weights: {' | '.join(DTYPES)}", one_of=DTYPES
+        "float32",
+        "dtype of the trained master weights: float32 | float64; in bfloat16 small updates would round to nothing",
+        one_of=("float32", "float64"),
     )
     compute_dtype: str = knob(
         "float32",
@@ -63,7 +72,9 @@ class Data:
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
     train: str = knob(
         "",
-        "JSONL or Parquet file, directory of them, or hub data-set id; $NAME and ${NAME} are read from the environment",
+        "JSONL or Parquet file, directory of them, or hub data set (owner/name); where there are several splits, "
+        "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are read from the "
+        "environment",
     )
     eval: str = knob(
         "",
@@ -80,6 +91,14 @@ class Data:
     system: str = knob("", "system message, with the chat template")
     prompt_suffix: str = knob("", "text appended to each prompt")
     max_prompt_tokens: int = knob(512, "longer prompts are dropped and counted", at_least=1)
+    max_too_long: float = knob(
+        0.2, "largest share of rows that may be dropped so; more is an error", at_least=0, at_most=1
+    )
+    duplicates: str = knob(
+        DROP,
+        "rows of data.train whose prompt is there twice, or in the evaluation too. drop: counted and dropped | keep",
+        one_of=(DROP, "keep"),
+    )
     shuffle: bool = knob(True, "reshuffle the rows in every epoch")
 
 
@@ -179,6 +198,18 @@ class Reward:
     workers: int = knob(1, "scoring processes", at_least=1)
     timeout_s: float = knob(10.0, "seconds one score may take before its worker is killed", above=0)
     failure_score: float = knob(0.0, "score of an answer whose reward timed out, crashed or raised")
+    memory_mib: int = knob(
+        8192,
+        "memory that a scoring process may take, in MiB; a score that needs more fails; 0: any",
+        at_least=0,
+    )
+    environment: list[str] = knob(
+        [],
+        "environment variables that scoring processes get, beside PATH, HOME, PYTHON*, LC_* and such",
+    )
+    max_failed: int = knob(
+        3, "stop after this many steps in a row in which every reward failed", at_least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -219,8 +250,8 @@ class Optim:
         one_of=("constant", "linear", "cosine"),
     )
     warmup_steps: int = knob(0, "steps of linear warm-up", at_least=0)
-    beta1: float = knob(0.9, "Adam's first moment", at_least=0, at_most=1)
-    beta2: float = knob(0.95, "Adam's second moment", at_least=0, at_most=1)
+    beta1: float = knob(0.9, "Adam's first moment", at_least=0, below=1)
+    beta2: float = knob(0.95, "Adam's second moment", at_least=0, below=1)
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
     grad_clip: float = knob(1.0, "clip the gradient's global norm; 0: off", at_least=0)
 
@@ -229,7 +260,7 @@ class Optim:
 class Train:
     steps: int = knob(100, "RL steps; 0: as many as train.epochs give", at_least=0)
     epochs: int = knob(0, "passes over the training rows, when train.steps is 0", at_least=0)
-    seed: int = knob(0, "the root of all randomness", at_least=0)
+    seed: int = knob(0, "the root of all randomness", at_least=0, at_most=2**32 - 1)
     row_tokens: int = knob(
         0,
         "length of a packed row; 0: the longest prompt + answer, rounded up to 128, and twice that when train.rows is 0 too",
@@ -390,6 +421,12 @@ class Checkpoint:
         50, "save every n steps; the last step is always saved; 0: only the last", at_least=0
     )
     keep: int = knob(2, "checkpoints kept", at_least=1)
+    resume: str = knob(
+        LATEST,
+        "what a run goes on from. latest: the newest checkpoint, and an error when it is damaged | last_good: the newest one "
+        "that is whole; damaged ones are moved to checkpoints/damaged",
+        one_of=(LATEST, LAST_GOOD),
+    )
     best_metric: str = knob(
         "",
         "also keep the checkpoint that is best by this evaluation metric (for example eval/mean@1)",
@@ -407,6 +444,11 @@ class Log:
     )
     texts_every: int = knob(
         10, "steps between sample texts, histograms and timeline images", at_least=1
+    )
+    level: str = knob(
+        "info",
+        "what is printed. info: steps, and how much was compiled | debug: every program too; <run>/log.txt has all",
+        one_of=("info", "debug"),
     )
     progress: bool = knob(True, "live progress display on a terminal; plain lines elsewhere")
 

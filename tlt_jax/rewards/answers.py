@@ -7,7 +7,8 @@ from decimal import Decimal
 
 MARK = "####"
 BOXED = "\\boxed{"
-CLOSE_THINK = "</think>"
+OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
+LATEX_COMMA = re.compile(r"\{,\}|,\\!")  # 1{,}234 and 1,\!234 are 1,234
 # A number does not start inside a word or another number ("m2", "CO2").
 NUMBER = re.compile(
     r"(?<![A-Za-z_0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z_0-9])\.[0-9]+"
@@ -15,9 +16,28 @@ NUMBER = re.compile(
 CURRENCY = "$€£¥\\ "
 
 
-def visible(completion: str) -> str:
-    """The completion after its reasoning: what follows the last </think>, or all of it."""
+def visible(prompt: str, completion: str) -> str:
+    """The completion after its reasoning: what follows the last </think>, or all of it.
+
+    Nothing when a reasoning that the completion or the end of the prompt opens is not closed.
+    """
+    _, is_closed, answer = completion.rpartition(CLOSE_THINK)
+    is_open = OPEN_THINK in completion or prompt.rstrip().endswith(OPEN_THINK)
+    return answer if is_closed or not is_open else ""
+
+
+def after_thoughts(completion: str) -> str:
+    """What follows the last </think>, or all of the completion, though it may be reasoning that never ends."""
     return completion.rpartition(CLOSE_THINK)[2]
+
+
+def marked(text: str) -> str | None:
+    """The last answer that a text marks: by "####", the rest of its line, or by \\boxed{...}; None without one."""
+    _, mark, tail = text.rpartition(MARK)
+    found = boxed(tail if mark else text)
+    if found is None and mark:
+        return tail.strip().partition("\n")[0].strip()
+    return found
 
 
 def boxed(text: str) -> str | None:
@@ -38,11 +58,18 @@ def numbers(text: str) -> list[Decimal]:
 
     "-$1,234.50" is -1234.50; the "-" of "5-3" is a minus between two numbers.
     """
+    text = LATEX_COMMA.sub(",", text)
     return [_signed(text, match) for match in NUMBER.finditer(text)]
 
 
+def marked_number(text: str) -> Decimal | None:
+    """The number that a text marks as its answer; None when it marks none, or several in one place."""
+    found = numbers(marked(text) or "")
+    return found[0] if len(found) == 1 else None
+
+
 def final_number(text: str) -> Decimal | None:
-    """The final number of a text; None without one.
+    """The final number of a text, marked or not; None without one.
 
     The first number after the last "####", else the last one of the last \\boxed{...}, else the
     last of the text.

@@ -6,6 +6,7 @@ It knows no reward and imports no JAX.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -24,6 +25,10 @@ from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 
 START_S = 120.0  # seconds a worker may take to import its rewards
+LONGEST = 2**20  # bytes of a worker's message
+# Environment variables that workers get; names that end in * are prefixes.
+PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
+          "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
 MAX_FAILED_STARTS = 5
 
 
@@ -78,6 +83,9 @@ class Scorer:
         self._is_closing = False
         self._failed_starts = 0
 
+        self._alive = (
+            os.pipe()
+        )  # the other end is closed when this process is gone, however it ends
         self._awake, self._wake = Pipe(duplex=False)
         self._workers = [self._start() for _ in range(config.reward.workers)]
 
@@ -110,13 +118,14 @@ class Scorer:
             self._waiting.append((key, job))
         self._wake.send_bytes(b".")
 
-    def collect(self) -> dict[Hashable, Score]:
+    def collect(self, interrupted: Callable[[], bool] = lambda: False) -> dict[Hashable, Score]:
         """The scores of all completions submitted since the last call, by key; waits for them.
 
-        Raises RewardError when workers cannot run.
+        Once `interrupted`, asked every second, those that are there. Raises RewardError when
+        workers cannot run.
         """
         with self._changed:
-            while self._unfinished and not self._fatal:
+            while self._unfinished and not self._fatal and not interrupted():
                 self._wait()
             if self._fatal:
                 raise RewardError(self._fatal)
@@ -136,6 +145,8 @@ class Scorer:
             _end(worker)
         self._wake.close()
         self._awake.close()
+        for end in self._alive:
+            os.close(end)
 
     def _wait(self) -> None:
         """Waits for a change, with the lock held.
@@ -151,16 +162,16 @@ class Scorer:
         ours, theirs = Pipe()
         ours.send(self.config)
         with theirs:
+            descriptors = theirs.fileno(), self._alive[0]
             process = subprocess.Popen(
                 [
                     sys.executable,
                     "-c",
-                    f"from tlt_jax.rewards import worker; worker.main({theirs.fileno()})",
+                    f"from tlt_jax.rewards import worker; worker.main{descriptors}",
                 ],
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env=environment(self.config.reward.environment),
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=descriptors,
                 process_group=0,  # so that what a reward starts can be killed with it
             )
         return Worker(process, ours, time.monotonic() + START_S)
@@ -204,8 +215,8 @@ class Scorer:
         """Receives one message of worker i."""
         worker = self._workers[i]
         try:
-            kind, *content = worker.pipe.recv()
-        except (EOFError, OSError):
+            kind, *content = read(worker.pipe.recv_bytes(LONGEST))
+        except (EOFError, OSError, ValueError):
             self._replace(i, "crash")
             return
 
@@ -275,6 +286,28 @@ class Scorer:
         with self._changed:
             self._fatal = reason
             self._changed.notify_all()
+
+
+def environment(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a worker: what every program needs, and these names."""
+    prefixes = tuple(name[:-1] for name in PASSED if name.endswith("*"))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name in names or name.startswith(prefixes)
+    }
+    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def read(message: bytes) -> list[Any]:
+    """A worker's message: its kind and content. Raises ValueError for what a worker does not say."""
+    found = json.loads(message)
+    match found:
+        case ["ready"] | ["refused" | "term" | "error", str()]:
+            return found
+        case ["score", dict(parts)] if all(isinstance(part, float) for part in parts.values()):
+            return found
+    raise ValueError("no message of a worker")
 
 
 def _end(worker: Worker, grace_s: float = 0.0) -> int:

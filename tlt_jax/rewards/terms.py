@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from tlt_jax.config import Config
@@ -14,26 +14,46 @@ from tlt_jax.data import tasks
 from tlt_jax.rewards import answers
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
-OPEN_THINK = "<think>"
 SAID = re.compile(r"(?i)answer\W{0,4}(?:is\b|:|=)")
 WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+# A number with a unit in words, and words that change a number's value.
+AMOUNT = re.compile(r"([$€£¥]?\s*-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*%?((?:\s+[A-Za-z]{2,})*)")
+VALUES = frozenset(
+    "hundred thousand million billion trillion dozen half pi sqrt log ln sin cos tan or and".split()
+)
+KEY = re.compile(r"[\w./-]+")  # of the numbers in a reward's dict, which become names of metrics
+LARGEST = 1e6  # what a score may be: advantages and losses stay finite in float32
 PLAIN_ANSWER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def gsm8k(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 when the final number of the completion equals that of the reference ("... #### 1,234").
+    """1 when the completion marks one number as its answer, and it is that of the reference ("... #### 1,234").
 
-    Raises ValueError for a reference without a number.
+    Marked is what follows the last "####" in its line, else the last \\boxed{...}; not inside reasoning, and not in reasoning
+    that never ends. Raises ValueError for a reference without a number.
     """
+    return float(answers.marked_number(answers.visible(prompt, completion)) == _number_of(row))
+
+
+def gsm8k_flexible(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """1 when the last number of the completion is that of the reference, marked as its answer or not.
+
+    For evaluation of models that do not mark their answers; in training it rewards whoever ends with a guess. Raises
+    ValueError for a reference without a number.
+    """
+    return float(answers.final_number(answers.after_thoughts(completion)) == _number_of(row))
+
+
+def _number_of(row: dict[str, Any]) -> Decimal:
     wanted = answers.final_number(row["answer"])
     if wanted is None:
         raise ValueError(f"the reference answer {row['answer']!r} has no number")
-    return float(answers.final_number(answers.visible(completion)) == wanted)
+    return wanted
 
 
 def exact(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the completion, without reasoning and outer whitespace, equals the reference."""
-    return float(answers.visible(completion).strip() == row["answer"].strip())
+    return float(answers.visible(prompt, completion).strip() == row["answer"].strip())
 
 
 def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float]:
@@ -42,12 +62,15 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
     The prompt may contain the opening tag. An answer is marked by \\boxed{...} or "####".
     """
     thoughts, is_closed, answer = completion.partition(answers.CLOSE_THINK)
-    is_open, opened = prompt.rstrip().endswith(OPEN_THINK), 0
+    is_open, opened = prompt.rstrip().endswith(answers.OPEN_THINK), 0
     if not is_open:
-        before, is_open, thoughts = thoughts.partition(OPEN_THINK)
+        before, is_open, thoughts = thoughts.partition(answers.OPEN_THINK)
         is_open, opened = is_open and not before.strip(), 1
 
-    is_once = (completion.count(OPEN_THINK), completion.count(answers.CLOSE_THINK)) == (opened, 1)
+    is_once = (completion.count(answers.OPEN_THINK), completion.count(answers.CLOSE_THINK)) == (
+        opened,
+        1,
+    )
     is_thought = bool(is_open and is_closed and is_once and thoughts.strip())
 
     tail = answer if is_closed else completion
@@ -61,10 +84,11 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
     }
 
 
-def math_reward() -> Reward:
-    """The reward 1 when math-verify finds the final answer equal to the reference.
+def math_reward(is_flexible: bool = False) -> Reward:
+    """The reward 1 when math-verify finds the answer equal to the reference.
 
-    Only its LaTeX grammar is used: its plain expressions go to sympy's parse_expr, which evaluates
+    The answer is the last \\boxed{...} outside of reasoning, else what follows "####" in its line; if flexible, whatever comes
+    last. Only its LaTeX grammar is used: its plain expressions go to sympy's parse_expr, which evaluates
     text as Python.
     """
     import math_verify
@@ -80,7 +104,10 @@ def math_reward() -> Reward:
         wanted = parse(_reference(row["answer"]))
         if not wanted:
             raise ValueError(f"math-verify reads no answer from the reference {row['answer']!r}")
-        given = parse(_final(answers.visible(completion)))
+        if is_flexible:
+            given = parse(_final(answers.after_thoughts(completion)))
+        else:
+            given = parse(_formula(_marked(answers.visible(prompt, completion)) or ""))
         return float(math_verify.verify(wanted, given, timeout_seconds=None))
 
     return score
@@ -112,16 +139,21 @@ def _final(text: str) -> str:
 
 
 def _marked(text: str) -> str | None:
-    _, mark, tail = text.rpartition(answers.MARK)
-    return answers.boxed(text) or (tail if mark else None)
+    """The last \\boxed{...}, else what follows "####": some models write "#### Step 2" as a heading."""
+    return answers.boxed(text) or answers.marked(text)
 
 
 def _formula(text: str) -> str:
     """The text as inline LaTeX.
 
-    Unchanged when it contains $...$, else without currency signs and full stop between dollars.
+    Unchanged when it contains $...$, else between dollars, without currency signs, full stop, Markdown around it and a unit
+    in words after a number.
     """
-    text = text.strip().removesuffix(".")
+    text = text.strip().lstrip("#").strip("*_` ").removesuffix(".").strip("*_` ")
+    text = answers.LATEX_COMMA.sub(",", text)
+    amount = AMOUNT.fullmatch(text)
+    if amount and not VALUES & {word.lower() for word in amount[2].split()}:
+        text = amount[1]
     bare = text.replace("\\$", "")
     is_delimited = text.startswith(("\\(", "\\[")) or bare.count("$") in (2, 4)
     return text if is_delimited else f"${bare.replace('$', '')}$"
@@ -132,12 +164,12 @@ def resolve(name: str, config: Config) -> Reward:
 
     Raises ValueError without one, and whatever importing a user's module raises.
     """
-    plain = {"gsm8k": gsm8k, "exact": exact, "format": tagged}
+    plain = {"gsm8k": gsm8k, "gsm8k_flexible": gsm8k_flexible, "exact": exact, "format": tagged}
     if name in plain:
         return plain[name]
 
-    if name == "math":
-        return math_reward()
+    if name in ("math", "math_flexible"):
+        return math_reward(is_flexible=name != "math")
 
     if name == "task":
         if config.data.train:
@@ -150,7 +182,7 @@ def resolve(name: str, config: Config) -> Reward:
     module, colon, function = name.partition(":")
     if not colon:
         raise ValueError(
-            f"no reward {name!r}: use task, math, {', '.join(plain)} or module:function"
+            f"no reward {name!r}: use task, math, math_flexible, {', '.join(plain)} or module:function"
         )
 
     found = getattr(importlib.import_module(module), function, None)
@@ -164,7 +196,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The numbers of one reward: the score as `name`, other entries of a dict as name/key.
 
-    Raises ValueError for a result that is not finite numbers, and whatever the reward raises.
+    Raises ValueError for a result that is not numbers of a sane size, or has odd keys, and whatever the reward raises.
     """
     result = reward(prompt, completion, row)
     if not isinstance(result, dict):
@@ -172,6 +204,10 @@ def evaluate(
     if "score" not in result:
         raise ValueError(
             f"reward {name!r} gave a dict without 'score': its keys are {sorted(map(str, result))}"
+        )
+    if odd := [key for key in result if not KEY.fullmatch(str(key))]:
+        raise ValueError(
+            f"reward {name!r} gave a dict with the key {odd[0]!r}: use letters, digits and _ . - /"
         )
     parts = {
         f"{name}/{key}": _number(f"{name}/{key}", value)
@@ -184,6 +220,9 @@ def evaluate(
 def _number(name: str, value: Any) -> float:
     if isinstance(value, complex) or not hasattr(type(value), "__float__"):
         raise ValueError(f"reward {name!r} gave {type(value).__name__}, not a number")
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"reward {name!r} gave {value}")
+    value = float(value)
+    if not abs(value) <= LARGEST:
+        raise ValueError(
+            f"reward {name!r} gave {value}: scores are between {-LARGEST:g} and {LARGEST:g}"
+        )
     return value

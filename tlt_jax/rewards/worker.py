@@ -1,66 +1,84 @@
-"""The process that scores: receives jobs and sends results over a socket. No JAX.
+"""The process that scores: receives jobs and sends results, as JSON, over a socket. No JAX.
 
-It ends when its parent does.
+It ends when its parent does, and what its rewards have started with it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import resource
 import signal
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tlt_jax.rewards import terms
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, alive: int) -> None:
     """Serves jobs until the parent closes its end of the socket.
 
-    Messages to the parent: ("ready",) or ("refused", reason); then for each job ("term", name) as
-    each reward starts, and one of ("score", parts) and ("error", reason).
+    `alive`: a pipe's end that closes with the parent.
+
+    Messages to the parent: ["ready"] or ["refused", reason]; then for each job ["term", name] as
+    each reward starts, and one of ["score", parts] and ["error", reason].
     """
     # Only the parent ends a worker: a signal to the group must not look like a reward's crash.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    guard(alive, descriptor)
     os.dup2(2, 1)  # what a reward prints must not enter the program's output
 
     pipe = Connection(descriptor)
     try:
         config = pipe.recv()
+        if config.reward.memory_mib:
+            limit = config.reward.memory_mib * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         rewards = {}
         for name in config.reward.terms:
             try:
                 rewards[name] = terms.resolve(name, config)
             except Exception as error:  # a user's module may raise anything
-                pipe.send(("refused", f"{name!r}: {_describe(error)}"))
+                tell(pipe, "refused", f"{name!r}: {_describe(error)}")
                 return
-        pipe.send(("ready",))
+        tell(pipe, "ready")
         while True:
-            _serve(pipe, rewards, config.reward.timeout_s)
+            _serve(pipe, rewards)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _serve(pipe: Connection, rewards: dict[str, terms.Reward], timeout_s: float) -> None:
+def guard(alive: int, descriptor: int) -> None:
+    """Starts a process that kills this one's group, whatever rewards have started in it too, when the parent is gone."""
+    if os.fork():
+        os.close(alive)
+        return
+    os.close(descriptor)  # so that the parent sees when this worker is gone
+    os.read(alive, 1)  # nothing is written there: it returns when the parent's end is closed
+    os.killpg(0, signal.SIGKILL)
+
+
+def tell(pipe: Connection, *message: Any) -> None:
+    """Sends one message to the parent."""
+    pipe.send_bytes(json.dumps(message).encode())
+
+
+def _serve(pipe: Connection, rewards: dict[str, terms.Reward]) -> None:
     """Scores the next job. An exception of a reward is this score's error; the worker goes on."""
     job = pipe.recv_bytes()
-
-    # SIGALRM ends a worker that hangs after its parent died, even inside C code.
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 10)
-
     parts: dict[str, float] = {}
     try:
         prompt, completion, row = pickle.loads(job)
         for name, reward in rewards.items():
-            pipe.send(("term", name))
+            tell(pipe, "term", name)
             parts |= terms.evaluate(name, reward, prompt, completion, row)
     except Exception as error:  # the boundary where model text meets a parser
-        pipe.send(("error", _describe(error)))
+        tell(pipe, "error", _describe(error))
     else:
-        pipe.send(("score", parts))
-
-    signal.setitimer(signal.ITIMER_REAL, 0)
+        tell(pipe, "score", parts)
 
 
 def _describe(error: Exception) -> str:
