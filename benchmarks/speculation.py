@@ -108,7 +108,7 @@ class Arm:
         drafter, params = from_config.load_drafter(self.config, model, mesh)
         tokenizer = datasets.tokenizer(config)
         self.engine = Engine(
-            self.config, model, mesh, datasets.stop_ids(config, tokenizer), drafter
+            self.config, model, mesh, datasets.stop_rules(config, tokenizer), drafter
         )
         self.weights = self.engine.publish(
             hf.load(config.model.path, model, mesh, config.model.param_dtype), params

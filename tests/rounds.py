@@ -42,7 +42,7 @@ def begin(
     zeros = jnp.zeros(batch, jnp.int32)
     state = DecodeState(
         roots=zeros, lengths=zeros, limits=zeros, live=zeros > 0, keys=jnp.zeros((batch, 2), jnp.uint32),
-        stop_window=jnp.zeros((batch, params.stop_window), jnp.int32),
+        stop_state=zeros,
         history=jnp.zeros((batch, target.padded_slots(slots) if drafter.remembers else 0), jnp.int32),
         cache=empty[0], drafter=empty[1],
     )  # fmt: skip

@@ -82,6 +82,9 @@ def lower(
         recipe.mesh, packing.rows(config), packing.row_tokens(config), given
     )
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
+    if given != ("recorded",):
+        scores = programs.score.lower(params, rows.replace(old=None, reference=None))
+        yield PlannedProgram("log-probs", scores, recipe.mesh, resident)
     accumulate = programs.accumulate.lower(sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
@@ -131,9 +134,7 @@ def lower_rollout(
     config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
 ) -> Iterator[PlannedProgram]:
     """The largest program of each kind in a rollout; drafting chunks for each strategy."""
-    params = DecodingParams(
-        Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stop_ids
-    )
+    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stops)
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
     if config.speculation.drafter == ADAPTIVE:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
 
 from tlt_jax.config import Config, load as configuration, parse
-from tlt_jax.data import dataset as datasets, tasks
+from tlt_jax.data import dataset as datasets, files, tasks
 from tlt_jax.data.dataset import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,7 +26,11 @@ def make_config(
     config = Config()
     return replace(
         config,
-        data=replace(config.data, train=str(train), **{"eval_size": 3, **knobs}),
+        data=replace(
+            config.data,
+            train=str(train),
+            **{"eval_size": 3, "duplicates": "keep", "max_too_long": 1.0, **knobs},
+        ),
         rollout=replace(config.rollout, prompts=prompts),
         sft=replace(config.sft, steps=sft_steps),
         train=replace(config.train, seed=seed),
@@ -146,13 +150,14 @@ def test_long_prompts_are_dropped_and_counted(tmp_path):
         make_config(source, eval=str(source), max_prompt_tokens=7), make_tokenizer()
     )
     assert dataset.counts == {
+        "rows": 10,
         "train_rows": 7,
-        "train_too_long": 3,
+        "too_long": 3,
         "eval_rows": 7,
         "eval_too_long": 3,
     }
     assert all(len(p.tokens) <= 7 for p in dataset.train)
-    assert "longer than data.max_prompt_tokens 0" in failure(
+    assert "7 of 7 prompts are longer than data.max_prompt_tokens 0" in failure(
         make_config(source, max_prompt_tokens=0)
     )
 
@@ -197,11 +202,15 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
     write(folder / "main" / "train-1.jsonl", rows[4:])
     (folder / "README.md").write_text("not data")
 
-    def fake_snapshot(repo_id, repo_type, allow_patterns):
-        asked.append((repo_id, repo_type, allow_patterns))
+    def fake_snapshot(repo_id, repo_type, revision, allow_patterns):
+        asked.append((repo_id, repo_type, revision, allow_patterns))
         return str(folder)
 
+    def fake_list(repo_id, repo_type, revision):
+        return [str(path.relative_to(folder)) for path in folder.rglob("*")]
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_snapshot)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", fake_list)
     monkeypatch.setenv("MY_SET", str(folder))
     hub = "hf://datasets/someone/set/main/train-*"
     for source in (
@@ -209,7 +218,9 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
         "$MY_SET",
         "${MY_SET}/main/*",
         f"{folder}/main/train-*",
+        f"{folder}:train",
         "someone/set",
+        "someone/set@v2:main/train",
         hub,
     ):
         config = make_config(source, prompts=6, shuffle=False, eval=str(folder))
@@ -217,8 +228,9 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
             row["prompt"] for row in rows
         ]
     assert asked == [
-        ("someone/set", "dataset", ["*.jsonl", "*.parquet"]),
-        ("someone/set", "dataset", ["main/train-*"]),
+        ("someone/set", "dataset", None, ["main/train-0.parquet", "main/train-1.jsonl"]),
+        ("someone/set", "dataset", "v2", ["main/train-0.parquet", "main/train-1.jsonl"]),
+        ("someone/set", "dataset", None, ["main/train-*"]),
     ]
 
 
@@ -238,11 +250,19 @@ def hub(tmp_path, monkeypatch) -> Path:
             at = tmp_path / subset / f"{split}-00000-of-00001.parquet"
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), at)
 
-    def download(repo_id, repo_type, allow_patterns):
+    def download(repo_id, repo_type, revision, allow_patterns=None, local_files_only=False):
         assert (repo_id, repo_type) == ("openai/gsm8k", "dataset")
+        assert allow_patterns or local_files_only, "not all of it"
         return str(tmp_path)
 
+    def names(repo_id, repo_type, revision):
+        return [
+            "README.md",
+            *(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.parquet")),
+        ]
+
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", names)
     return tmp_path
 
 
@@ -257,8 +277,87 @@ def test_the_shipped_gsm8k_trains_on_the_train_split_and_evaluates_on_the_other(
     assert [prompt.row["question"] for prompt in loaded.eval_prompts()] == [
         f"main test {n}" for n in range(3)
     ]
-    bare = replace(shipped.data, train="openai/gsm8k", eval="", eval_size=0, chat_template=False)
-    assert datasets.load(replace(shipped, data=bare), make_tokenizer()).rows == 16, "all of it"
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_a_source_of_several_splits_has_to_name_one(hub, monkeypatch, is_online):
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise ConnectionError("no network")
+
+    if not is_online:
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
+    knobs = {"prompt_column": "question", "eval_size": 0, "shuffle": False}
+    for source, listed in (
+        (
+            "openai/gsm8k",
+            "4 splits, and none of them is chosen (main/test, main/train, socratic/test, socratic/train)",
+        ),
+        (
+            str(hub),
+            "4 splits, and none of them is chosen (main/test, main/train, socratic/test, socratic/train)",
+        ),
+        ("openai/gsm8k:train", "2 splits, and none of them is chosen (main/train, socratic/train)"),
+        ("openai/gsm8k:main", "write one of them, as openai/gsm8k:main/train"),
+        ("openai/gsm8k:other", "no .jsonl or .parquet file there"),
+    ):
+        assert listed in failure(make_config(source, **knobs))
+    for source in ("openai/gsm8k:main/test", f"{hub}:main/test", f"{hub / 'main'}:test"):
+        loaded = datasets.load(make_config(source, **knobs), make_tokenizer())
+        assert [prompt.text for prompt in loaded.train] == [f"main test {n}" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("main/train-00000-of-00002.parquet", "main/train"),
+        ("data/test-00000-of-00001-1a2b3c.parquet", "test"),
+        ("main/train/0000.parquet", "main/train"),
+        ("train.jsonl", "train"),
+        ("train-1.jsonl", "train"),
+        ("data/Validation.jsonl", "Validation"),
+        ("questions.jsonl", ""),
+        ("deep/er/dev.jsonl", "deep/er/dev"),
+    ],
+)
+def test_the_split_of_a_file_is_in_its_name(name, part):
+    assert files.part_of(PurePosixPath(name)) == part
+
+
+def test_prompts_that_are_there_twice_or_evaluated_are_not_trained_on(tmp_path):
+    rows = [{"prompt": f"p{n % 20}", "answer": n} for n in range(30)]
+    source = write(tmp_path / "a.jsonl", rows)
+    held_out = write(tmp_path / "b.jsonl", rows[5:9])
+    drop = {"duplicates": "drop", "shuffle": False}
+    loaded = datasets.load(make_config(source, eval=str(held_out), **drop), make_tokenizer())
+    assert [prompt.text for prompt in loaded.train] == [f"p{n}" for n in [*range(5), *range(9, 20)]]
+    assert [prompt.index for prompt in loaded.train] == list(range(16))
+    assert loaded.dropped == 14 and loaded.describe() == (
+        "data: 16 of 30 rows (dropped: 10 twice in them, 4 in the evaluation too), 4 of evaluation"
+    )
+    kept = datasets.load(make_config(source, eval=str(held_out), shuffle=False), make_tokenizer())
+    assert kept.rows == 30 and kept.dropped == 0
+    split = datasets.load(make_config(source, **drop), make_tokenizer())
+    texts = [prompt.text for prompt in (*split.train, *split.eval_prompts())]
+    assert len(split.train) == 17 and sorted(texts) == sorted({f"p{n}" for n in range(20)})
+    assert "every training prompt is an evaluation prompt too" in failure(
+        make_config(source, eval=str(source), **drop)
+    )
+
+
+def test_more_long_prompts_than_allowed_are_an_error(tmp_path):
+    rows = [{"prompt": "x" * n, "answer": "1"} for n in range(1, 11)]
+    config = make_config(write(tmp_path / "a.jsonl", rows), eval_size=0, max_too_long=0.2)
+    eight = replace(config, data=replace(config.data, max_prompt_tokens=8))
+    assert datasets.load(eight, make_tokenizer()).describe() == (
+        "data: 8 of 10 rows (dropped: 2 longer than data.max_prompt_tokens), 0 of evaluation"
+    )
+    message = failure(replace(config, data=replace(config.data, max_prompt_tokens=7)))
+    assert (
+        "3 of 10 prompts are longer than data.max_prompt_tokens 7: raise it (the longest has 10"
+        in message
+    )
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -277,6 +376,7 @@ def test_a_hub_that_does_not_answer_is_a_data_error(monkeypatch):
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
     assert "someone/set: no local path, and the hub does not give it (no network)" in failure(
         make_config("someone/set")
     )
@@ -343,7 +443,7 @@ def test_empty_sources_are_refused(tmp_path):
     assert "the file is empty" in failure(make_config(tmp_path / "empty.jsonl"))
     assert "unknown kind of file '.txt'" in failure(make_config(tmp_path / "notes.txt"))
     source = write(tmp_path / "few.jsonl", number_rows(3))
-    assert "data.eval_size 3 is not below the 3 rows" in failure(make_config(source))
+    assert "data.eval_size 3 is not below the 3 different rows" in failure(make_config(source))
 
 
 def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):

@@ -117,7 +117,7 @@ def test_the_programs_of_a_chunk_catch_up_only_where_the_learned_drafter_drafts(
 
 @pytest.mark.parametrize("arm", ARMS, ids=TEXTS)
 def test_a_chunk_of_ngrams_leaves_the_state_of_the_learned_drafter_as_it_is(arm):
-    shape, key = StateShape(0, 2, 64, RULES.stop_window), jax.random.key(0)
+    shape, key = StateShape(0, 2, 64), jax.random.key(0)
     state, text = programs().get(Start(shape))(), jax.random.randint(key, (2, 70), 1, V, jnp.int32)
     state = state.replace(
         roots=text[:, 9], lengths=jnp.full(2, 9, jnp.int32), limits=jnp.full(2, 60, jnp.int32),

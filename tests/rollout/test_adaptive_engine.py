@@ -13,6 +13,7 @@ import test_speculation as speculation
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import eagle
@@ -34,7 +35,9 @@ def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) 
     """The engine; the sizes of the learned drafter are those of an untrained one."""
     plain = tiny.engine_of(data, **rollout)
     config = replace(plain.config, speculation=settings)
-    return Engine(config, tiny.MODEL, plain.mesh, tiny.STOPS, eagle.for_policy(tiny.MODEL, kind))
+    return Engine(
+        config, tiny.MODEL, plain.mesh, stop_tokens(tiny.STOPS), eagle.for_policy(tiny.MODEL, kind)
+    )
 
 
 def in_turn(arms) -> Tuner:

@@ -38,6 +38,7 @@ from tiny_engine import (
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Rollout, Speculation
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
@@ -178,7 +179,7 @@ def long_rollouts():
                 LONG_LIMIT,
                 stream=TRAIN_STREAM,
                 step=0,
-                stop_ids=LONG_STOPS,
+                stops=LONG_STOPS,
             ).completions
             for engine, parts in zip(engines, weights, strict=True)
         ]
@@ -225,8 +226,8 @@ def test_rows_that_are_not_live_change_nothing(x64):
     engine = engine_of(data=1, chunk=4)
     weights = engine.publish(params_of(engine))
     full = roll_out(engine, weights, PROMPTS, SAMPLES, PLAIN, LIMIT, stream=TRAIN_STREAM, step=0)
-    shape = StateShape(0, 12, 32, stop_window=1)
-    chunk = Decode(shape, 4, params=DecodingParams(PLAIN, MODEL.eos_ids, STOPS))
+    shape = StateShape(0, 12, 32)
+    chunk = Decode(shape, 4, params=DecodingParams(PLAIN, MODEL.eos_ids, stop_tokens(STOPS)))
     program, like = engine.programs.get(chunk), engine.programs.shapes[0].state(shape)
     assert full.stats["programs"] == len(engine.programs.executables), (
         "the chunk that the rollout used"
@@ -240,7 +241,9 @@ def test_rows_that_are_not_live_change_nothing(x64):
 
     def run(live, rows):
         state = jax.tree.map(junk, like).replace(
-            live=jnp.arange(12) == live, limits=jnp.full(12, 30, jnp.int32)
+            live=jnp.arange(12) == live,
+            limits=jnp.full(12, 30, jnp.int32),
+            stop_state=jnp.zeros(12, jnp.int32),
         )
         if rows is not None:  # the live row is the same, all others are new junk
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)

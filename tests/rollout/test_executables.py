@@ -156,7 +156,7 @@ def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compile
 def test_the_log_of_a_compilation_names_the_strategy_and_counts_mebibytes(caplog):
     program = Decode(StateShape(1, 8, 256), 16, WANTED, RULES)
     sizes = [int(size * 2**20) for size in (3.5, 2.25, 1.5, 0.5)]
-    with caplog.at_level(logging.INFO, "tlt_jax"):
+    with caplog.at_level(logging.DEBUG, "tlt_jax"):
         executables.log_compile(executables.Compiled(program, 1.25, *sizes, code=7))
     assert [record.getMessage() for record in caplog.records] == [
         "compiled chunk of 16 rounds, 2_2_4, of 8 x 256, group 1 in 1.25 s: "

@@ -14,6 +14,7 @@ import pytest
 import references
 import toys
 
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout import driver
@@ -39,7 +40,8 @@ PROMPTS = [
     [11, 10],
 ]
 SAMPLES = 3
-RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
+STOPS = ((5, 2), (7, 7, 3))
+RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stops=stop_tokens(STOPS))
 LIMIT = 24
 BIN = np.ones(BINS)
 CHUNK = Decision(0, 0, 4, 64, PLAIN)
@@ -101,7 +103,7 @@ def reference(
     found, logprobs = [], []
     for uid, noise_of in enumerate(np.asarray(ahead)):
         tokens, logp, finish = references.decode(
-            logits_of, noise_of.__getitem__, PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids, rules.stop_ids,
+            logits_of, noise_of.__getitem__, PROMPTS[uid // SAMPLES], rules.sampling, rules.eos_ids, STOPS,
             max_new_tokens,
         )  # fmt: skip
         found.append((uid, tokens, finish))
@@ -115,7 +117,7 @@ def reference(
     (Sampling(1.0, 4, 0.9), "some ids"), (Sampling(1.0), "broken"), (Sampling(0.0), "noisy"), (Sampling(0.6), "some ids"),
 ])  # fmt: skip
 def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
-    rules = DecodingParams(setting, RULES.eos_ids, RULES.stop_ids)
+    rules = DecodingParams(setting, RULES.eos_ids, RULES.stops)
     if drafter == "none":
         result = toys.play(programs(), TABLE, PROMPTS, SAMPLES, rules)
     else:
@@ -144,7 +146,7 @@ def accepted(result) -> int:
      (Strategy(2, 4, 9), 0.0)],
 )  # fmt: skip
 def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy, temperature):
-    rules = DecodingParams(Sampling(temperature), RULES.eos_ids, RULES.stop_ids)
+    rules = DecodingParams(Sampling(temperature), RULES.eos_ids, RULES.stops)
     result = drafted("exact", TABLE, PROMPTS, SAMPLES, rules, strategy=strategy)
     expected = reference(rules)[0]
     assert answers(result) == expected

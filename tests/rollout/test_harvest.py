@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import toys
 
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.rollout import driver, group as machine, harvest as reaper
 from tlt_jax.rollout.events import (
     Decided,
@@ -31,7 +32,7 @@ from tlt_jax.spec_decode.strategy import PLAIN
 
 V, SAMPLES, WIDTH = 12, 3, 7
 TABLE = toys.table(V, scale=1.0)
-RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stop_ids=((5, 2), (7, 7, 3)))
+RULES = DecodingParams(Sampling(1.0), eos_ids=(0,), stops=stop_tokens(((5, 2), (7, 7, 3))))
 PROMPTS = [
     [3, 1, 4, 1, 5],
     [9],

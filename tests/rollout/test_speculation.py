@@ -17,6 +17,7 @@ import pytest
 import tiny_engine as tiny
 
 from tlt_jax.config.schema import Speculation
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
     batch as drafter_batch,
@@ -113,7 +114,7 @@ def speculating(
             eagle.for_policy(policy, **KINDS[drafter]),
             drafter_of(drafter, mesh, policy, dtype),
         )
-    engine = Engine(config, policy, mesh, tiny.STOPS, own, captures_states)
+    engine = Engine(config, policy, mesh, stop_tokens(tiny.STOPS), own, captures_states)
     engine.tuner = in_turn(strategies)
     return engine, engine.publish(tiny.params_of(engine), params)
 
@@ -232,7 +233,7 @@ def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but
         pairs.append(speculating(drafter, strategies, 1, 1, chunk=6, **shape))
     results = [
         tiny.roll_out(
-            engine, weights, prompts, samples, tiny.PLAIN, limit, stream=TRAIN_STREAM, step=0, eos_ids=(), stop_ids=()
+            engine, weights, prompts, samples, tiny.PLAIN, limit, stream=TRAIN_STREAM, step=0, eos_ids=(), stops=()
         )
         for engine, weights in pairs
     ]  # fmt: skip

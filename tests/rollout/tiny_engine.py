@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Model as ModelSection, Rollout
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import transformer
@@ -53,7 +54,7 @@ def engine_of(
             | rollout
         ),
     )
-    return Engine(config, policy, meshes.make_mesh(data, model), STOPS)
+    return Engine(config, policy, meshes.make_mesh(data, model), stop_tokens(STOPS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,9 +86,13 @@ def play(
     )
 
 
-def roll_out(engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, **which):
+def roll_out(
+    engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, stops=None, **which
+):
     """The rollout of a request of these prompts, by a tuner that knows nothing before."""
     request = engine.request([np.asarray(prompt, np.int32) for prompt in prompts], *shape, **which)
+    if stops is not None:  # other ones than the engine's
+        request = replace(request, params=replace(request.params, stops=stop_tokens(stops)))
     return engine.run(request, weights, on_finish=on_finish, interrupted=interrupted)[0]
 
 

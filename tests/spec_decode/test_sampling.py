@@ -115,3 +115,21 @@ def test_recorded_logprobs_ignore_the_filters():
 def test_greedy_ignores_filters():
     logits = jnp.array([[0.1, 3.0, 3.0]])
     assert sampling.choose(sampling.filter(logits, Sampling(0.0, 1, 0.1)))[0] == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 3.0])
+def test_logits_that_no_token_can_be_drawn_from_are_noticed(temperature):
+    low = np.finfo(np.float32).min
+    rows = {
+        (1.0, 2.0, low): False, (-50.0, 80.0, low): False, (-np.inf, 0.0, low): False, (-1e4, -1e4, low): False,
+        (np.nan, 1.0, 2.0): True, (1.0, np.nan, low): True, (np.inf, 1.0, 2.0): True, (-np.inf, -np.inf, low): True,
+        (-np.inf, -np.inf, -np.inf): True, (np.nan, np.nan, np.nan): True, (-np.nan, 1.0, 0.0): True,
+    }  # fmt: skip
+    setting = Sampling(temperature, 2, 0.9)
+    scaled = sampling.scale(jnp.array(list(rows), jnp.float32), setting)
+    tokens = sampling.choose(sampling.filter(scaled, setting))
+    broken = sampling.is_broken(scaled, tokens, sampling.logprob(scaled, tokens))
+    assert broken.tolist() == list(rows.values())
+    assert all(
+        token < 2 for token, bad in zip(tokens.tolist(), rows.values(), strict=True) if not bad
+    )

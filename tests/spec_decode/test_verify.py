@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import references
 
+from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.spec_decode import decode as chunk, tree, verify
 from tlt_jax.spec_decode.decode import (
+    BROKEN,
     RUNNING,
     STOPPED,
     TRUNCATED,
@@ -68,17 +70,17 @@ def test_match_walks_like_a_loop(nodes):
 UNUSED = dict.fromkeys(("resize", "empty", "padded_slots", "vocab", "params"))
 
 
-def state_of(lengths, limits, live, tail) -> DecodeState:
+def state_of(lengths, limits, live, stops) -> DecodeState:
     ints = [jnp.asarray(x, jnp.int32) for x in (lengths, lengths, limits)]
     history = jnp.zeros((len(lengths), 12), jnp.int32)
     keys = jnp.zeros((len(lengths), 2), jnp.uint32)
     return DecodeState(
-        *ints, jnp.asarray(live), keys, jnp.asarray(tail, jnp.int32), history, (), ()
+        *ints, jnp.asarray(live), keys, jnp.asarray(stops, jnp.int32), history, (), ()
     )
 
 
 def test_an_answer_ends_inside_an_accepted_run():
-    rules = DecodingParams(eos_ids=(0, 9), stop_ids=((4, 5), (7,)))
+    rules = DecodingParams(eos_ids=(0, 9), stops=stop_tokens(((4, 5), (7,))))
     tokens = jnp.array(
         [
             [1, 2, 3],
@@ -105,25 +107,45 @@ def test_an_answer_ends_inside_an_accepted_run():
         99,
     ]  # length 9 plus the root: two more tokens fit below 12
     live = [True] * 8 + [False]
-    state = state_of([9] * 9, limits, live, [[-1], [-1], [-1], [4], [-1], [-1], [-1], [-1], [-1]])
-    counts, finish = chunk.settle(rules, state, tokens.astype(jnp.int32), accepted)
+    after_4 = int(rules.stops.table[0, rules.stops.classes[4]])
+    state = state_of([9] * 9, limits, live, [0, 0, 0, after_4, 0, 0, 0, 0, 0])
+    broken = jnp.zeros(tokens.shape, bool)
+    counts, finish, stop_state = chunk.settle(
+        rules, state, tokens.astype(jnp.int32), accepted, broken
+    )
     assert counts.tolist() == [3, 2, 1, 1, 3, 2, 2, 3, 0]
     expected = [RUNNING, STOPPED, RUNNING, STOPPED, STOPPED, STOPPED, TRUNCATED, STOPPED, RUNNING]
     assert finish.tolist() == expected
+    assert stop_state[2] == 0, "after 1 no stop has begun"
 
 
-def test_the_tail_holds_the_last_tokens():
-    tail = jnp.array([[-1, 3], [1, 2], [1, 2]], jnp.int32)
-    tokens = jnp.array([[5, 6, 7]] * 3, jnp.int32)
-    assert chunk.shift(tail, tokens, jnp.array([0, 1, 3], jnp.int32)).tolist() == [
-        [-1, 3],
-        [2, 5],
-        [6, 7],
-    ]
+def test_a_stop_goes_on_over_rounds():
+    rules = DecodingParams(stops=stop_tokens(((4, 5, 4, 6),)))
+    state = state_of([9] * 3, [99] * 3, [True] * 3, [0] * 3)
+    rounds = [[[4, 5, 1], [4, 5, 1], [5, 4, 5]], [[4, 6, 1], [1, 4, 6], [4, 5, 4]], [[6, 0, 0]] * 3]
+    broken, ends = jnp.zeros((3, 3), bool), []
+    for tokens, accepted in zip(rounds, ([1, 1, 2], [1, 1, 2], [0, 0, 0]), strict=True):
+        _, finish, stop_state = chunk.settle(
+            rules, state, jnp.array(tokens, jnp.int32), jnp.array(accepted, jnp.int32), broken
+        )
+        state = state.replace(stop_state=stop_state)
+        ends.append(finish.tolist())
+    assert ends[:2] == [[RUNNING] * 3, [STOPPED, RUNNING, RUNNING]] and ends[2][2] == STOPPED
+
+
+def test_an_answer_ends_at_a_token_of_logits_that_are_not_finite():
+    rules = DecodingParams(eos_ids=(9,))
+    state = state_of([9] * 4, [99] * 4, [True] * 4, [0] * 4)
+    tokens = jnp.array([[1, 9, 2], [1, 2, 9], [9, 9, 9], [1, 2, 3]], jnp.int32)
+    broken = jnp.array([[0, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 1]], bool)
+    accepted = jnp.array([2, 2, 2, 1], jnp.int32)
+    counts, finish, _ = chunk.settle(rules, state, tokens, accepted, broken)
+    assert counts.tolist() == [2, 3, 1, 2]
+    assert finish.tolist() == [BROKEN, BROKEN, BROKEN, RUNNING]
 
 
 def test_a_new_sequence_forgets_the_row_it_takes():
-    state = state_of([5, 6], [99, 99], [False, True], [[4, 5], [6, 7]])
+    state = state_of([5, 6], [99, 99], [False, True], [4, 6])
     target = Target(*[None] * 4, insert=lambda cache, prefilled, rows, source: cache, **UNUSED)
     new = Admission(
         *(jnp.array(x, jnp.int32) for x in ([2, 0], [0, 3], [0, 1], [0, 2], [0, 9])),
@@ -133,7 +155,7 @@ def test_a_new_sequence_forgets_the_row_it_takes():
     state = chunk.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
     assert (
-        state.stop_window.tolist() == [[-1, -1], [6, 7]]
+        state.stop_state.tolist() == [0, 6]
         and state.live.all()
         and state.keys.tolist() == [[1, 1], [0, 0]]
     )

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
+from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
@@ -30,8 +31,15 @@ def sequence_keys(seed: int, stream: int, step: int, count: int) -> np.ndarray:
     return np.array([jax.random.key_data(key) for key in keys])
 
 
+def rules(config: Config) -> StopRules | None:
+    """The rules for the stop texts; a token of the toy task is a character."""
+    ids = datasets.tokenizer(config).get_vocab()
+    letters = [letter.replace("Ġ", " ").encode() for letter in sorted(ids, key=ids.get)]
+    return stop_texts(config.rollout.stop, letters)
+
+
 def stops(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The stop texts as ids; a token of the toy task is a character."""
+    """The stop texts as ids."""
     ids = datasets.tokenizer(config).get_vocab()
     return tuple(tuple(ids[letter] for letter in text) for text in config.rollout.stop)
 
@@ -43,7 +51,7 @@ def eos(config: Config) -> int:
 def params(config: Config, knobs) -> DecodingParams:
     """How rollout or evaluation draws, and what ends its answers."""
     drawn = Sampling(knobs.temperature, knobs.top_k, knobs.top_p)
-    return DecodingParams(drawn, (eos(config),), stops(config))
+    return DecodingParams(drawn, (eos(config),), rules(config))
 
 
 def check_keys(run: Run) -> None:

@@ -57,6 +57,7 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "123:", "answer": "1"}))
     given = {"model.path": str(root / "hf"), "model.init": {}}
     given |= {f"data.{split}": str(root / "rows.jsonl") for split in ("train", "eval")}
+    given["data.duplicates"] = "keep"  # a prompt that is in both has the same noise, or not
 
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | cached | given | {"train.seed": seed}

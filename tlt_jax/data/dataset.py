@@ -16,8 +16,11 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from tlt_jax.config import Config, parse
+from tlt_jax.config.schema import DROP, Data
 from tlt_jax.data import files, tasks
 from tlt_jax.data.files import Problems
+from tlt_jax.data.stop_rules import StopRules, stop_texts
+from tlt_jax.data.token_bytes import token_bytes
 from tlt_jax.errors import DataError
 from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
@@ -79,11 +82,41 @@ class Dataset:
         return list(self.eval[: self.config.eval.prompts or None])
 
     def digest(self) -> str:
-        """A digest of the tokens of all prompts; of a generated task, those of its first step and its evaluation."""
+        """A digest of all rows, as they are learned from; of a generated task, of its first step and its evaluation."""
         found = hashlib.sha256()
         for prompt in (*(self.train or self.prompts(0)), *self.eval):
             found.update(np.asarray(prompt.tokens, np.int32).tobytes() + b".")
+            found.update(str(prompt.row["answer"]).encode() + b".")
+        for _, solution in self.trainable:
+            found.update(np.asarray(solution, np.int32).tobytes() + b".")
         return found.hexdigest()[:16]
+
+    @property
+    def dropped(self) -> int:
+        """Rows of data.train that are not trained on, though they are not held out either."""
+        return sum(
+            self.counts.get(name, 0) for name in ("duplicates", "also_evaluation", "too_long")
+        )
+
+    def describe(self) -> str:
+        """One line about the rows: how many there are, and which were dropped."""
+        counts = self.counts
+        if self.task:
+            return f"data: generated task {self.config.data.task}, {counts['eval_rows']} rows of evaluation"
+        dropped = {
+            "twice in them": counts.get("duplicates", 0),
+            "in the evaluation too": counts.get("also_evaluation", 0),
+            "longer than data.max_prompt_tokens": counts["too_long"],
+        }
+        found = [f"{count:,} {why}" for why, count in dropped.items() if count]
+        line = f"data: {counts['train_rows']:,} of {counts['rows']:,} rows"
+        line += f" (dropped: {', '.join(found)})" if found else ""
+        line += f", {counts['eval_rows']:,} of evaluation"
+        if counts["eval_too_long"]:
+            line += f" ({counts['eval_too_long']:,} longer than data.max_prompt_tokens dropped)"
+        if counts.get("solutions_too_long"):
+            line += f"; {counts['solutions_too_long']:,} solutions longer than rollout.max_new_tokens are not learned from"
+        return line
 
     def solutions(self, step: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(prompt tokens, solution tokens with EOS) of a supervised step, independent of `prompts`.
@@ -198,9 +231,11 @@ def tokenizer(config: Config) -> Any:
     return loaded
 
 
-def stop_ids(config: Config, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the texts of rollout.stop."""
-    return [tokenizer.encode(text, add_special_tokens=False) for text in config.rollout.stop]
+def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:
+    """The rules for the texts of rollout.stop. Raises DataError for a tokenizer whose tokens' texts are not known."""
+    if not config.rollout.stop:
+        return None
+    return stop_texts(config.rollout.stop, token_bytes(tokenizer))
 
 
 def load(config: Config, tokenizer: Any) -> Dataset:
@@ -262,26 +297,37 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     eval_rows = _rows(config, "data.eval", data.eval, problems) if data.eval else []
     problems.stop_if_any()
 
-    if not data.eval:
-        if data.eval_size >= len(rows):
+    train, counts = encoder.prompts(rows), {"rows": len(rows)}
+    if data.duplicates == DROP:
+        first: dict[str, Prompt] = {}
+        for prompt in train:
+            first.setdefault(prompt.text, prompt)
+        counts["duplicates"] = len(train) - len(first)
+        train = list(first.values())
+    if data.eval:
+        held_out = encoder.prompts(eval_rows)
+    else:
+        if data.eval_size >= len(train):
             raise DataError(
-                f"data.eval_size {data.eval_size} is not below the {len(rows)} rows of data.train: lower it"
+                f"data.eval_size {data.eval_size} is not below the {len(train)} different rows of data.train: lower it"
             )
-        order = np.random.default_rng(config.train.seed).permutation(len(rows))
-        eval_rows = [rows[i] for i in sorted(order[: data.eval_size])]
-        rows = [rows[i] for i in sorted(order[data.eval_size :])]
+        order = np.random.default_rng(config.train.seed).permutation(len(train))
+        held_out = [train[i] for i in sorted(order[: data.eval_size])]
+        train = [train[i] for i in sorted(order[data.eval_size :])]
+    if data.duplicates == DROP:
+        known = {prompt.text for prompt in held_out}
+        new = [prompt for prompt in train if prompt.text not in known]
+        counts["also_evaluation"] = len(train) - len(new)
+        if not new:
+            raise DataError(
+                "every training prompt is an evaluation prompt too: give data.eval other rows, or set data.duplicates keep"
+            )
+        train = new
 
-    train, too_long = _short_enough(encoder.prompts(rows), data.max_prompt_tokens)
-    held_out, eval_too_long = _short_enough(encoder.prompts(eval_rows), data.max_prompt_tokens)
-    counts = {"train_rows": len(train), "train_too_long": too_long}
+    train, too_long = _short_enough(train, data)
+    held_out, eval_too_long = _short_enough(held_out, data)
+    counts |= {"too_long": too_long, "train_rows": len(train)}
     counts |= {"eval_rows": len(held_out), "eval_too_long": eval_too_long}
-
-    if not train or (eval_rows and not held_out):
-        split = "evaluation" if train else "training"
-        limit = data.max_prompt_tokens
-        raise DataError(
-            f"every {split} prompt is longer than data.max_prompt_tokens {limit}: raise it"
-        )
 
     trainable: list[tuple[np.ndarray, np.ndarray]] = []
     if config.sft.steps:
@@ -297,12 +343,12 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     return Dataset(config, encoder, None, train, held_out, counts, trainable)
 
 
-def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]:
-    """The prompts of 1 to `limit` tokens, renumbered, and how many were longer.
+def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
+    """The prompts of 1 to data.max_prompt_tokens tokens, renumbered, and how many were longer.
 
-    Raises DataError for a prompt without tokens.
+    Raises DataError for a prompt without tokens, and when a larger share than data.max_too_long is longer.
     """
-    problems = Problems()
+    problems, limit = Problems(), data.max_prompt_tokens
     for prompt in prompts:
         if not len(prompt.tokens):
             problems.add(
@@ -313,9 +359,13 @@ def _short_enough(prompts: list[Prompt], limit: int) -> tuple[list[Prompt], int]
             )
     problems.stop_if_any()
     kept = [p for p in prompts if len(p.tokens) <= limit]
-    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], len(prompts) - len(
-        kept
-    )
+    dropped, longest = len(prompts) - len(kept), max((len(p.tokens) for p in prompts), default=0)
+    if prompts and (not kept or dropped > data.max_too_long * len(prompts)):
+        raise DataError(
+            f"{dropped} of {len(prompts)} prompts are longer than data.max_prompt_tokens {limit}: raise it (the longest has "
+            f"{longest} tokens), or data.max_too_long, the share that may be dropped"
+        )
+    return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], dropped
 
 
 def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:

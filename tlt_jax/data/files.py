@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tlt_jax.config.parse import HUB_ID
 from tlt_jax.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet")
+SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval", "evaluation")
+# train-00000-of-00002, train-0
+SHARD = re.compile(
+    rf"(.+?)-[0-9]{{5}}-of-[0-9]{{5}}(?:-[0-9a-f]+)?|({'|'.join(SPLITS)})[-_.][0-9]+"
+)
+HUB_SET = re.compile(rf"{HUB_ID.pattern}(?:@[\w./-]+)?(?::[\w./-]+)?")  # name@revision:part
 SHOWN_PER_KIND, SHOWN = 3, 20
 HUB_URL = "hf://datasets/"
 
@@ -52,21 +60,29 @@ class Problems:
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:
-    """The files of a local path, folder, glob, or data set of the Hugging Face hub.
+    """The files of a local path, folder, glob, or data set of the Hugging Face hub; of folder and data set, those of one part.
 
-    The latter as owner/name or hf://datasets/owner/name/PATTERN. None found is a problem.
+    A data set is owner/name, or hf://datasets/owner/name/PATTERN, and owner/name@REVISION for a revision. Its parts are
+    splits of subsets ("main/train", "test"), found in the names of its files: owner/name:main/train and folder:train choose
+    one. None found, and several without a choice, are a problem.
     """
     path = Path(source)
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _in_folder(path, "**/*", source, knob, problems)
-    if source.startswith(HUB_URL) or (HUB_ID.fullmatch(source) and path.suffix not in SUFFIXES):
-        return _from_hub(source, knob, problems)
+        return _in_folder(path, "", source, knob, problems)
+    place, colon, part = source.rpartition(":")
+    if colon and Path(place).is_dir():
+        return _in_folder(Path(place), part, source, knob, problems)
+    if source.startswith(HUB_URL):
+        owner, name, *rest = source.removeprefix(HUB_URL).split("/")
+        return _from_hub(f"{owner}/{name}", "/".join(rest), "", source, knob, problems)
+    if HUB_SET.fullmatch(source) and path.suffix not in SUFFIXES:
+        name, _, part = source.partition(":")
+        return _from_hub(name, "", part, source, knob, problems)
     if any(c in source for c in "*?["):
-        return _in_folder(
-            Path(path.anchor or "."), str(path.relative_to(path.anchor)), source, knob, problems
-        )
+        found = _data_files(Path(path.anchor or "."), str(path.relative_to(path.anchor)))
+        return found or _none(source, knob, problems)
     problems.add(source, None, "no such file or folder", f"correct {knob}")
     return []
 
@@ -86,26 +102,86 @@ def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
     return []
 
 
-def _in_folder(
-    folder: Path, pattern: str, source: str, knob: str, problems: Problems
-) -> list[Path]:
-    files = sorted(p for p in folder.glob(pattern) if p.suffix in SUFFIXES and p.is_file())
-    if not files:
+def part_of(name: PurePosixPath) -> str:
+    """The subset and split that a data file belongs to by its name: "main/train", "train", or "" when it names no split.
+
+    As the hub names them: main/train-00000-of-00002.parquet, data/train.jsonl, main/train/0000.parquet.
+    """
+    shard = SHARD.fullmatch(name.stem)
+    split, folder = (shard[1] or shard[2]) if shard else name.stem, name.parent
+    if not shard and split.lower() not in SPLITS:
+        split, folder = folder.name, folder.parent
+        if split.lower() not in SPLITS:
+            return ""
+    subset = "" if str(folder) in (".", "data") else f"{folder}/"
+    return subset + split
+
+
+def _choose(
+    names: Iterable[PurePosixPath], part: str, source: str, knob: str, problems: Problems
+) -> list[PurePosixPath]:
+    """The files of one part, in order; `part` names it, its split or its subset. Several and none are a problem."""
+    parts: dict[str, list[PurePosixPath]] = defaultdict(list)
+    for name in sorted(names):
+        found = part_of(name)
+        if not part or part == found or part in found.split("/", 1):
+            parts[found].append(name)
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    if not parts:
         problems.add(source, None, f"no {' or '.join(SUFFIXES)} file there", f"correct {knob}")
-    return files
+    else:
+        listed = ", ".join(name or "files of no split" for name in parts)
+        place = source.removesuffix(f":{part}") if part else source
+        first = f"{place}:{max(parts)}"
+        what = f"{len(parts)} splits, and none of them is chosen"
+        problems.add(source, None, what, f"write one of them, as {first}", listed)
+    return []
 
 
-def _from_hub(source: str, knob: str, problems: Problems) -> list[Path]:
+def _in_folder(folder: Path, part: str, source: str, knob: str, problems: Problems) -> list[Path]:
+    names = [PurePosixPath(path.relative_to(folder)) for path in _data_files(folder, "**/*")]
+    return [folder / name for name in _choose(names, part, source, knob, problems)]
+
+
+def _data_files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(p for p in folder.glob(pattern) if p.suffix in SUFFIXES and p.is_file())
+
+
+def _none(source: str, knob: str, problems: Problems) -> list[Path]:
+    problems.add(source, None, f"no {' or '.join(SUFFIXES)} file there", f"correct {knob}")
+    return []
+
+
+def _from_hub(
+    name: str, pattern: str, part: str, source: str, knob: str, problems: Problems
+) -> list[Path]:
+    """The files of a data set (owner/name or owner/name@revision) that match a pattern, or are of one part.
+
+    Nothing is loaded but these.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 
-    owner, name, *rest = source.removeprefix(HUB_URL).split("/")
-    pattern = "/".join(rest) or "**/*"
-    wanted = [pattern] if rest else [f"*{suffix}" for suffix in SUFFIXES]
+    repo, _, revision = name.partition("@")
+    where = {"repo_type": "dataset", "revision": revision or None}
     try:
-        folder = huggingface_hub.snapshot_download(
-            f"{owner}/{name}", repo_type="dataset", allow_patterns=wanted
-        )
+        if pattern:
+            folder = huggingface_hub.snapshot_download(repo, allow_patterns=[pattern], **where)
+            return _data_files(Path(folder), pattern) or _none(source, knob, problems)
+        try:
+            listed = huggingface_hub.list_repo_files(repo, **where)
+        except (errors.HfHubHTTPError, errors.HFValidationError):
+            raise
+        except Exception:
+            # No network, which is an error of whatever HTTP library the client uses: what an earlier run has loaded.
+            folder = huggingface_hub.snapshot_download(repo, local_files_only=True, **where)
+            return _in_folder(Path(folder), part, source, knob, problems)
+        names = [PurePosixPath(one) for one in listed if PurePosixPath(one).suffix in SUFFIXES]
+        chosen = list(map(str, _choose(names, part, source, knob, problems)))
+        if not chosen:
+            return []
+        folder = huggingface_hub.snapshot_download(repo, allow_patterns=chosen, **where)
     except (
         errors.HfHubHTTPError,
         errors.HFValidationError,
@@ -121,8 +197,7 @@ def _from_hub(source: str, knob: str, problems: Problems) -> list[Path]:
             reason,
         )
         return []
-
-    return _in_folder(Path(folder), pattern, source, knob, problems)
+    return [Path(folder) / one for one in chosen]
 
 
 def _read_jsonl(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:

@@ -51,7 +51,7 @@ def answer(
     if not missing:
         return paths
     plain = replace(config, speculation=replace(config.speculation, drafter="none"))
-    engine = Engine(plain, model, mesh, datasets.stop_ids(config, tokenizer))
+    engine = Engine(plain, model, mesh, datasets.stop_rules(config, tokenizer))
     weights, settings = engine.publish(params), config.rollout
     sampling = Sampling.of(settings)
     for step in missing:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
+from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
@@ -79,14 +80,14 @@ class Engine:
         config: Config,
         model_config: ModelConfig,
         mesh: Mesh,
-        stop_ids: Sequence[Sequence[int]] = (),
+        stops: StopRules | None = None,
         drafter: DrafterConfig | None = None,
         captures_states: bool = False,
         job: Job | None = None,
     ):
         folder = use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
-        self.stop_ids = tuple(tuple(stop) for stop in stop_ids)
+        self.stops = stops
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         self.job = job or Job()
         try:
@@ -195,16 +196,14 @@ class Engine:
         stream: int,
         step: int,
         eos_ids: Sequence[int] | None = None,
-        stop_ids: Sequence[Sequence[int]] | None = None,
         rollouts_left: float = 0,
     ) -> RolloutRequest:
         """`samples` answers to each prompt int32[P]; `max_new_tokens` may differ by prompt.
 
         The tokens of its rollout are a function of (weights, prompt, sampling, train.seed, stream,
-        step, uid), where uid = position of the prompt * samples + sample. EOS and stop sequences
-        default to those of the model and the engine. `rollouts_left`: how many like it the run
-        decodes after it, for which programs may pay. Raises ConfigError for prompts that cannot be
-        decoded.
+        step, uid), where uid = position of the prompt * samples + sample. EOS defaults to that of
+        the model. `rollouts_left`: how many like it the run decodes after it, for which programs
+        may pay. Raises ConfigError for prompts that cannot be decoded.
         """
         tokens = tuple(np.asarray(prompt, np.int32) for prompt in prompts)
         model = self.model_config
@@ -219,7 +218,7 @@ class Engine:
             params=DecodingParams(
                 sampling,
                 tuple(self.model_config.eos_ids if eos_ids is None else eos_ids),
-                self.stop_ids if stop_ids is None else tuple(tuple(stop) for stop in stop_ids),
+                self.stops,
             ),
             rounds=self.config.rollout.chunk,
             in_flight=self.config.rollout.in_flight,
@@ -365,7 +364,7 @@ class Engine:
         """
         width, rounds = bucket_width(prompt_tokens), self.config.rollout.chunk
         prefill = Prefill(0, block_size(prompts, width), width)
-        state = StateShape(0, self.capacity, slots, params.stop_window)
+        state = StateShape(0, self.capacity, slots)
         found: dict[str, Program] = {
             "prefill": prefill,
             "admission": Admit(state, prefill),
@@ -376,12 +375,10 @@ class Engine:
         drafter_of = self.programs.shapes[0].drafter_of
         if caught_up := [batch for arm, batch in largest.items() if drafter_of(arm).catch_up]:
             batch = max(caught_up)
-            found[f"catching up of {batch}"] = CatchUp(
-                StateShape(0, batch, slots, params.stop_window)
-            )
+            found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots))
         for arm in self.arms:
             if arm in largest:
-                shape = StateShape(0, largest[arm], slots, params.stop_window)
+                shape = StateShape(0, largest[arm], slots)
                 found[f"rollout chunk {name(arm)} of {largest[arm]}"] = Decode(
                     shape, rounds, arm, params
                 )

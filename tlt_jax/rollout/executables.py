@@ -289,9 +289,10 @@ def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
 def log_compile(compiled: Compiled) -> None:
     """One line per executable; a chunk's name has its strategy."""
     sizes = (compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary)
-    log.info(
+    log.debug(
         "%s %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
         "loaded" if compiled.is_loaded else "compiled", compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
+        extra={} if compiled.is_loaded else {"compile_seconds": compiled.seconds},
     )  # fmt: skip
 
 

@@ -343,4 +343,4 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 
 def shape_of(context: GroupContext, sizes: GroupState | Decision | GroupView) -> StateShape:
     """The decoding state of this group with these numbers of rows and slots."""
-    return StateShape(context.index, sizes.batch, sizes.slots, context.request.params.stop_window)
+    return StateShape(context.index, sizes.batch, sizes.slots)

@@ -38,12 +38,11 @@ class GroupOffers:
 
     def shape(self, cell: Cell) -> StateShape:
         """The sizes of the decoding state in this cell."""
-        window = self.context.request.params.stop_window
-        return StateShape(self.context.index, cell.batch, cell.slots, window)
+        return StateShape(self.context.index, cell.batch, cell.slots)
 
     def needed(self, cell: Cell) -> list[Program]:
         """What a chunk of this cell needs: the chunk, and what brings the rows to its shape."""
-        context, view, request = self.context, self.view, self.context.request
+        context, view = self.context, self.view
         shape = self.shape(cell)
         programs: list[Program] = [self.chunk(cell)]
         if most_lag(context, cell.strategy) < math.inf:
@@ -53,7 +52,7 @@ class GroupOffers:
         elif cell[:2] != (view.batch, view.slots):
             programs.append(
                 Resize(
-                    StateShape(context.index, view.batch, view.slots, request.params.stop_window),
+                    StateShape(context.index, view.batch, view.slots),
                     cell.batch,
                     cell.slots,
                 )

@@ -27,12 +27,11 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 @dataclass(frozen=True)
 class StateShape:
-    """Sizes of a group's decoding state: rows, committed cache slots, tokens that a stop looks back."""
+    """Sizes of a group's decoding state: rows and committed cache slots."""
 
     group: int
     batch: int
     slots: int
-    stop_window: int = 0
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.slots}, group {self.group}"
@@ -78,7 +77,7 @@ class GroupShapes:
             limits=small(batch),
             live=small(batch, dtype=jnp.bool_),
             keys=small(batch, 2, dtype=jnp.uint32),
-            stop_window=small(batch, shape.stop_window),
+            stop_state=small(batch),
             history=small(batch, self.target.padded_slots(slots) if self.drafter.remembers else 0),
             cache=self.target.empty(batch, slots),
             drafter=self.drafter.empty(batch, slots),
@@ -185,7 +184,7 @@ class Resize:
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
-        after = StateShape(self.group, self.batch, self.slots, self.state.stop_window)
+        after = StateShape(self.group, self.batch, self.slots)
         function = partial(decode.resize, shapes.target, shapes.drafter, self.slots)
         program = jax.jit(function, out_shardings=shardings(shapes.state(after)))
         return program.lower(state, shapes.array(self.batch))

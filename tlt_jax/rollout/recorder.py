@@ -12,17 +12,20 @@ import numpy as np
 
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Look, Retired
 from tlt_jax.spec_decode.stats import BINS
-from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
+from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Measurement, is_timed
 
+# Why an answer ended: it is whole, was cut, or the policy's logits were not finite.
+STOP, LENGTH, NONFINITE = "stop", "length", "nonfinite"
+FINISH = {STOPPED: STOP, TRUNCATED: LENGTH, BROKEN: NONFINITE}
 IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer: its tokens (the EOS or stop sequence too), their log-probs, and "stop" or "length"."""
+    """An answer: its tokens (the EOS or stop sequence too), their log-probs, and why it ended, of FINISH."""
 
     uid: int
     prompt: int
@@ -202,7 +205,7 @@ class RolloutRecorder:
             *divmod(uid, self.samples),
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
-            "length" if code == TRUNCATED else "stop",
+            FINISH[code],
         )
         self.completions[uid] = completion
         if self.on_finish:

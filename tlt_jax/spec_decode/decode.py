@@ -16,7 +16,7 @@ from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
 from tlt_jax.spec_decode.noise import gumbel
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
-from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED, ends_sequence, shift
+from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED, follow
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree import ancestors, rerank, root_only
 
@@ -43,7 +43,7 @@ class DecodeState:
     """Sequences in decoding. The root is the newest token: its position is `lengths`, and the cache holds all before it.
 
     `limits` are the tokens of prompt and answer together; `history` the tokens themselves, the root too (S is 0 when no
-    drafter reads them). A row that is not live changes nothing below its length.
+    drafter reads them); `stop_state` that of the stop rules. A row that is not live changes nothing below its length.
     """
 
     roots: Int32[Array, " B"]
@@ -51,7 +51,7 @@ class DecodeState:
     limits: Int32[Array, " B"]
     live: Bool[Array, " B"]
     keys: UInt32[Array, "B 2"]
-    stop_window: Int32[Array, "B W"]
+    stop_state: Int32[Array, " B"]
     history: Int32[Array, "B S"]
     cache: PyTree
     drafter: PyTree
@@ -75,7 +75,7 @@ class Admission:
 
 @struct.dataclass
 class Report:
-    """What a chunk emitted, in order and from the left of each row; `finish` is RUNNING, STOPPED or TRUNCATED."""
+    """What a chunk emitted, in order and from the left of each row; `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN."""
 
     tokens: Int32[Array, "B R"]
     logprobs: Float[Array, "B R"]
@@ -168,17 +168,19 @@ def advance_round(
     filtered = sampling.filter(scaled, params.sampling)
     chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
     walk = verify.match(tree, chosen, strategy.depth)
-    counts, finish = settle(params, state, walk.tokens, walk.accepted)
-    emitted = Emitted(
-        walk.tokens, sampling.logprob(along(walk.path, scaled), walk.tokens), counts, finish
-    )
-    last = jnp.take_along_axis(walk.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    on_path = along(walk.path, scaled)
+    logprobs = sampling.logprob(on_path, walk.tokens)
+    broken = sampling.is_broken(on_path, walk.tokens, logprobs)
+    tokens = jnp.where(broken, params.eos_ids[0] if params.eos_ids else 0, walk.tokens)
+    counts, finish, stop_state = settle(params, state, tokens, walk.accepted, broken)
+    emitted = Emitted(tokens, jnp.where(broken, 0, logprobs), counts, finish)
+    last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
         lengths=state.lengths + counts,
         live=state.live & (finish == RUNNING),
-        stop_window=shift(state.stop_window, walk.tokens, counts),
-        history=remember(state.history, walk.tokens, state.lengths),
+        stop_state=stop_state,
+        history=remember(state.history, tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
     return after, emitted, measure(tree, walk.path, counts, state.live, strategy)
@@ -268,18 +270,31 @@ def settle(
     state: DecodeState,
     tokens: Int32[Array, "B M"],
     accepted: Int32[Array, " B"],
-) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
-    """How many of a walk's tokens each row emits, and whether it ends: at EOS, a stop sequence, or its limit."""
-    stops = ends_sequence(params, state.stop_window, tokens)
+    broken: Bool[Array, "B M"],
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
+    """How many of a walk's tokens each row emits, whether it ends, and its state of the stop rules after them.
+
+    It ends at EOS, with a stop text, at its limit, or where the logits are broken.
+    """
+    stops = jnp.zeros(tokens.shape, bool)
+    if params.stops:
+        after = follow(params.stops, state.stop_state, tokens)
+        stops = after == params.stops.end
     for eos in params.eos_ids:
         stops |= tokens == eos
     steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    ends = stops | (state.lengths[:, None] + steps + 2 >= state.limits[:, None])
+    ends = stops | broken | (state.lengths[:, None] + steps + 2 >= state.limits[:, None])
     first = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), tokens.shape[1])
     counts = jnp.where(state.live, jnp.minimum(accepted, first) + 1, 0)
-    stopped = (stops & (steps == first[:, None])).any(axis=1)
-    finish = jnp.where(stopped, STOPPED, TRUNCATED)
-    return counts, jnp.where(state.live & (first <= accepted), finish, RUNNING).astype(jnp.int32)
+    here = steps == first[:, None]
+    finish = jnp.where((stops & here).any(axis=1), STOPPED, TRUNCATED)
+    finish = jnp.where((broken & here).any(axis=1), BROKEN, finish)
+    finish = jnp.where(state.live & (first <= accepted), finish, RUNNING).astype(jnp.int32)
+    stop_state = state.stop_state
+    if params.stops:
+        last = jnp.take_along_axis(after, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        stop_state = jnp.where(counts > 0, last, stop_state)
+    return counts, finish, stop_state
 
 
 def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
@@ -315,7 +330,7 @@ def admit(
         limits=put(state.limits, new.limits),
         live=put(state.live, True),
         keys=put(state.keys, new.keys),
-        stop_window=put(state.stop_window, -1),
+        stop_state=put(state.stop_state, 0),
         history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
         cache=target.insert(state.cache, prefilled, new.rows, new.source),
         drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
@@ -329,7 +344,7 @@ def resize(
     source = jnp.maximum(rows, 0)
     taken = {
         name: getattr(state, name)[source]
-        for name in ("roots", "lengths", "limits", "keys", "stop_window")
+        for name in ("roots", "lengths", "limits", "keys", "stop_state")
     }
     history, padded = state.history[source], target.padded_slots(slots) if drafter.remembers else 0
     history = jnp.pad(history, ((0, 0), (0, max(padded - history.shape[1], 0))))[:, :padded]

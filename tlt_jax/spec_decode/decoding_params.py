@@ -28,14 +28,9 @@ class Sampling:
 class DecodingParams:
     """All that generated tokens depend on, besides weights and random keys.
 
-    `eos_ids`: tokens that end a sequence; `stop_ids`: token sequences that end it.
+    `eos_ids`: tokens that end a sequence; `stops`: data.stop_rules.StopRules for texts that end it, or None.
     """
 
     sampling: Sampling = Sampling()
     eos_ids: tuple[int, ...] = ()
-    stop_ids: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def stop_window(self) -> int:
-        """W: how many of its last tokens a sequence keeps to detect a stop sequence."""
-        return max((len(stop) for stop in self.stop_ids), default=1) - 1
+    stops: Any = None

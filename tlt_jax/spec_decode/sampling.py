@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.decoding_params import Sampling
 
+LEAST = -1e30  # no logit of a token is below; that of padding is the lowest number
+
 
 @shaped
 def scale(logits: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A V"]:
@@ -89,6 +91,18 @@ def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
     ).astype(perturbed.dtype)
     best = jnp.max(perturbed, axis=-1, keepdims=True)
     return last - jnp.max(jnp.where(perturbed == best, reversed_ids, 0), axis=-1).astype(jnp.int32)
+
+
+@shaped
+def is_broken(
+    scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"], logprobs: Float[Array, "*A"]
+) -> Bool[Array, "*A"]:
+    """True where no token can be drawn: logits with NaN or infinity, or without one above the vocabulary's padding.
+
+    `tokens` are what was chosen of them, `logprobs` their log-probabilities.
+    """
+    chosen = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
+    return ~jnp.isfinite(logprobs) | (chosen < LEAST)
 
 
 @shaped

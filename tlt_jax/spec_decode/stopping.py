@@ -1,36 +1,25 @@
-"""Decoding parameters, and stop sequences within generated tokens; knows no rounds."""
+"""Stop texts within generated tokens, and why a sequence ends; knows no rounds."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
+from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.decoding_params import DecodingParams
 
-RUNNING, STOPPED, TRUNCATED = 0, 1, 2
-
-
-@shaped
-def ends_sequence(
-    params: DecodingParams, stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"]
-) -> Bool[Array, "B M"]:
-    """True at each token that completes a stop sequence; `stop_window`: the W tokens before."""
-    window = jnp.concatenate([stop_window, tokens], axis=1)
-    hit = jnp.zeros(tokens.shape, bool)
-    for stop in params.stop_ids:
-        same = jnp.ones(tokens.shape, bool)
-        for back, token in enumerate(reversed(stop)):
-            start = stop_window.shape[1] - back
-            same &= window[:, start : start + tokens.shape[1]] == token
-        hit |= same
-    return hit
+RUNNING, STOPPED, TRUNCATED, BROKEN = 0, 1, 2, 3  # BROKEN: the target's logits are not finite
 
 
 @shaped
-def shift(
-    stop_window: Int32[Array, "B W"], tokens: Int32[Array, "B M"], counts: Int32[Array, " B"]
-) -> Int32[Array, "B W"]:
-    """The last W tokens once tokens[b, :counts[b]] are appended to the stop_window."""
-    window = jnp.concatenate([stop_window, tokens], axis=1)
-    return jnp.take_along_axis(window, counts[:, None] + jnp.arange(stop_window.shape[1]), axis=1)
+def follow(
+    rules: StopRules, states: Int32[Array, " B"], tokens: Int32[Array, "B M"]
+) -> Int32[Array, "B M"]:
+    """The state of the rules after each token; `states` are those before. rules.end: the token completes a stop."""
+    table = jnp.asarray(rules.table)
+    classes = jnp.asarray(rules.classes).at[tokens].get(mode="fill", fill_value=rules.other)
+    after = []
+    for m in range(tokens.shape[1]):
+        states = table[states, classes[:, m]]
+        after.append(states)
+    return jnp.stack(after, axis=1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax.config import Config, schema
+from tlt_jax.config import Config, schema, validate
 from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
@@ -31,7 +31,7 @@ TPU_GIB = {
     "TPU v6 lite": 32,
     "TPU v6e": 32,
 }
-RESIDENT = ("weights", "optimizer", "drafter")
+RESIDENT = ("weights", "optimizer", "reference", "drafter")
 ROLLOUT = (
     "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training", "replay",
 )  # fmt: skip
@@ -39,6 +39,7 @@ UPDATE = ("gradients", "logits chunk")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
     "optimizer": "mesh.data (the moments are sharded over it)",
+    "reference": "mesh.data (more devices), or algorithm.kl_coef 0, which needs no reference policy",
     "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
     "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
     "features": "rollout.slots, or rollout.max_new_tokens, or speculation.drafter (one that reads fewer hidden states)",
@@ -90,6 +91,8 @@ def budget(
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": config.train.logits_chunk * vocab * 4,
     }
+    if config.algorithm.kl_coef:
+        kinds["reference"] = kinds["weights"]
     if drafter:
         state = drafter_recipe.abstract_state(
             drafter_recipe.Recipe.of(config, model, drafter, mesh)
@@ -123,9 +126,9 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
 
 
 def cache_slots(config: Config) -> int:
-    """Slots of the longest cache of a training rollout."""
+    """Slots of the longest cache of a rollout, for training or evaluation."""
     prompt = config.data.max_prompt_tokens
-    longest = max(prompt + config.rollout.max_new_tokens, bucket_width(prompt))
+    longest = max(prompt + validate.answer_limit(config), bucket_width(prompt))
     return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
 
 
