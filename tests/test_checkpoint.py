@@ -18,6 +18,7 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tlt_jax import checkpoint
 from tlt_jax.checkpoint import Store
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.distributed.process import Preemption
@@ -124,6 +125,82 @@ def test_a_step_that_is_saved_is_left_alone(saved):
         store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
 
 
+def test_metrics_that_come_later_are_added_and_the_arrays_stay(saved, monkeypatch):
+    """A kill at any moment leaves the step with its arrays: nothing is written but the metrics, and that at once."""
+    target = {"policy": abstract(state(make_mesh(1, 1)))}
+    arrays = {
+        path: path.stat().st_mtime_ns
+        for path in (saved / "checkpoints" / "2" / "policy").rglob("*")
+    }
+    with Store(saved, best_metric="eval/mean@1") as store:
+        monkeypatch.setattr(checkpoint.atomic, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(
+                2, {"policy": state(make_mesh(4, 2), 9)}, {"config": "b"}, {"eval/mean@1": 0.5}
+            )
+    monkeypatch.undo()
+    with Store(saved, best_metric="eval/mean@1") as store:
+        assert store.index(2)["metrics"] == {} and store.best() is None
+        store.save(2, {"policy": state(make_mesh(4, 2), 9)}, {"config": "b"}, {"eval/mean@1": 0.5})
+        assert store.index(2)["metrics"] == {"eval/mean@1": 0.5} and store.best() == 2
+    with Store(saved, create=False) as store:
+        got = store.restore(2, target)
+        assert got.meta == {"config": "b"} and store.index(2)["metrics"] == {"eval/mean@1": 0.5}
+        assert_equal(got.items["policy"], state(make_mesh(4, 2), 2))
+    assert arrays == {path: path.stat().st_mtime_ns for path in arrays}
+
+
+def killed(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_deletion_that_is_interrupted_leaves_no_half_of_a_checkpoint(saved, monkeypatch):
+    """What is deleted is renamed first; the rest is for the next process."""
+    monkeypatch.setattr(Store, "_empty_deleted", lambda self: None)
+    with Store(saved, keep=1) as store:
+        store.save(3, {"policy": state(make_mesh(1, 1), 3)})
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["3", "deleted"]
+    monkeypatch.undo()
+    with Store(saved, keep=1) as store:
+        assert store.steps() == [3]
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["3"]
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+    with Store(tmp_path, keep=1) as store:
+        store.save(1, {"policy": {"w": jnp.ones(2)}})
+        store.wait()
+        monkeypatch.setattr(store._manager, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(2, {"policy": {"w": jnp.ones(2)}})
+        assert store.steps() == [1]
+
+
+def test_a_checkpoint_of_another_run_or_another_name_is_refused(tmp_path):
+    target = {"policy": {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}}
+    identity = {"train.seed": "0", "optim.learning_rate": "0.1"}
+    with Store(tmp_path, identity=identity) as store:
+        store.save(2, {"policy": {"w": jnp.ones(2)}})
+    with Store(tmp_path, identity=identity | {"new knob": "1"}) as store:
+        store.restore(2, target)
+    with Store(tmp_path, create=False) as store:
+        store.restore(2, target)
+    with (
+        Store(tmp_path, identity={"train.seed": "1", "optim.learning_rate": "0.2"}) as store,
+        pytest.raises(
+            CheckpointError,
+            match="train.seed is 0 there and 1 here, and optim.learning_rate: go on with",
+        ),
+    ):
+        store.restore(2, target)
+    (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "3")
+    with (
+        Store(tmp_path, identity=identity) as store,
+        pytest.raises(CheckpointError, match="3 holds step 2: give the folder its old name"),
+    ):
+        store.restore(3, target)
+
+
 def damage(folder, kind: str):
     """Damages one checkpoint folder."""
     files = [path for path in (folder / "policy").rglob("d/*") if path.is_file()]
@@ -138,6 +215,12 @@ def damage(folder, kind: str):
     elif kind == "removed":
         for path in files:
             path.unlink()
+    elif kind == "ocdbt":
+        for path in (folder / "policy").rglob("d/*"):
+            path.write_bytes(b"\x0c\xdb" + bytes(40))
+    elif kind == "manifest":
+        for path in (folder / "policy").rglob("manifest.ocdbt"):
+            path.write_bytes(path.read_bytes()[:20])
     elif kind == "unlisted":
         (folder / "policy" / "_METADATA").unlink()
     elif kind == "empty":
@@ -153,7 +236,18 @@ def damage(folder, kind: str):
         (folder / "meta" / "metadata").write_text(json.dumps(meta))
 
 
-KINDS = ("flipped", "truncated", "removed", "unlisted", "empty", "garbled", "foreign", "changed")
+KINDS = (
+    "flipped",
+    "truncated",
+    "removed",
+    "ocdbt",
+    "manifest",
+    "unlisted",
+    "empty",
+    "garbled",
+    "foreign",
+    "changed",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,6 +306,7 @@ def test_an_absent_checkpoint_is_an_error_that_lists_the_others(saved, tmp_path)
 KILLED = """
 import sys
 import jax.numpy as jnp
+from tlt_jax import checkpoint
 from tlt_jax.checkpoint import Store
 
 store = Store(sys.argv[1], keep=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from jax.experimental import multihost_utils
 
-from tlt_jax.errors import CheckpointError
+from tlt_jax import atomic
+from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = 1
 FOLDER = "checkpoints"
 META = "meta"
-BROKEN = (OSError, ValueError, KeyError)  # what orbax raises when files are missing or damaged
+DELETED, DAMAGED = (
+    "deleted",
+    "damaged",
+)  # folders beside the steps: what is being deleted, and what was set aside
 
 
 class Restored(NamedTuple):
@@ -34,32 +39,38 @@ class Store:
     """The checkpoints of one run folder.
 
     Items are pytrees of arrays that can be restored separately. Keeps the latest `keep`
-    checkpoints, and the best one by `best_metric` (highest; of equal ones the latest). Saving
-    returns once the arrays are copied to the host; an interrupted save leaves nothing that
-    `restore` finds. Raises CheckpointError when there is no folder and `create` is False.
+    checkpoints, and the best one by `best_metric` (highest; of equal ones the latest); others are
+    deleted once the next one is whole, at its next save or when the store is closed. Saving returns
+    once the arrays are copied to the host; an interrupted save or deletion leaves nothing that
+    `restore` finds. `identity`: what every checkpoint of the run has in common, by name; one with
+    another value is not restored. Raises CheckpointError when there is no folder and `create` is False.
     """
 
-    def __init__(self, run: str | Path, keep: int = 2, best_metric: str = "", create: bool = True):
+    def __init__(
+        self,
+        run: str | Path,
+        keep: int = 2,
+        best_metric: str = "",
+        create: bool = True,
+        identity: Mapping[str, str] | None = None,
+    ):
+        self.identity = dict(identity or {})
         self.folder = Path(run).absolute() / FOLDER
-        self.best_metric = best_metric
+        self.keep, self.best_metric, self.is_owner = keep, best_metric, create
+        self._amended: dict[
+            int, dict[str, Any]
+        ] = {}  # of steps: what was added after they were saved
         if not create and not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} does not exist: give the folder of a run that has saved"
             )
 
-        policies = [LatestN(n=keep)]
-        if best_metric:
-            policies.append(
-                BestN(get_metric_fn=self._metric, n=1, keep_checkpoints_without_metrics=False)
-            )
-
+        # Deleted folders are renamed first, so that none is ever half there.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(policies),
-            best_fn=self._metric if best_metric else None,
-            cleanup_tmp_directories=create,
-            create=create,
+            todelete_subdir=DELETED, cleanup_tmp_directories=create, create=create
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._empty_deleted()
 
     def __enter__(self) -> Store:
         return self
@@ -76,34 +87,29 @@ class Store:
     ) -> None:
         """Starts saving; the arrays may be donated as soon as this returns.
 
-        An existing checkpoint of the step is kept, except that one without metrics is replaced by
-        one with metrics. Raises CheckpointError when writing fails.
+        An existing checkpoint of the step keeps its arrays; one without metrics gets these, and this
+        `meta`. Raises CheckpointError when writing fails.
         """
+        self.wait()
         if step in self._manager.all_steps():
-            self.wait()
-            if not metrics or self.index(step)["metrics"]:
-                return
-            self._manager.delete(step)
+            if metrics and not self.index(step)["metrics"]:
+                self._amend(step, metrics, meta or {})
+            return
+        self._prune()
 
         described = {
             "format": FORMAT,
             "step": step,
+            "identity": self.identity,
             "items": {name: leaf_index(tree) for name, tree in items.items()},
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "meta": dict(meta or {}),
         }
 
         arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        ranked = (
-            {self.best_metric: described["metrics"][self.best_metric]}
-            if self._is_ranked(metrics)
-            else None
-        )
-
         try:
             self._manager.save(
                 step,
-                metrics=ranked,
                 args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)}),
             )
         except OSError as error:
@@ -121,8 +127,9 @@ class Store:
             ) from error
 
     def close(self) -> None:
-        """Waits for the saves and stops the threads."""
+        """Waits for the saves, deletes what is not kept, and stops the threads."""
         self.wait()
+        self._prune()
         self._manager.close()
 
     def steps(self) -> list[int]:
@@ -139,9 +146,7 @@ class Store:
         Waits for the saves.
         """
         self.wait()
-        ranked = [
-            (self.index(step)["metrics"].get(self.best_metric), step) for step in self.steps()
-        ]
+        ranked = [(self._score(step), step) for step in self.steps()]
         return max(
             ((value, step) for value, step in ranked if value is not None), default=(None, None)
         )[1]
@@ -160,7 +165,7 @@ class Store:
         )
 
     def index(self, step: int) -> dict[str, Any]:
-        """The index of a checkpoint: format, step, items, metrics, meta.
+        """The index of a checkpoint: format, step, identity, items, metrics, meta.
 
         items: name -> leaf -> dtype, shape, checksum. Raises CheckpointError when it is not
         readable.
@@ -171,27 +176,31 @@ class Store:
             described = json.loads(path.read_text())
         except FileNotFoundError as error:
             reason = f"was not written by tlt_jax ({META} is missing)"
-            raise CheckpointError(f"{folder} {reason}: {self._remedy(step)}") from error
+            raise DamagedCheckpoint(f"{folder} {reason}: {self._remedy(step)}") from error
         except (OSError, ValueError) as error:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}"
             ) from error
 
         if not isinstance(described, dict) or "format" not in described or "items" not in described:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}"
             )
         if described["format"] > FORMAT:
             raise CheckpointError(
                 f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
             )
-        return described
+        if described.get("step", step) != step:
+            raise CheckpointError(
+                f"{folder} holds step {described['step']}: give the folder its old name, or delete it"
+            )
+        return described | self._amended.get(step, {})
 
     def restore(self, step: int | None, targets: Mapping[str, Any]) -> Restored:
         """The items of a step (None: the latest), with the shardings of the abstract pytrees.
 
         The mesh may differ from the one at saving. Raises CheckpointError when the checkpoint does
-        not exist, is damaged, or has other shapes or dtypes.
+        not exist, is damaged, is of another run, or has other shapes or dtypes.
         """
         step = self.latest() if step is None else step
         folder = self.folder / str(step)
@@ -200,14 +209,21 @@ class Store:
                                   f"it has {self.steps() or 'none'}")  # fmt: skip
 
         described = self.index(step)
+        saved = described.get("identity", {})
+        if other := [name for name in saved if saved[name] != self.identity.get(name, saved[name])]:
+            first = f"{other[0]} is {saved[other[0]]} there and {self.identity[other[0]]} here"
+            more = f", and {', '.join(other[1:])}" if other[1:] else ""
+            raise CheckpointError(
+                f"{folder} is of another run: {first}{more}: go on with what it was saved with, or use another run folder"
+            )
         for name, target in targets.items():
             compare(folder, name, described["items"].get(name), target)
 
         try:
             arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
-        except BROKEN as error:
-            raise CheckpointError(
+        except Exception as error:  # of whatever kind, of the libraries below
+            raise DamagedCheckpoint(
                 f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}"
             ) from error
 
@@ -215,7 +231,7 @@ class Store:
         for name, tree in items.items():
             for leaf, entry in leaf_index(tree).items():
                 if entry["checksum"] != described["items"][name][leaf]["checksum"]:
-                    raise CheckpointError(
+                    raise DamagedCheckpoint(
                         f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}"
                     )
 
@@ -224,12 +240,52 @@ class Store:
     def _is_ranked(self, metrics: Mapping[str, float] | None) -> bool:
         return bool(self.best_metric) and self.best_metric in (metrics or {})
 
-    def _metric(self, metrics: Mapping[str, float]) -> float:
-        return metrics[self.best_metric]
+    def set_aside(self, step: int) -> None:
+        """Moves a checkpoint to a folder where nothing looks for it; all processes take part."""
+        if jax.process_index() == 0:
+            place = self.folder / DAMAGED / str(step)
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(exist_ok=True)
+            (self.folder / str(step)).rename(place)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
+        self._manager.reload()
+
+    def _amend(self, step: int, metrics: Mapping[str, float], meta: Mapping[str, Any]) -> None:
+        """Adds metrics to a checkpoint, and replaces its meta."""
+        added = {
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "meta": dict(meta),
+        }
+        if jax.process_index() == 0:
+            path = self.folder / str(step) / META / "metadata"
+            atomic.write_text(path, json.dumps(self.index(step) | added))
+        self._amended[step] = added
+
+    def _prune(self) -> None:
+        """Deletes what is neither among the latest nor the best; no save is in progress."""
+        steps = self.steps()
+        kept = {*steps[-self.keep :], self.best() if self.best_metric else None}
+        if self.is_owner:
+            for step in steps:
+                if step not in kept:
+                    self._manager.delete(step)
+            self._empty_deleted()
+
+    def _empty_deleted(self) -> None:
+        if self.is_owner and jax.process_index() == 0:
+            shutil.rmtree(self.folder / DELETED, ignore_errors=True)
+
+    def _score(self, step: int) -> float | None:
+        """The best_metric of a step; None when it has none, or cannot be read."""
+        try:
+            return self.index(step)["metrics"].get(self.best_metric)
+        except CheckpointError:
+            return None
 
     def _remedy(self, step: int) -> str:
         others = [other for other in self.steps() if other != step]
-        return f"delete the folder to go on from {f'step {max(others)}' if others else 'the start'}"
+        return f"set checkpoint.resume last_good to go on from {f'step {max(others)}' if others else 'the start'}"
 
 
 def leaf_index(tree) -> dict[str, dict[str, Any]]:

@@ -1,17 +1,43 @@
-"""What all commands share: preparing the process, one-line errors, exit codes."""
+"""The command `tlt`, and what all commands share: preparing the process, one-line errors, exit codes."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.process import refuse_many, set_environment
-from tlt_jax.errors import MISTAKE, ConfigError, UserError
+from tlt_jax.errors import MISTAKE, PREEMPTED as PREEMPTED, ConfigError, UserError
 
-DONE, DIVERGED, PREEMPTED = 0, 1, 75  # 75 is EX_TEMPFAIL: the same command resumes the run
+DONE, DIVERGED = 0, 1
+# What `tlt NAME` runs, the same as `python -m MODULE`.
+COMMANDS = {
+    "train": "tlt_jax.train",
+    "drafter": "tlt_jax.train.drafter",
+    "sft": "tlt_jax.train.sft",
+    "eval": "tlt_jax.eval",
+    "generate": "tlt_jax.generate",
+    "export": "tlt_jax.export",
+    "plan": "tlt_jax.plan",
+    "make-tiny-model": "tlt_jax.make_tiny_model",
+}
+
+
+def main() -> NoReturn:
+    """`tlt NAME ARGUMENTS...`; exits as the command does, and with 2 without one."""
+    names, name = ", ".join(COMMANDS), "".join(sys.argv[1:2])
+    if name in ("", "-h", "--help"):
+        print(f"usage: tlt NAME [ARGUMENTS...]; tlt NAME --help says more\nnames: {names}")
+        raise SystemExit(0 if name else MISTAKE)
+    if name not in COMMANDS:
+        stop(ConfigError(f"tlt has no command {name!r}: use one of {names}"))
+    del sys.argv[1]
+    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    raise SystemExit(0)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ Their messages are one line: what is wrong, the value, and what to change.
 
 from __future__ import annotations
 
-FAILED, MISTAKE = 1, 2  # exit codes: of any other error, and of a UserError
+# Exit codes: of any other error, of a UserError, and of a run that the same command goes on with (EX_TEMPFAIL).
+FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 
 
 class UserError(Exception):
@@ -30,6 +31,10 @@ class RewardError(UserError, ValueError):
 
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that is missing, damaged or does not match the run."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files are missing or changed."""
 
 
 class Interrupted(Exception):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,17 @@ from tlt_jax.config import Config, load as configuration
 from tlt_jax.errors import ConfigError
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
+# Folders that a run writes.
+PARTS = (
+    "checkpoints",
+    "tensorboard",
+    "completions",
+    "speculation",
+    "timeline",
+    REFERENCE,
+    EXPORT,
+    ANSWERS,
+)
 DRAFTER = "drafter"  # the folder of what is trained for drafting
 
 
@@ -26,6 +39,13 @@ def enter(config: Config) -> None:
                 f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
                 "another run folder"
             )
+    for left in (*path.parent.glob("*.partial"), *path.parent.glob("*/*.partial")):
+        shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
+    for name in PARTS:
+        part = Path(config.run) / name
+        if part.exists() and not (part.is_dir() and os.access(part, os.W_OK)):
+            kind = "cannot be written" if part.is_dir() else "is no folder"
+            raise ConfigError(f"{part} {kind}: move it away, or use another run folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, configuration.to_yaml(config))
@@ -33,6 +53,12 @@ def enter(config: Config) -> None:
         raise ConfigError(
             f"run {config.run!r} cannot be written ({error.strerror}): set another run folder"
         ) from error
+
+
+def identity(config: Config, data: str) -> dict[str, str]:
+    """What all checkpoints of a run have in common; `data` is the digest of its rows."""
+    knobs = {name: str(value) for name, value in configuration.identity(config).items()}
+    return knobs | {"the digest of its rows": data}
 
 
 def read(run: str | Path, arguments: Sequence[str] = ()) -> Config:
@@ -59,6 +85,23 @@ def drafter_export(config: Config) -> Path:
 def is_exported(config: Config) -> bool:
     """True when the final policy is there, or is not wanted."""
     return not config.checkpoint.export or export(config).is_dir()
+
+
+def summary(config: Config) -> str:
+    """Where the results of a finished run are, and what to do with them."""
+    run, model = Path(config.run), export(config)
+    lines = [
+        f"{config.run} is done:",
+        f"  metrics      tensorboard --logdir {run / 'tensorboard'}",
+        f"  answers      {run / 'completions'}",
+    ]
+    if model.is_dir():
+        lines.append(f"  model        {model}")
+    if drafter_export(config).is_dir():
+        lines.append(f"  drafter      {drafter_export(config)}")
+    if model.is_dir():
+        lines.append(f"  try it       python -m tlt_jax.generate --model {model} --prompt TEXT")
+    return "\n".join(lines)
 
 
 def reference(config: Config) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +34,7 @@ from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.errors import CheckpointError, ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import evaluation, loop, minibatches, sft, step_metrics
@@ -135,13 +137,16 @@ def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
     assert_equal(state_of(config), state_of(whole))
 
 
-@pytest.mark.parametrize("where", ["rollout", "evaluation", "last evaluation", "warm start"])
+@pytest.mark.parametrize(
+    "where", ["rollout", "evaluation", "last evaluation", "warm start", "rewards"]
+)
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
     function, number = {
         "rollout": ((loop, "roll_out"), 3),
         "evaluation": ((evaluation, "evaluate"), 2),
         "last evaluation": ((evaluation, "evaluate"), 3),
         "warm start": ((loop, "begin"), 1),
+        "rewards": ((evaluation, "collected"), 3),
     }[where]
     scratch = replace(whole.checkpoint, every=0)
     config = replace(whole, run=str(tmp_path), checkpoint=scratch)
@@ -153,7 +158,8 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
     if where == "warm start":
         assert saved_steps(config) == []
         return
-    assert saved_steps(config)[-1] == {"rollout": 2, "evaluation": 2, "last evaluation": 4}[where]
+    saved = {"rollout": 2, "evaluation": 2, "last evaluation": 4, "rewards": 1}
+    assert saved_steps(config)[-1] == saved[where]
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
     assert events(config)["eval/mean@2"] == events(whole)["eval/mean@2"]
@@ -167,6 +173,21 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
             max(measured.values())
         )
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_path):
+    config = replace(whole, run=str(tmp_path / "run"))
+    path = tmp_path / "run.yaml"
+    path.write_text(configuration.to_yaml(config))
+    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
+    own = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True)
+    maps, until = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    while "jaxlib" not in maps.read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (cli.PREEMPTED, "")
 
 
 def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
@@ -318,26 +339,26 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
 
 
 def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(
-    drafted, tmp_path, monkeypatch, capsys
+    drafted, tmp_path, monkeypatch, caplog
 ):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
     assert first_state(monkeypatch, config) == beg_mab.begin_beg_mab()
-    said = [line for line in capsys.readouterr().out.splitlines() if "tuner" in line]
+    said = [line for line in caplog.messages if "tuner" in line]
     assert said == [
         "the tuner starts anew: what it had learned is of another speculation.strategies"
     ]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
 
 
-def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, tmp_path, capsys):
-    config = stopped_after(0, whole, tmp_path / "run")
-    state = state_of(config, 0)
-    poisoned = state.replace(
-        params=state.params.replace(final_norm=state.params.final_norm * np.nan)
+def test_updates_that_are_not_finite_stop_the_run_and_keep_its_weights(
+    whole, tmp_path, monkeypatch, capsys
+):
+    config = stopped_after(1, whole, tmp_path / "run")
+    before = state_of(config, 1)
+    monkeypatch.setattr(
+        minibatches, "group_advantages", lambda rewards, kind: np.full(rewards.shape, np.nan)
     )
-    with Store(config.run, config.checkpoint.keep) as store:
-        store.save(1, {"policy": poisoned})
     assert loop.train(config) == cli.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(
@@ -345,8 +366,8 @@ def test_a_policy_that_is_not_finite_stops_the_run_and_keeps_its_weights(whole, 
     )
     assert saved_steps(config) == [0, 1, 2, 3]
     after = state_of(config, 3)
-    assert_equal(after.params, poisoned.params)
-    assert_equal(after.opt_state, poisoned.opt_state)
+    assert_equal(after.params, before.params)
+    assert_equal(after.opt_state, before.opt_state)
     assert (int(after.skips), int(after.skipped)) == (2, 2)
     assert [value for _, value in events(config)["actor/nonfinite"]] == [0, 1, 2, 3]
 
@@ -490,12 +511,136 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
         "data.task": "scan",
         "mesh.data": 1,
     }
-    kept = {
-        sft.cache_folder(configure(tmp_path / "run", knobs | {name: v}), model)
-        for name, v in others.items()
-    }
-    assert len(kept | {sft.cache_folder(config, model)}) == len(others) + 1
-    assert sft.cache_folder(replace(config, sft=replace(config.sft, cache="off")), model) is None
+
+    def folder(changes):
+        changed = configure(tmp_path / "run", knobs | changes)
+        return sft.cache_folder(changed, model, datasets.load(changed, datasets.tokenizer(changed)))
+
+    kept = {folder({name: value}) for name, value in others.items()}
+    assert len(kept | {folder({})}) == len(others) + 1 and None not in kept
+    assert folder({"sft.cache": "off"}) is None
+
+
+def test_a_warm_start_is_kept_by_what_its_rows_hold(tmp_path, shared, configure):
+    source = tmp_path / "rows.jsonl"
+    found = set()
+    for solution in ("1: 2 3", "1: 2 4", "1: 2 3"):
+        rows = [{"prompt": f"{n}", "answer": "3", "solution": solution} for n in range(1, 5)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        knobs = {
+            "data.train": source,
+            "data.eval_size": 1,
+            "model.tokenizer": shared / "tokenizer",
+            "sft.steps": 2,
+            "sft.cache": tmp_path / "cache",
+        }
+        config = configure(tmp_path / "run", knobs)
+        dataset = datasets.load(config, datasets.tokenizer(config))
+        model = from_config.model_config(config, dataset.encoder.tokenizer)
+        found.add(sft.cache_folder(config, model, dataset))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("what", ["learning rate", "seed", "rows", "name"])
+def test_a_checkpoint_of_another_run_is_refused_by_name(what, whole, tmp_path):
+    """Its config.yaml is gone, so that the checkpoint alone knows what it was saved with."""
+    config = stopped_after(2, whole, tmp_path / "run")
+    (Path(config.run) / "config.yaml").unlink()
+    if what == "learning rate":
+        config = replace(config, optim=replace(config.optim, learning_rate=0.5))
+        expected = "is of another run: optim.learning_rate is"
+    elif what == "seed":
+        config = replace(config, train=replace(config.train, seed=9))
+        expected = "is of another run: train.seed is 0 there and 9 here"
+    elif what == "rows":
+        rows = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
+        other = tmp_path / "rows.jsonl"
+        other.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows))
+        config = replace(config, data=replace(config.data, train=str(other)))
+        expected = "data.train is"
+    else:
+        saved = Path(config.run) / "checkpoints"
+        (saved / "2").rename(saved / "3")
+        expected = "3 holds step 2: give the folder its old name"
+    with pytest.raises(CheckpointError, match=expected):
+        loop.train(config)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "completions", "checkpoints", "timeline"])
+def test_a_file_in_the_place_of_a_folder_is_named(name, whole, tmp_path):
+    config = replace(whole, run=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("")
+    with pytest.raises(ConfigError, match=f"run/{name} is no folder: move it away"):
+        loop.train(config)
+
+
+def test_what_a_killed_export_left_is_removed(whole, tmp_path):
+    config = stopped_after(3, whole, tmp_path / "run")
+    left = Path(config.run) / "hf.123.partial"
+    left.mkdir()
+    assert loop.train(config) == cli.DONE
+    assert not left.exists()
+
+
+def test_a_damaged_checkpoint_is_an_error_or_set_aside(whole, tmp_path, caplog):
+    config = stopped_after(3, whole, tmp_path / "run")
+    saved = Path(config.run) / "checkpoints"
+    assert (saved / "2").is_dir()
+    for path in (saved / "3" / "policy").rglob("d/*"):
+        path.write_bytes(b"damaged")
+    with pytest.raises(
+        CheckpointError,
+        match="3 is corrupt .*: set checkpoint.resume last_good to go on from step 2",
+    ) as error:
+        loop.train(config)
+    assert "\n" not in str(error.value)
+    good = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
+    assert loop.train(good) == cli.DONE
+    assert "it is set aside" in caplog.text and (saved / "damaged" / "3").is_dir()
+    assert_equal(state_of(good), state_of(whole))
+    assert completions(good) == completions(whole)
+
+
+def test_other_rows_behind_the_same_path_are_noticed(whole, tmp_path):
+    config = stopped_after(2, whole, tmp_path / "run")
+    source = Path(config.data.train)
+    before = source.read_text()
+    rows = [json.loads(line) for line in before.splitlines()]
+    try:
+        source.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows))
+        with pytest.raises(CheckpointError, match="another run: the digest of its rows is"):
+            loop.train(config)
+    finally:
+        source.write_text(before)
+
+
+def test_a_step_of_failed_rewards_says_why_and_three_end_the_run(whole, tmp_path, capsys):
+    terms = {"toy_rewards:lost": 1.0}
+    config = replace(whole, run=str(tmp_path / "run"), reward=replace(whole.reward, terms=terms))
+    config = replace(config, eval=replace(config.eval, every=0))
+    assert loop.train(config) == cli.DIVERGED
+    shown = capsys.readouterr()
+    assert "rewards failed; the first: error: toy_rewards:lost: " in shown.out
+    assert "error: step 3: every reward failed, 3 steps in a row: correct it" in shown.err
+
+
+def test_a_policy_whose_logits_are_not_finite_ends_the_run_by_name(
+    whole, tmp_path, monkeypatch, capsys
+):
+    load = from_config.load_policy
+
+    def broken(*args):
+        return jax.tree.map(lambda leaf: leaf * np.nan, load(*args))
+
+    monkeypatch.setattr(from_config, "load_policy", broken)
+    config = replace(whole, run=str(tmp_path / "run"), eval=replace(whole.eval, every=0))
+    assert loop.train(config) == cli.DIVERGED
+    assert "step 1: the policy's logits are not finite in any answer" in capsys.readouterr().err
+    answers = [answer for step in completions(config).values() for answer in step]
+    assert {answer[-2:] for answer in answers} == {(1, "nonfinite")}
+    ((_, count),) = events(config)["response_length/nonfinite"]
+    assert count == len(answers)
 
 
 def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_named(

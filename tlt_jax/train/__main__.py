@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 from tlt_jax import cli
@@ -10,6 +12,8 @@ from tlt_jax.config import load as configuration
 
 def main() -> int:
     """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
+    # Nothing is lost before the loop begins, which takes the signal from there on. At once: half imported extensions crash.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(cli.PREEMPTED))
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings, is_one_of_many=True):
         from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared

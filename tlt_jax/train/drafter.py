@@ -57,8 +57,14 @@ def train(config: Config) -> int:
         if config.sft.steps or not config.drafter_training.texts
         else None
     )
+    if dataset:
+        print(dataset.describe(), flush=True)
     run_folder.enter(config)
-    with Store(config.run, config.checkpoint.keep) as store, Preemption() as preempted:
+    identity = run_folder.identity(config, dataset.digest() if dataset else "")
+    with (
+        Store(config.run, config.checkpoint.keep, identity=identity) as store,
+        Preemption() as preempted,
+    ):
         resumed = store.latest()
         if resumed == steps and run_folder.export(config).is_dir():
             print(

@@ -12,10 +12,10 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.rewards import Score, Scorer
-from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.tuner.interface import State as TunerState
@@ -72,7 +72,7 @@ def evaluate(
     rollout, learned = engine.run(
         request, weights, tuner, on_finish=finished, interrupted=interrupted
     )
-    results, _ = collected(engine.job, scorer, texts)
+    results, _ = collected(engine.job, scorer, texts, interrupted or (lambda: False))
     scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(
         -1, settings.samples
     )
@@ -81,20 +81,22 @@ def evaluate(
         "eval/response_length/mean": float(lengths.mean()),
         "eval/response_length/max": float(lengths.max()),
         "eval/response_length/clip_ratio": float(
-            np.mean([a.finish == "length" for a in rollout.completions])
+            np.mean([a.finish == LENGTH for a in rollout.completions])
         ),
     }
     return metrics, learned if sampling == Sampling.of(config.rollout) else tuner
 
 
 def collected(
-    job: Job, scorer: Scorer, texts: dict[int, str]
+    job: Job, scorer: Scorer, texts: dict[int, str], interrupted: Callable[[], bool]
 ) -> tuple[dict[int, Score], dict[int, str]]:
     """The scores and texts of all processes' answers, by uid; waits for them.
 
-    `texts`: of the answers that this process has submitted.
+    `texts`: of the answers that this process has submitted. Raises Interrupted, in all processes.
     """
-    scores = scorer.collect()
+    scores = scorer.collect(interrupted)
+    if job.is_stopping(interrupted()):
+        raise Interrupted("the step was interrupted before its update")
     if job.count == 1:
         return scores, texts
     told = [(uid, *vars(score).values(), texts[uid]) for uid, score in scores.items()]

@@ -24,7 +24,7 @@ from tlt_jax.distributed.watch import Watch
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
-from tlt_jax.errors import Interrupted
+from tlt_jax.errors import DamagedCheckpoint, Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.models import from_config, hf
@@ -48,6 +48,7 @@ from tlt_jax.train import (
     step_metrics,
 )
 from tlt_jax.train.accounts import Stopwatch
+from tlt_jax.train.health import Health, failures
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.acceptance import GUESS
@@ -64,8 +65,11 @@ def train(config: Config, watching: Watch | None = None) -> int:
     """
     watching = watching or Watch(Job())
     job = watching.job
+    validate.validate_rl(config)
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
+    if job.is_first:
+        print(dataset.describe(), flush=True)
     job.agree(facts(config, dataset))
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
@@ -75,8 +79,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     is_adaptive = config.speculation.drafter == ADAPTIVE
-    stop_ids = datasets.stop_ids(config, tokenizer)
-    engine = Engine(config, model, mesh, stop_ids, drafter, is_adaptive, job)
+    stops = datasets.stop_rules(config, tokenizer)
+    engine = Engine(config, model, mesh, stops, drafter, is_adaptive, job)
     trainer = make_trainer(config, engine) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
@@ -84,7 +88,12 @@ def train(config: Config, watching: Watch | None = None) -> int:
         run_folder.enter(config)
     job.decided(True)  # the others see it
     with (
-        Store(config.run, config.checkpoint.keep, config.checkpoint.best_metric) as store,
+        Store(
+            config.run,
+            config.checkpoint.keep,
+            config.checkpoint.best_metric,
+            identity=run_folder.identity(config, dataset.digest()),
+        ) as store,
         Preemption() as preempted,
         Scorer(config) as scorer,
     ):
@@ -93,50 +102,48 @@ def train(config: Config, watching: Watch | None = None) -> int:
             watching.alive()
             return preempted()
 
-        resumed = store.latest()
-        # A checkpoint without metrics at a step with an evaluation: that was interrupted.
-        is_due = (
-            resumed is not None
-            and evaluates(config, resumed, steps)
-            and not store.index(resumed)["metrics"]
-        )
-        if (
-            resumed is not None
-            and resumed >= steps
-            and not is_due
-            and run_folder.is_exported(config)
-        ):
+        last = store.latest()
+        is_finished = last is not None and last >= steps and run_folder.is_exported(config)
+        if is_finished and not lacks_evaluation(config, store, last, steps):
             if job.is_first:
                 print(
-                    f"{config.run} is finished: it has all {resumed} steps. Another run needs another folder."
+                    f"{config.run} is finished: it has all {last} steps. Another run needs another folder."
                 )
             return DONE
 
+        drafting = trainer.recipe if trainer else None
+        state = run_state.resume(config, store, recipe, drafting, engine.tuner, engine.basis)
+        resumed = None if state is None else state.step
+        is_due = resumed is not None and lacks_evaluation(config, store, resumed, steps)
         with (
             Writer(config, steps, resumed) if job.is_first else NoWriter() as writer,
             step_metrics.Profiler(config) as profiler,
             Stopwatch(tell=watching.alive) as watch,
         ):
             try:
-                state = begin(
-                    config,
-                    recipe,
-                    engine,
-                    trainer,
-                    drafter_params,
-                    dataset,
-                    store,
-                    writer,
-                    resumed,
-                    interrupted,
-                )
+                if state is None:
+                    state = begin(
+                        config,
+                        recipe,
+                        engine,
+                        trainer,
+                        drafter_params,
+                        dataset,
+                        writer,
+                        interrupted,
+                    )
+                else:
+                    log.info("%s goes on from step %d", config.run, state.step)
             except Interrupted:
                 return PREEMPTED
+            if trainer:
+                engine.use_learned(state.drafter is not None)
 
             reference = minibatches.kl_reference(
                 config, state.policy.params, model, mesh, is_new=resumed is None
             )
             programs = policy_update.programs(recipe)
+            health = Health(config)
             watch.lap()  # what came before belongs to no step
             while True:
                 with watch.phase("update_weights"):
@@ -192,12 +199,11 @@ def train(config: Config, watching: Watch | None = None) -> int:
                             steps - state.step - 1,
                             trainer,
                         )
+                    with watch.phase("reward"):
+                        scores, texts = evaluation.collected(job, scorer, texts, interrupted)
                 except Interrupted:
                     run_state.save(store, state, engine.basis, measured)
                     return PREEMPTED
-
-                with watch.phase("reward"):
-                    scores, texts = evaluation.collected(job, scorer, texts)
 
                 drafting = {}
                 if config.speculation.time_drafting:
@@ -239,14 +245,14 @@ def train(config: Config, watching: Watch | None = None) -> int:
                     answers = step_metrics.records(prompts, rollout, scores, texts)
                     chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
                     writer.step(state.step, scalars, answers, rollout.spans, chunks)
+                    failed = failures(scores)
+                    if failed:
+                        writer.say(f"step {state.step}/{steps}  {failed}")
 
-                if int(state.policy.skips) >= config.train.max_nonfinite:
+                problem = health.problem(rollout, scores, int(state.policy.skips))
+                if problem:
                     if job.is_first:
-                        print(
-                            f"error: step {state.step}: {int(state.policy.skips)} updates in a row were not finite: "
-                            "lower optim.learning_rate, or look at the rewards and completions in the run folder",
-                            file=sys.stderr,
-                        )
+                        print(f"error: step {state.step}: {problem}", file=sys.stderr)
                     return DIVERGED
 
         if config.checkpoint.export:
@@ -255,6 +261,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
             if state.drafter:
                 known = trainer.known_depths
                 adaptive.export(config, trainer.recipe.drafter, state.drafter.params, known)
+    if job.is_first:
+        print(run_folder.summary(config))
     return DONE
 
 
@@ -287,6 +295,14 @@ def evaluates(config: Config, step: int, steps: int) -> bool:
     return config.eval.every > 0 and (step % config.eval.every == 0 or step == steps)
 
 
+def lacks_evaluation(config: Config, store: Store, step: int, steps: int) -> bool:
+    """True when the run was stopped in the evaluation of a step that it saved, or what it saved cannot be read."""
+    try:
+        return evaluates(config, step, steps) and not store.index(step)["metrics"]
+    except DamagedCheckpoint:
+        return True
+
+
 def begin(
     config: Config,
     recipe: Recipe,
@@ -294,36 +310,26 @@ def begin(
     trainer: IdleTraining | None,
     start: DrafterParams | None,
     dataset: Dataset,
-    store: Store,
     writer: Writer,
-    resumed: int | None,
     interrupted: Callable[[], bool],
 ) -> RunState:
-    """The state of the checkpoint `resumed`; without one, that of the warm-started policy.
+    """The state that a new run begins with: that of the warm-started policy.
 
     With a trainer its drafter too, where there is one: `start`, one for a tuner that goes by a rule,
     or the one that was begun when training was found to pay off. Raises ModelError for a drafter
     whose record of acceptance cannot be read, before the warm start.
     """
-    if resumed is not None:
-        log.info("%s goes on from step %d", config.run, resumed)
-        has_drafter = trainer and "drafter" in store.index(resumed)["items"]
-        like = run_state.abstract(resumed, recipe, trainer.recipe if has_drafter else None)
-        state = run_state.restore(store, like, engine.tuner, engine.basis)
-    else:
-        acceptance = from_config.drafter_acceptance(config)
-        params = sft.warm_start(
-            config, recipe.model, recipe.mesh, dataset, writer, interrupted, engine.job
-        )
-        state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
-        if trainer and (start is not None or engine.tuner.goes_by_rule):
-            state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
-        if start is not None:
-            # Of one without a record nothing is known but that it was trained.
-            known = {LEARNED: acceptance or GUESS}
-            state = state.replace(tuner=engine.tuner.renew(state.tuner, known))
-    if trainer:
-        engine.use_learned(state.drafter is not None)
+    acceptance = from_config.drafter_acceptance(config)
+    params = sft.warm_start(
+        config, recipe.model, recipe.mesh, dataset, writer, interrupted, engine.job
+    )
+    state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
+    if trainer and (start is not None or engine.tuner.goes_by_rule):
+        state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
+    if start is not None:
+        # Of one without a record nothing is known but that it was trained.
+        known = {LEARNED: acceptance or GUESS}
+        state = state.replace(tuner=engine.tuner.renew(state.tuner, known))
     return state
 
 

@@ -13,7 +13,9 @@ from flax import struct
 
 from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
+from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.errors import DamagedCheckpoint
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
@@ -88,6 +90,31 @@ def restore(
     return state.replace(tuner=resumed_tuner(restored.meta.get(TUNER), tuner, basis))
 
 
+def resume(
+    config: Config,
+    store: Store,
+    policy: Recipe,
+    drafter: drafter_recipe.Recipe | None,
+    tuner: Tuner,
+    basis: Mapping[str, Any],
+) -> RunState | None:
+    """The state of the newest checkpoint, with the drafter of this recipe if it was saved; None without a checkpoint.
+
+    With checkpoint.resume last_good damaged ones are set aside. Raises CheckpointError.
+    """
+    while (step := store.latest()) is not None:
+        try:
+            has_drafter = drafter and "drafter" in store.index(step)["items"]
+            like = abstract(step, policy, drafter if has_drafter else None)
+            return restore(store, like, tuner, basis)
+        except DamagedCheckpoint as error:
+            if config.checkpoint.resume != LAST_GOOD:
+                raise
+            log.warning("%s; it is set aside", error)
+            store.set_aside(step)
+    return None
+
+
 def resumed_tuner(
     saved: Mapping[str, Any] | None, tuner: Tuner, basis: Mapping[str, Any]
 ) -> TunerState:
@@ -102,7 +129,7 @@ def resumed_tuner(
     else:
         return saved["state"]
     if fresh.keys() - {"cells"}:  # costs alone choose no strategy
-        log.info("the tuner starts anew: what it had learned is %s", reason)
+        log.warning("the tuner starts anew: what it had learned is %s", reason)
     return fresh
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +34,8 @@ from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.recipe import Objective, Recipe
 
 FORMAT = 1  # of what the cache holds
-SAY_EVERY = 25
+SAY_EVERY = 25  # steps between two that are written
+SAY_EVERY_S = 10.0  # seconds after which a step is said though it is not written
 
 log = logging.getLogger(
     "tlt_jax.train.sft"
@@ -57,14 +59,14 @@ def warm_start(
     job = job or Job()
     if not config.sft.steps:
         return from_config.load_policy(config, model, mesh)
-    cache = cache_folder(config, model)
+    cache = cache_folder(config, model, dataset)
     if cache and job.decided((cache / "config.json").is_file()):
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
     programs = policy_update.programs(recipe)
-    begin, tokens = time.perf_counter(), 0
+    begin, tokens, said = time.perf_counter(), 0, -math.inf
     for step in range(config.sft.steps):
         if job.is_stopping(interrupted()):
             raise Interrupted("the warm start was interrupted")
@@ -72,10 +74,14 @@ def warm_start(
         tokens += sum(len(solution) for _, solution in solutions)
         batch = make_batch(config, recipe, solutions)
         state, metrics = policy_update.update(programs, state, batch)
-        if (step + 1) % SAY_EVERY == 0 or step + 1 == config.sft.steps:
+        now = time.perf_counter()
+        is_written = (step + 1) % SAY_EVERY == 0 or step + 1 == config.sft.steps
+        if is_written or now - said > SAY_EVERY_S:
             metrics = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
             metrics["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-            writer.scalars(step + 1, {f"sft/{name}": value for name, value in metrics.items()})
+            if is_written:
+                writer.scalars(step + 1, {f"sft/{name}": value for name, value in metrics.items()})
+            said = now
             log.info(
                 "warm start %d/%d  loss %.3f  %.0f tokens/s",
                 step + 1, config.sft.steps, metrics["loss"], metrics["tokens_per_second"],
@@ -108,7 +114,7 @@ def make_batch(
     )
 
 
-def cache_folder(config: Config, model: ModelConfig) -> Path | None:
+def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path | None:
     """Where a warm start with these settings is kept; None when sft.cache is off."""
     if config.sft.cache == "off":
         return None
@@ -124,9 +130,14 @@ def cache_folder(config: Config, model: ModelConfig) -> Path | None:
         "sizes": asdict(model),
         "source": from_config.fingerprint(config),
         "data": asdict(config.data),
+        "rows": dataset.digest(),
         "sft": asdict(replace(config.sft, cache="")),
         "mesh": (config.mesh.data, config.mesh.model),
-        "rows": (packing.row_tokens(config), packing.rows(config), config.rollout.max_new_tokens),
+        "packing": (
+            packing.row_tokens(config),
+            packing.rows(config),
+            config.rollout.max_new_tokens,
+        ),
         "optimizer": asdict(config.optim),
         "seed": config.train.seed,
     }
@@ -135,16 +146,17 @@ def cache_folder(config: Config, model: ModelConfig) -> Path | None:
 
 
 def main() -> int:
-    """Makes the warm start of a configuration and writes it, with its tokenizer, to --out."""
+    """Makes the warm start of a configuration and writes it, with its tokenizer, to --out; its metrics to <run>/sft."""
     arguments = sys.argv[1:]
     out = "" if "--help" in arguments else cli.take(arguments, "--out")
     config = configuration.load(
         arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write"
     )
-    config = replace(config, run=out)
+    config = replace(config, run=str(Path(config.run) / "sft"))
     with cli.prepared(config):
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
+        print(dataset.describe(), flush=True)
         model = from_config.model_config(config, tokenizer)
         validate.validate_model(config, model, jax.device_count())
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)

@@ -17,7 +17,7 @@ from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import Record, Writer, group_seconds, idle_share
 from tlt_jax.rewards import Score
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import zero_variance
 
@@ -48,7 +48,10 @@ def of_rollout(
             "response_length", lengths, ("mean", "min", "max", "p50", "p75", "p90", "p99")
         ),
         "response_length/clip_ratio": float(
-            np.mean([answer.finish == "length" for answer in rollout.completions])
+            np.mean([answer.finish == LENGTH for answer in rollout.completions])
+        ),
+        "response_length/nonfinite": sum(
+            answer.finish == NONFINITE for answer in rollout.completions
         ),
         "perf/tokens_per_second": rollout.stats["tokens_per_second"],
         "perf/total_num_tokens": int(lengths.sum() + prompt_lengths.sum() * config.rollout.samples),
@@ -107,8 +110,13 @@ def of_step(
     seconds = watch.lap()
     seconds |= most_compiling([json.loads(lap) for lap in job.gather(json.dumps(seconds).encode())])
     training = seconds["timing_s/step"] - seconds.get("timing_s/eval", 0.0)
-    epoch = {"training/epoch": step * config.rollout.prompts / dataset.rows} if dataset.rows else {}
-    return seconds | epoch | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
+    rows = {}
+    if dataset.rows:
+        rows = {
+            "training/epoch": step * config.rollout.prompts / dataset.rows,
+            "training/rows_dropped": dataset.dropped,
+        }
+    return seconds | rows | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
 
 
 def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
