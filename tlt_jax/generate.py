@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from tlt_jax import cli
 from tlt_jax.config import Config, parse as parsing, validate
+from tlt_jax.config.schema import Rollout
 from tlt_jax.data import files
 from tlt_jax.errors import ConfigError, DataError
 
@@ -53,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.stop(error)
 
     with cli.prepared(config):
-        output = generate(config, arguments)
+        from tlt_jax.models import hf
+
+        questions = read_prompts(arguments, find_tokenizer(hf.resolve(config.model.path)))
+        rollout = replace(config.rollout, prompts=len(questions))
+        output = Model(replace(config, rollout=rollout)).answer(questions, rollout)
 
     if arguments.json:
         print(json.dumps(output))
@@ -111,67 +116,100 @@ def configure(arguments: argparse.Namespace) -> Config:
     Raises ConfigError for a value that the knob does not allow.
     """
     pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
-    config = parsing.build(Config, {}, [("model.path", arguments.model), *pairs])
+    return configuration_of(arguments.model, pairs)
+
+
+def configuration_of(directory: str, pairs: Sequence[tuple[str, str]]) -> Config:
+    """The configuration of a model that only answers, with these knobs. Raises ConfigError."""
+    config = parsing.build(Config, {}, [("model.path", directory), *pairs])
     validate.validate_without_training(config)
     return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
 
 
-def generate(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Decodes the prompts; the object that `--json` prints."""
-    from tlt_jax.distributed import mesh as meshes
-    from tlt_jax.keys import GENERATE_STREAM
-    from tlt_jax.models import from_config, hf
-    from tlt_jax.rollout.engine import Engine
-    from tlt_jax.spec_decode.decoding_params import Sampling
+class Model:
+    """A policy that answers prompts; it keeps its compiled programs from one call to the next.
 
-    directory = hf.resolve(arguments.model)
-    tokenizer = find_tokenizer(directory)
-    questions = read_prompts(arguments, tokenizer)
-    eos = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    model = hf.read_config(directory, eos)
+    Of the configuration it reads model.path, the sampling of `rollout`, `speculation` and train.seed; without rollout.slots
+    it decodes rollout.prompts x rollout.samples sequences at once. Raises UserError.
+    """
 
-    mesh = meshes.make_mesh(1, 1)
-    rollout = replace(config.rollout, prompts=len(questions))
-    drafter, drafter_params = from_config.load_drafter(config, model, mesh)
-    engine = Engine(replace(config, rollout=rollout), model, mesh, drafter=drafter)
+    def __init__(self, config: Config):
+        from tlt_jax.distributed import mesh as meshes
+        from tlt_jax.models import from_config, hf
+        from tlt_jax.rollout.engine import Engine
 
-    request = engine.request(
-        [np.asarray(question.tokens, np.int32) for question in questions],
-        rollout.samples,
-        Sampling.of(rollout),
-        rollout.max_new_tokens,
-        stream=GENERATE_STREAM,
-        step=0,
-    )
+        self.config = config
+        directory = hf.resolve(config.model.path)
+        self.tokenizer = find_tokenizer(directory)
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        model = hf.read_config(directory, () if eos is None else (eos,))
+        mesh = meshes.make_mesh(1, 1)
+        drafter, drafter_params = from_config.load_drafter(config, model, mesh)
+        self.engine = Engine(config, model, mesh, drafter=drafter)
+        params = hf.load(directory, model, mesh, config.model.param_dtype)
+        self.weights = self.engine.publish(params, drafter_params)
 
-    weights = engine.publish(
-        hf.load(directory, model, mesh, config.model.param_dtype), drafter_params
-    )
-    result, _ = engine.run(request, weights)
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], call: int = 0, **options: Any
+    ) -> list[dict[str, Any]]:
+        """The answers to texts or token ids, in order of prompt and sample, as `--json` prints them.
 
-    seconds = result.stats["seconds"] - result.stats["compile_seconds"]
-    return {
-        "completions": [
-            {
-                "prompt_index": answer.prompt,
-                "sample": answer.sample,
-                "prompt": questions[answer.prompt].text,
-                "token_ids": answer.tokens.tolist(),
-                "logprobs": [float(logprob) for logprob in answer.logprobs],
-                "text": None
-                if tokenizer is None
-                else tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
-                "finish_reason": answer.finish,
-            }
-            for answer in result.completions
-        ],
-        "tokens": result.stats["tokens"],
-        "tokens_per_second": result.stats["tokens"] / seconds,
-        "seconds": seconds,
-        "compile_seconds": result.stats["compile_seconds"],
-        "accept_length": result.stats["accept_length"],
-        "speculated_tokens": result.stats["speculated_tokens"],
-    }
+        `options` are knobs of `rollout`: samples, temperature, top_k, top_p, max_new_tokens. The same prompts, seed and
+        `call` give the same answers; another `call` draws others. Raises UserError.
+        """
+        knobs = {"samples": 1} | options
+        pairs = [(f"rollout.{name}", str(value)) for name, value in knobs.items()]
+        rollout = parsing.build(Config, {"rollout": asdict(self.config.rollout)}, pairs).rollout
+        questions = [
+            encode(prompt, self.tokenizer, f"prompt {number}")
+            if isinstance(prompt, str)
+            else Question(read_ids(prompt, f"prompt {number}"), None)
+            for number, prompt in enumerate(prompts)
+        ]
+        return self.answer(questions, rollout, call)["completions"]
+
+    def answer(
+        self, questions: Sequence[Question], rollout: Rollout, call: int = 0
+    ) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        from tlt_jax.keys import GENERATE_STREAM
+        from tlt_jax.spec_decode.decoding_params import Sampling
+
+        request = self.engine.request(
+            [np.asarray(question.tokens, np.int32) for question in questions],
+            rollout.samples,
+            Sampling.of(rollout),
+            rollout.max_new_tokens,
+            stream=GENERATE_STREAM,
+            step=call,
+        )
+        result, _ = self.engine.run(request, self.weights)
+
+        # Not what compiles while it decodes.
+        waited = sum(end - begin for begin, end in result.compile_waits[0])
+        seconds = result.stats["seconds"] - waited
+        return {
+            "completions": [
+                {
+                    "prompt_index": answer.prompt,
+                    "sample": answer.sample,
+                    "prompt": questions[answer.prompt].text,
+                    "token_ids": answer.tokens.tolist(),
+                    "logprobs": [float(logprob) for logprob in answer.logprobs],
+                    "text": None
+                    if self.tokenizer is None
+                    else self.tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True),
+                    "finish_reason": answer.finish,
+                }
+                for answer in result.completions
+            ],
+            "tokens": result.stats["tokens"],
+            "tokens_per_second": result.stats["tokens"] / seconds,
+            "seconds": seconds,
+            "compile_seconds": waited,
+            "accept_length": result.stats["accept_length"],
+            "speculated_tokens": result.stats["speculated_tokens"],
+        }
 
 
 def find_tokenizer(directory: Path) -> Any:

@@ -13,7 +13,16 @@ from types import SimpleNamespace
 import pytest
 
 from tlt_jax.config import Config, load as configuration, parse as parsing, validate
-from tlt_jax.config.load import differences, load, parse, read, read_resolved, to_yaml
+from tlt_jax.config.load import (
+    SHIPPED,
+    differences,
+    load,
+    parse,
+    read,
+    read_resolved,
+    to_yaml,
+)
+from tlt_jax.config.schema import COMMON
 from tlt_jax.distributed import process
 from tlt_jax.errors import ConfigError
 
@@ -30,6 +39,38 @@ def write(tmp_path):
         return ["--config", str(path)]
 
     return write
+
+
+def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--config", "quickstart"]) == read(SHIPPED / "quickstart.yaml")
+    with pytest.raises(
+        ConfigError, match="--config quickstrat: no such file, .*: use one of .*quickstart"
+    ):
+        parse(["--config", "quickstrat"])
+    (tmp_path / "quickstart").write_text(MODEL + "run: mine")
+    assert parse(["--config", "quickstart"]).run == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (
+            ["--help"],
+            0,
+            "names: train, drafter, sft, eval, generate, export, plan, make-tiny-model",
+        ),
+        ([], 2, "usage: tlt NAME"),
+        (["trian"], 2, "tlt has no command 'trian': use one of train,"),
+        (["train"], 2, "--config is missing"),
+        (["train", "--help"], 0, "--rollout.max_new_tokens"),
+        (["generate", "--help"], 0, "usage: python -m tlt_jax.generate"),
+    ],
+)
+def test_tlt_runs_the_commands(words, code, said):
+    start = "from tlt_jax.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", start, *words], capture_output=True, text=True)
+    assert done.returncode == code and said in done.stdout + done.stderr
 
 
 def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):
@@ -205,6 +246,17 @@ WRONG = [
     ("--rollout.batch_buckets [1,16]", "add 64, or set rollout.slots 16"),
     ("--rollout.cache_buckets [64]", "add a bucket of at least 768"),
     ("--profile.steps 5-3", "profile.steps '5-3' is no range of steps"),
+    ("--optim.beta1 1", "optim.beta1 1.0 is too large: use less than 1"),
+    ("--train.seed 4294967296", "train.seed 4294967296 is too large: use at most 4294967295"),
+    (
+        "--model.param_dtype bfloat16",
+        "model.param_dtype 'bfloat16' is not known: use float32 | float64",
+    ),
+    (
+        "--speculation.drafter ngram --speculation.pool 2000000",
+        "is more than n-grams can compare: lower the pool to 1289",
+    ),
+    ("--model.init !include", "could not determine a constructor for the tag"),
     ("--config a.yaml", "--config is given 2 times"),
     ("--warmup.steps 3", "warmup.steps has a new name: write drafter_training.steps"),
 ]
@@ -263,12 +315,30 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         parse([])
 
 
+def test_help_is_of_what_people_touch_first_of_a_section_or_of_all(capsys):
+    names = list(parsing.knobs(Config))
+    for words, shown in (
+        (["--help"], set(COMMON)),
+        (["--help", "rollout"], {name for name in names if name.startswith("rollout.")}),
+        (["--config", "x.yaml", "--help", "--run", "y"], set(COMMON)),
+        (["-h", "all"], set(names)),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            load(words)
+        text = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert {name for name in names if f"  --{name} " in text} == shown
+    with pytest.raises(SystemExit) as stop:
+        load(["--help", "rolout"])
+    assert stop.value.code == 2 and "use --help all, or one of" in capsys.readouterr().err
+
+
 def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
     code = (
         "import sys, json\n"
         "from tlt_jax.config import load\n"
         "from tlt_jax.distributed import process\n"
-        "try: load.load(['--help'])\n"
+        "try: load.load(['--help', 'all'])\n"
         "except SystemExit as stop: assert stop.code == 0\n"
         "print(json.dumps([name for name in sys.modules if name.split('.')[0] in ('jax', 'flax', 'orbax', 'torch')]))"
     )

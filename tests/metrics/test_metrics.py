@@ -145,6 +145,26 @@ def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
     assert traces == [f"{step:06d}.json" for step in (2, 4, 6, 8)]
 
 
+@pytest.mark.parametrize("place", ["length", "event"])
+def test_a_damaged_event_file_is_kept_whole_and_said(config, place):
+    write(config, range(1, 8))
+    (path,) = (Path(config.run) / "tensorboard").iterdir()
+    content, starts = bytearray(path.read_bytes()), [0]
+    while starts[-1] < len(content):
+        starts.append(
+            starts[-1] + 16 + int.from_bytes(content[starts[-1] : starts[-1] + 8], "little")
+        )
+    at = starts[len(starts) // 2]
+    for byte in range(4) if place == "length" else range(12, 24):
+        content[at + byte] ^= 0xFF
+    path.write_bytes(content)
+    write(config, range(6, 9), resumed_from=5)
+    assert f"is damaged at byte {at}" in (Path(config.run) / "log.txt").read_text()
+    assert (Path(config.run) / "tensorboard_damaged" / path.name).read_bytes() == content
+    steps = steps_of(read(config).Scalars("reward/mean"))
+    assert steps[-3:] == [6, 7, 8] and 0 < len(steps[:-3]) < 5 and steps == sorted(set(steps))
+
+
 def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that_it_repeats(config):
     write(config, range(1, 6))
     with Writer(config, 10, 2) as writer:
@@ -285,14 +305,47 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
     progress = console.Progress(100, 90, live=True, console=Console(file=out, width=200))
     progress.step(91, {**VALUES, "timing_s/step": 10.0})
     progress.step(92, {**VALUES, "timing_s/step": 20.0})
-    logging.getLogger("tlt_jax.rollout.executables").info("compiled chunk [4, 256]")
+    logging.getLogger("tlt_jax.rollout.executables").info("an important message")
     progress.close()
     logging.getLogger("tlt_jax.rollout.executables").info("after the end")
     assert out.getvalue().splitlines() == [
         "step 91/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  10.0 s/step  1:30 to go",
         "step 92/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  15.0 s/step  2:00 to go",
-        "compiled chunk [4, 256]",
+        "an important message",
     ]
+
+
+@pytest.mark.parametrize("details", [False, True])
+def test_programs_that_were_compiled_are_one_line_unless_details_are_wanted(details, monkeypatch):
+    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables")
+    monkeypatch.setattr(console.time, "monotonic", lambda: 1.0)
+    progress = console.Progress(
+        2, 0, live=False, console=Console(file=out, width=200), details=details
+    )
+    for seconds in (3.0, 0.4, 8.0):
+        log.debug("compiled a chunk", extra={"compile_seconds": seconds})
+    log.debug("loaded another")
+    progress.step(1, {"timing_s/step": 12.0})
+    progress.step(2, {"timing_s/step": 1.0})
+    progress.close()
+    lines = out.getvalue().splitlines()
+    if details:
+        assert lines[:4] == ["compiled a chunk"] * 3 + ["loaded another"]
+    else:
+        assert lines[0] == "compiled 3 programs in 11 s" and lines[1].startswith("step 1/2")
+    assert len(lines) == (6 if details else 3)
+
+
+def test_a_long_compilation_is_said_before_the_step_ends(monkeypatch):
+    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables")
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    progress = console.Progress(2, 0, live=False, console=Console(file=out, width=200))
+    for at in (15.0, 30.0, 45.0, 60.0):
+        now[0] = at
+        log.debug("compiled a chunk", extra={"compile_seconds": 15.0})
+    progress.close()
+    assert out.getvalue().splitlines() == ["compiled 2 programs in 30 s"] * 2
 
 
 def test_progress_of_a_drafter_shows_its_loss_and_agreement():

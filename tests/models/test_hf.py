@@ -260,11 +260,37 @@ def test_defaults_are_those_of_transformers():
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"num_key_value_heads": 3}, "4 attention heads.*3 KV heads"),
         ({"head_dim": 7}, "head_dim 7"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0: use a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: use a whole number"),
+        ({"hidden_size": -32}, "hidden_size -32: use"),
+        ({"hidden_size": "wide"}, "hidden_size 'wide': use"),
+        ({"intermediate_size": 2.5}, "intermediate_size 2.5: use"),
+        ({"max_position_embeddings": True}, "max_position_embeddings True: use"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps 'small': use a number above 0"),
+        ({"initializer_range": -0.1}, "initializer_range -0.1: use a number above 0"),
+        ({"eos_token_id": [1, 99]}, "eos_token_id 99 is not in the vocabulary of"),
+        ({"eos_token_id": -1}, "eos_token_id -1 is not in the vocabulary"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling with factor has no rope_type"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(change, told):
     with pytest.raises(ModelError, match=told):
         hf.from_hf_config(model_cases.raw_config("qwen2") | change)
+
+
+def test_sizes_that_are_given_beside_a_model_have_to_be_its_own(tmp_path):
+    raw = model_cases.raw_config("qwen2")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    names = set(raw) & set(hf_config.INIT_FIELDS)
+    assert len(names) > 8
+    config = hf.read_config(tmp_path, (), {name: raw[name] for name in names})
+    assert config == hf.read_config(tmp_path)
+    for name in ("num_hidden_layers", "intermediate_size", "vocab_size"):
+        with pytest.raises(
+            ModelError,
+            match=f"model.init.{name} is {raw[name] + 2}, and .* says {raw[name]}: correct",
+        ):
+            hf.read_config(tmp_path, (), {name: raw[name] + 2})
 
 
 def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():

@@ -50,6 +50,7 @@ def knob(
     at_least: float = -math.inf,
     above: float = -math.inf,
     at_most: float = math.inf,
+    below: float = math.inf,
 ):
     """A field with its one-line meaning and the values it can take; mutable defaults are copied per instance."""
     metadata = {
@@ -58,6 +59,7 @@ def knob(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
+        "below": below,
     }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -110,7 +112,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
     leaf = name.rsplit(".", 1)[-1]
     close = [other for other in names if other.rsplit(".", 1)[-1] == leaf][:1]
     close = close or difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else "--help lists every knob"
+    return f"did you mean {close[0]}?" if close else "--help all lists every knob"
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -287,6 +289,8 @@ def checked(name: str, item: Knob, raw: Any) -> Any:
             raise ConfigError(f"{name} {one} is too small: use more than {limits['above']}")
         if one > limits["at_most"]:
             raise ConfigError(f"{name} {one} is too large: use at most {limits['at_most']}")
+        if one >= limits["below"]:
+            raise ConfigError(f"{name} {one} is too large: use less than {limits['below']}")
     return value
 
 
@@ -329,10 +333,12 @@ def plain(raw: Any) -> Any:
     return raw
 
 
-def help_text(cls) -> str:
-    """Every knob with its type, default and meaning, one section after the other."""
+def help_text(cls, names: Sequence[str]) -> str:
+    """These knobs with type, default and meaning, one section after the other."""
     lines, last = [], None
     for name, item in knobs(cls).items():
+        if name not in names:
+            continue
         head = name.partition(".")[0] if "." in name else ""
         if head != last:
             lines += ["", f"{head}:" if head else "general:"]

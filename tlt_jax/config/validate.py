@@ -6,8 +6,10 @@ import re
 from typing import Protocol
 
 from tlt_jax.config.parse import nearest
-from tlt_jax.config.schema import ADAPTIVE, REWARDS, Config
+from tlt_jax.config.schema import ADAPTIVE, NGRAM, REWARDS, Config
 from tlt_jax.errors import ConfigError
+
+MARGIN = 256  # tokens by which the cache of a sequence may be longer than it
 
 
 def eval_metrics(config: Config) -> list[str]:
@@ -49,6 +51,15 @@ def validate_without_training(config: Config) -> None:
         raise ConfigError(
             "speculation.drafter adaptive learns while it trains, and nothing is trained here: give the drafter's "
             "directory, or ngram"
+        )
+
+
+def validate_rl(config: Config) -> None:
+    """Raises ConfigError for what makes no sense when the policy is trained by RL."""
+    if config.rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
+            "another above 0"
         )
 
 
@@ -149,6 +160,14 @@ def validate_shapes(config: Config) -> None:
             raise ConfigError(
                 f"rollout.{name}_buckets {buckets} must grow: use {sorted(set(buckets))}"
             )
+    speculation = config.speculation
+    text = speculation.pool + config.data.max_prompt_tokens + answer_limit(config) + MARGIN
+    if speculation.drafter in (NGRAM, ADAPTIVE) and (speculation.max_match + 1) * text > 2**24:
+        most = 2**24 // (speculation.max_match + 1) - text + speculation.pool
+        raise ConfigError(
+            f"speculation.pool {speculation.pool} with max_match {speculation.max_match} and sequences of "
+            f"{text - speculation.pool} tokens is more than n-grams can compare: lower the pool to {max(most, 16)}"
+        )
     capacity = rollout.slots or -(-rollout.prompts // mesh.data) * rollout.samples
     if rollout.batch_buckets and rollout.batch_buckets[-1] < capacity:
         raise ConfigError(

@@ -25,6 +25,8 @@ def set_environment(config: Config) -> None:
 
     A process that has made its devices keeps them: ConfigError when they are too few.
     """
+    # Only its tokenizers are used, and it would say that it misses PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     flags = os.environ.get("XLA_FLAGS", "").split()
     if config.mesh.fake_devices:
         flags = [flag for flag in flags if not flag.startswith(COUNT)] + [

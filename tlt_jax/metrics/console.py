@@ -10,18 +10,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
 RECENT = 20  # latest steps, whose mean duration predicts the remaining time
+COMPILES_EVERY_S = 20.0  # between two lines about compiling, when nothing else is said
 
 
 class Progress:
     """Shows the step, metrics (reward, answer length; loss, agreement), speed, remaining time.
 
-    While it is open, records of the package's loggers are printed above the display.
+    While it is open, records of the package's loggers are printed above the display: of those below INFO only
+    how many programs were compiled (records with `compile_seconds`), or with `details` all.
     """
 
     def __init__(
-        self, total_steps: int, first_step: int, live: bool, console: Console | None = None
+        self,
+        total_steps: int,
+        first_step: int,
+        live: bool,
+        console: Console | None = None,
+        details: bool = False,
     ):
         self.console = console or Console(soft_wrap=True)
+        self._details = details
+        self._programs, self._compile_s = 0, 0.0  # compiled since this was last said
+        self._compiles_said = time.monotonic()
         self._total, self._done = total_steps, first_step
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._last = time.monotonic()
@@ -40,11 +50,11 @@ class Progress:
             )
             self._bar.start()
 
-        self._handler = Messages(self.console)
+        self._handler = Messages(self)
         logger = logging.getLogger("tlt_jax")
         logger.addHandler(self._handler)
         self._level = logger.level
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)
         self._propagates, logger.propagate = (
             logger.propagate,
             False,
@@ -59,6 +69,7 @@ class Progress:
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last = now
 
+        self._say_compiles()
         status = self.status(step, values)
         if self._bar:
             self._bar.update(self._task, completed=step, status=status)
@@ -92,6 +103,29 @@ class Progress:
         pieces.append(f"{clock(per_step * (self._total - step))} to go")
         return "  ".join(pieces)
 
+    def hear(self, record: logging.LogRecord, text: str) -> None:
+        """Shows a record of a logger, in short unless it is important."""
+        seconds = getattr(record, "compile_seconds", None)
+        if self._details or record.levelno >= logging.INFO:
+            self.say(text)
+        elif seconds is not None:
+            self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
+            if self._bar:
+                self._bar.update(self._task, status=self._compiles())
+            elif time.monotonic() - self._compiles_said > COMPILES_EVERY_S:
+                self._say_compiles()
+
+    def _compiles(self) -> str:
+        programs = f"{self._programs} program{'s' if self._programs > 1 else ''}"
+        return f"compiled {programs} in {self._compile_s:.0f} s"
+
+    def _say_compiles(self) -> None:
+        """Says what was compiled since the last time, if anything that takes a second."""
+        if self._compile_s >= 1:
+            self.say(self._compiles())
+            self._programs, self._compile_s = 0, 0.0
+        self._compiles_said = time.monotonic()
+
     def say(self, text: str) -> None:
         """Prints a line above the display."""
         self.console.print(text, markup=False, highlight=False)
@@ -108,14 +142,14 @@ class Progress:
 
 
 class Messages(logging.Handler):
-    """Prints log records through the console that owns the live display."""
+    """Hands log records to the progress display."""
 
-    def __init__(self, console: Console):
+    def __init__(self, progress: Progress):
         super().__init__()
-        self._console = console
+        self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False, highlight=False)
+        self._progress.hear(record, self.format(record))
 
 
 def clock(seconds: float) -> str:

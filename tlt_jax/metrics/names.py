@@ -59,6 +59,11 @@ NAMES = tuple(
         ("response_length/p90", "scalar", "90th percentile of the answer length"),
         ("response_length/p99", "scalar", "99th percentile of the answer length"),
         ("response_length/clip_ratio", "scalar", "share of answers cut at rollout.max_new_tokens"),
+        (
+            "response_length/nonfinite",
+            "scalar",
+            "answers that ended because the policy's logits were not finite",
+        ),
         ("response_length/histogram", "histogram", "answer lengths of the step"),
         # policy update
         ("actor/loss", "scalar", "loss of the policy update, all terms"),
@@ -249,6 +254,11 @@ NAMES = tuple(
             "code of a data group's drafting programs, and the largest one's temporaries",
         ),
         ("training/epoch", "scalar", "passes over the training rows so far"),
+        (
+            "training/rows_dropped",
+            "scalar",
+            "rows of data.train that are too long, twice there or in the evaluation too",
+        ),
         # evaluation
         ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
         (

@@ -6,6 +6,7 @@ Each step is there once, also after a resume.
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
@@ -24,9 +27,12 @@ from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
 
 TENSORBOARD = "tensorboard"
+LOG = "log.txt"  # every message of the run, each compilation too
 COMPLETIONS = "completions"
 SPECULATION = "speculation"
 TIMELINE = "timeline"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,16 @@ class Writer:
                 ):
                     path.unlink()
 
-        (self._folder / COMPLETIONS).mkdir(parents=True, exist_ok=True)
         events = self._folder / TENSORBOARD
-        events.mkdir(exist_ok=True)
+        events.mkdir(parents=True, exist_ok=True)
         earlier = sorted(events.iterdir())
+        self._log = logging.FileHandler(self._folder / LOG, encoding="utf-8", delay=True)
+        self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logging.getLogger("tlt_jax").addHandler(self._log)
+        is_detailed = config.log.level == "debug"
+        self.progress = Progress(
+            total_steps, resumed_from or 0, config.log.progress, details=is_detailed
+        )
         for path in earlier:
             forget(path, first_step)
 
@@ -100,7 +112,6 @@ class Writer:
             str(events / "events"), f".{len(earlier):04d}"
         )  # sorts also within a second
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
-        self.progress = Progress(total_steps, resumed_from or 0, config.log.progress)
 
     def __enter__(self) -> Writer:
         return self
@@ -201,6 +212,8 @@ class Writer:
     def close(self) -> None:
         """Closes the files and ends the display."""
         self.progress.close()
+        logging.getLogger("tlt_jax").removeHandler(self._log)
+        self._log.close()
         self._events.close()
 
     def _write(self, step: int, **content) -> None:
@@ -223,22 +236,37 @@ class NoWriter:
 
 
 def forget(path: Path, first_step: int) -> None:
-    """Removes the events of `first_step` and later from a TensorBoard file.
+    """Removes the events of `first_step` and later from a TensorBoard file, and a last one that is not whole.
 
-    And a truncated last event. Events of the supervised warm start stay, unless first_step is 0
-    (a new run).
+    Events of the supervised warm start stay, unless first_step is 0 (a new run). Of a damaged file the events before the
+    damage stay, and a copy of all of it is kept beside the folder, which is logged.
     """
-    content, kept, start = path.read_bytes(), [], 0
-
+    content, kept, start, is_damaged = path.read_bytes(), [], 0, False
     while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
-        end = start + 16 + struct.unpack_from("<Q", content, start)[0]
-        if end > len(content):
+        length, checksum = struct.unpack_from("<QI", content, start)
+        end = start + 16 + length
+        is_damaged = masked_crc32c(content[start : start + 8]) != checksum
+        if is_damaged or end > len(content):
             break
-        event = Event.FromString(content[start + 12 : end - 4])
+        try:
+            event = Event.FromString(content[start + 12 : end - 4])
+        except DecodeError:
+            is_damaged = True
+            break
         if event.step < first_step or event.file_version or first_step and is_warm_start(event):
             kept.append(content[start:end])
         start = end
 
+    if is_damaged:
+        copy = path.parent.with_name(f"{TENSORBOARD}_damaged") / path.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(content)
+        log.warning(
+            "%s is damaged at byte %d: what comes after it is not shown any more; all of it is in %s",
+            path,
+            start,
+            copy,
+        )
     if sum(map(len, kept)) < len(content):
         outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
         with atomic.replacing(path, outside) as temporary:

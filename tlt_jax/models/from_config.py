@@ -23,7 +23,7 @@ def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     """Sizes and features: of the model directory, or of model.init with the tokenizer's vocabulary and EOS."""
     eos_ids = (tokenizer.eos_token_id,)
     if config.model.path:
-        return hf.read_config(policy_directory(config), eos_ids)
+        return hf.read_config(policy_directory(config), eos_ids, config.model.init)
     return hf.new_config(config.model.init, len(tokenizer), eos_ids)
 
 

@@ -42,10 +42,19 @@ def from_hf_config(
     missing = [name for name in REQUIRED if raw.get(name) is None]
     if missing:
         raise ModelError(f"config.json lacks {', '.join(missing)}: give sizes for them")
+    check_numbers(raw)
     family, heads, width = raw["model_type"], raw["num_attention_heads"], raw["hidden_size"]
     head_dim = raw.get("head_dim") or (128 if family == "qwen3" else width // heads)
     bias = bool(raw.get("attention_bias")) and family != "qwen2"
     positions = raw.get("max_position_embeddings") or (2048 if family == "llama" else 32768)
+    eos_ids = eos_union(
+        raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
+    )
+    other = [number for number in eos_ids if not 0 <= number < raw["vocab_size"]]
+    if other:
+        raise ModelError(
+            f"eos_token_id {other[0]} is not in the vocabulary of {raw['vocab_size']} tokens: correct one of the two"
+        )
     try:
         return ModelConfig(
             family=family,
@@ -65,9 +74,7 @@ def from_hf_config(
             qk_norm=family == "qwen3",
             tied=bool(raw.get("tie_word_embeddings", False)),
             init_std=raw.get("initializer_range", 0.02),
-            eos_ids=eos_union(
-                raw.get("eos_token_id"), (generation or {}).get("eos_token_id"), list(tokenizer_eos)
-            ),
+            eos_ids=eos_ids,
         )
     except ValueError as error:
         raise ModelError(f"config.json: {error}") from error
@@ -102,6 +109,20 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         )
 
 
+def check_numbers(raw: Mapping[str, Any]) -> None:
+    """Raises ModelError for a size that is no whole number of at least 1, and for other numbers that are not positive."""
+    for name in (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        size = raw.get(name)
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ModelError(f"{name} {size!r}: use a whole number of at least 1")
+    for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        value = raw.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+        ):
+            raise ModelError(f"{name} {value!r}: use a number above 0")
+
+
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     """The rotary embedding of either dialect: rope_theta + rope_scaling, or rope_parameters."""
     scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
@@ -109,7 +130,13 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
         raise ModelError(
             f"rope_parameters per layer type ({', '.join(scaling)}) are not supported, only one for all"
         )
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = scaling.get("rope_type") or scaling.get("type")
+    unused = sorted(scaling.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
+    if unused and not kind:
+        raise ModelError(
+            f"rope_scaling with {', '.join(unused)} has no rope_type: add one of default, linear, llama3, yarn"
+        )
+    kind = kind or "default"
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(
@@ -245,15 +272,27 @@ def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int])
     return from_hf_config(INIT_DEFAULTS | {"vocab_size": vocab_size} | dict(init), None, eos_ids)
 
 
-def read_config(directory: str | Path, tokenizer_eos: Iterable[int] = ()) -> ModelConfig:
-    """The ModelConfig of a model directory."""
+def read_config(
+    directory: str | Path,
+    tokenizer_eos: Iterable[int] = (),
+    claimed: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """The ModelConfig of a model directory. Raises ModelError when `claimed`, fields of a config.json, says otherwise."""
     directory = Path(directory)
     raw = read_json(directory / "config.json")
     if raw is None:
         raise ModelError(
             f"{directory} has no config.json: give the directory of a Hugging Face model"
         )
-    return from_hf_config(raw, read_json(directory / "generation_config.json"), tokenizer_eos)
+    generation = read_json(directory / "generation_config.json")
+    config = from_hf_config(raw, generation, tokenizer_eos)
+    for name, value in (claimed or {}).items():
+        if from_hf_config(raw | {name: value}, generation, tokenizer_eos) != config:
+            raise ModelError(
+                f"model.init.{name} is {value!r}, and {directory / 'config.json'} says {raw.get(name)!r}: correct it, or "
+                "leave model.init out"
+            )
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
