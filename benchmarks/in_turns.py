@@ -19,7 +19,7 @@ FOLDER = "TLT_JAX_TURNS"  # environment: where the processes of a run say that t
 INDEX, COUNT = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
 LOOK_S = 0.005  # from one look at a run to the next
 WAIT_S = 3600  # seconds that a step may take, or a start
-QUIET_S = 0.2  # seconds without a message to other processes before one is stopped
+QUIET_S = 0.05  # seconds without a message to other processes before one is stopped
 
 
 class Turns:
