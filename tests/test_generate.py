@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from tlt_jax.data import tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,22 @@ def test_text_and_ids_of_a_prompt_give_the_same_answers(models, capsys, tmp_path
     assert text["tokens_per_second"] > 0 and text["tokens"] == sum(
         len(one["token_ids"]) for one in text["completions"]
     )
+
+
+def test_the_speed_leaves_out_what_was_waited_for_and_nothing_else(models, capsys, monkeypatch):
+    """Programs that compiled for a day while others ran change nothing."""
+    run_of = Engine.run
+
+    def with_waits(self, *args, **knobs):
+        result, tuner = run_of(self, *args, **knobs)
+        result = replace(result, compile_waits={0: [(0.0, 1.5), (3.0, 4.0)]})
+        result.stats.update(seconds=10.0, compile_seconds=86_400.0)
+        return result, tuner
+
+    monkeypatch.setattr(Engine, "run", with_waits)
+    found = run(capsys, "--model", models / "ids", "--prompt-ids", "1,2", "--max-new-tokens", 4)
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / 7.5)
+    assert (found["seconds"], found["compile_seconds"]) == (7.5, 2.5)
 
 
 def test_plain_output_shows_text_ids_logprobs_and_speed(models, capsys):

@@ -94,6 +94,20 @@ def test_the_optimizer_is_twice_the_weights_and_the_cache_is_worked_by_hand(plan
     assert engine.capacity == 4 * 2 // 2
 
 
+def test_a_reference_policy_and_longer_evaluations_are_counted_and_their_programs_planned():
+    more = "--algorithm.kl_coef", "0.1", "--eval.every", "5", "--eval.max_new_tokens", "120"
+    (settings, recipe, engine), plain = plan_of(*more), plan_of()
+    kinds, without = budget(settings, recipe, engine), budget(*plain)
+    assert kinds["reference"] == kinds["weights"] and "reference" not in without
+    assert all("reference" in phase for phase in memory.phases(kinds).values())
+    longest = settings.data.max_prompt_tokens + 120
+    assert memory.cache_slots(settings) == longest > memory.cache_slots(plain[0])
+    assert kinds["cache"] * (memory.cache_slots(plain[0]) + 8) == without["cache"] * (longest + 8)
+    names = [program.name for program in plan.lower(settings, recipe, engine, kinds)]
+    assert "log-probs" in names
+    assert "log-probs" not in [one.name for one in plan.lower(*plain, without)]
+
+
 def test_a_drafter_has_its_own_lines_worked_by_hand():
     settings, recipe, engine = plan_of(*DRAFTERS["eagle3"])
     kinds, plain = budget(settings, recipe, engine), budget(*plan_of())

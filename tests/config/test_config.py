@@ -41,6 +41,15 @@ def write(tmp_path):
     return write
 
 
+def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
+    greedy = parse([*write(), "--rollout.temperature", "0"])
+    with pytest.raises(
+        ConfigError, match="rollout.temperature 0: all answers to a prompt are the same"
+    ):
+        validate.validate_rl(greedy)
+    validate.validate_rl(parse(write()))
+
+
 def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse(["--config", "quickstart"]) == read(SHIPPED / "quickstart.yaml")

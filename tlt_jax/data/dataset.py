@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import DROP, Data
-from tlt_jax.data import files, tasks
+from tlt_jax.data import rows as rows_of, tasks
 from tlt_jax.data.files import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.data.token_bytes import token_bytes
@@ -293,8 +293,8 @@ def _task_rows(
 
 def _load_files(config: Config, encoder: Encoder) -> Dataset:
     data, problems = config.data, Problems()
-    rows = _rows(config, "data.train", data.train, problems)
-    eval_rows = _rows(config, "data.eval", data.eval, problems) if data.eval else []
+    rows = rows_of.read(config, "data.train", data.train, problems)
+    eval_rows = rows_of.read(config, "data.eval", data.eval, problems) if data.eval else []
     problems.stop_if_any()
 
     train, counts = encoder.prompts(rows), {"rows": len(rows)}
@@ -366,72 +366,3 @@ def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]
             f"{longest} tokens), or data.max_too_long, the share that may be dropped"
         )
     return [Prompt(i, p.tokens, p.row, p.text) for i, p in enumerate(kept)], dropped
-
-
-def _rows(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
-    """The rows of a source with the columns "id", "prompt" and "answer", mapped from its own.
-
-    And "solution", when there is a supervised warm start and the source is data.train.
-    """
-    data = config.data
-    mapping = {"prompt": data.prompt_column, "answer": data.answer_column}
-    if data.id_column:
-        mapping["id"] = data.id_column
-    if config.sft.steps and knob == "data.train":
-        mapping["solution"] = config.sft.solution_column
-
-    rows, first_seen = [], {}
-    for path in files.locate(parse.expand(source, knob), knob, problems):
-        for line, raw in files.read(path, problems):
-            place = (str(path), line)
-            for role, column in mapping.items():
-                _check_column(raw, role, column, data.chat_template, place, problems)
-            mapped = {"id": f"{path.name}:{line}"} | {
-                role: raw.get(column) for role, column in mapping.items()
-            }
-            mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
-            if (
-                first_seen.setdefault(mapped["id"], place) != place
-                and raw.get(data.id_column) is not None
-            ):
-                detail = "{!r}, first at {}:{}".format(mapped["id"], *first_seen[mapped["id"]])
-                problems.add(
-                    *place, "duplicate id", "make data.id_column unique or leave it empty", detail
-                )
-            rows.append(raw | mapped)
-
-    return rows
-
-
-def _check_column(
-    raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems
-) -> None:
-    """Records the problem of one column of one row, if any."""
-    knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
-    value = raw.get(column)
-
-    if column not in raw:
-        columns = ", ".join(map(repr, raw)) or "none: the row is empty"
-        problems.add(*place, f"no column {column!r}", f"set {knob} to one of {columns}")
-    elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
-        what = "empty prompt" if role == "prompt" else f"no {role}"
-        problems.add(*place, what, f"fill in column {column!r} or drop the row")
-    elif role == "prompt" and isinstance(value, list):
-        if not all(_is_message(message) for message in value):
-            problems.add(
-                *place,
-                "the prompt is no list of chat messages",
-                "use {'role': text, 'content': text} objects",
-            )
-        elif not chat:
-            problems.add(
-                *place, "the prompt is a list of chat messages", "set data.chat_template true"
-            )
-    elif not isinstance(value, str if role == "prompt" else (str, int, float)):
-        problems.add(*place, f"column {column!r} holds a {type(value).__name__}", "use text")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
