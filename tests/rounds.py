@@ -14,9 +14,10 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
-from tlt_jax.spec_decode import decode as chunk
+from tlt_jax.spec_decode import decode as chunk, verify
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.strategy import Strategy
 
 
@@ -76,6 +77,17 @@ def program(
         return chunk.decode_chunk(decoder, rounds or limit, state, weights, (), bounds)
 
     return run
+
+
+def match(tree: DraftTree, chosen: jax.Array, depth: int) -> verify.Walk:
+    """The walk of live rows for which the target's choice at every node is given."""
+    unused = jnp.zeros(chosen.shape[0])
+
+    def visit(nodes, step, alive):
+        tokens = jnp.take_along_axis(jnp.asarray(chosen), nodes[:, None], axis=1)[:, 0]
+        return verify.Visit(tokens, unused, unused > 0)
+
+    return verify.walk(tree, unused == 0, depth, visit)
 
 
 def answers(report: Report) -> list[list[int]]:

@@ -37,14 +37,14 @@ pytestmark = pytest.mark.usefixtures("x64")
 def late_dead_rows(advance_round, harm):
     """What a row commits that is not live goes to the slots before its length."""
 
-    def advance(decoder, state, weights, host_context):
+    def advance(decoder, state, ahead, weights, host_context):
         keep = decoder.target.keep
 
         def commit(cache, scratch, path, lengths):
             return keep(cache, scratch, path, jnp.where(state.live, lengths, lengths - harm))
 
         target = decoder.target._replace(keep=commit)
-        return advance_round(decoder._replace(target=target), state, weights, host_context)
+        return advance_round(decoder._replace(target=target), state, ahead, weights, host_context)
 
     return advance
 

@@ -14,7 +14,7 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter, verify
+from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter
 from tlt_jax.spec_decode.decode import Decoder, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.draft_tree import ABSENT
@@ -34,55 +34,66 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def redrawn_noise(gumbel, harm):
-    """Behind the first position of a round, the noise is drawn again in every round."""
+    """The noise of a position depends on how many positions are drawn with it."""
 
     def draw(keys, positions, *rest):
-        again = keys ^ (harm * positions[:, :1]).astype(jnp.uint32)
-        return jnp.concatenate(
-            [gumbel(keys, positions[:, :1], *rest), gumbel(again, positions[:, 1:], *rest)], axis=1
-        )
+        again = keys.at[1:].set(keys[1:] ^ (harm * positions[1:]).astype(jnp.uint32))
+        return gumbel(again, positions, *rest)
 
     return draw
 
 
-def late_noise(gumbel, harm):
-    """Behind the first position of a round, the noise is that of the position after."""
-    return lambda keys, positions, *rest: gumbel(keys, positions.at[:, 1:].add(harm), *rest)
+def stale_noise(draw_ahead, harm):
+    """The last of the positions that a round needs anew is not drawn: another one's noise is in its place."""
+    return lambda ahead, keys, starts, live: draw_ahead(
+        ahead.replace(ends=ahead.ends + harm * (ahead.ends < starts + ahead.count)),
+        keys, starts, live,
+    )  # fmt: skip
 
 
-def noise_per_node(along, harm):
-    """The nodes of one depth have noise of their own; the root has what plain decoding has."""
+def noise_of_another_place(places, harm):
+    """Noise is kept and looked up by the slot alone, not by the row."""
 
-    def pick(path, nodes):
-        found = along(path, nodes)
-        if path.shape[1] != TREE.nodes:
-            return found
-        return jax.vmap(lambda row, by: jnp.roll(row, by, axis=-1), (1, 0), 1)(
-            found, harm * jnp.arange(TREE.nodes)
+    def find(ahead, positions):
+        found = places(ahead, positions)
+        return jnp.where(harm > 0, found % ahead.count, found)
+
+    return find
+
+
+def noise_per_node(choose_at, harm):
+    """Below the root, the nodes of one depth have noise of their own."""
+
+    def choose(decoder, state, ahead, logits, nodes, step, alive):
+        own = jnp.where(
+            step > 0, state.keys + (harm * nodes[:, None]).astype(jnp.uint32), state.keys
         )
+        if ahead is not None:
+            turned = jnp.roll(ahead.values, harm * nodes[0], axis=-1)
+            ahead = ahead.replace(values=jnp.where(step > 0, turned, ahead.values))
+        return choose_at(decoder, state.replace(keys=own), ahead, logits, nodes, step, alive)
 
-    return pick
+    return choose
 
 
-def logits_of_another_parent(match, harm):
+def logits_of_another_parent(choose_at, harm):
     """Below the root, a child is compared with the choice of the node before its parent."""
 
-    def walk(tree, chosen, depth):
-        nodes = jnp.arange(chosen.shape[1])
-        return match(tree, chosen[:, jnp.where(nodes > 1, nodes - harm, nodes)], depth)
+    def choose(decoder, state, ahead, logits, nodes, *rest):
+        before = jnp.where(nodes > 1, nodes - harm, nodes)
+        return choose_at(decoder, state, ahead, logits, before, *rest)
 
-    return walk
+    return choose
 
 
-def unlooked_children(match, harm):
-    """The first child of the root is taken, whatever was chosen there."""
+def unlooked_children(choose_at, harm):
+    """At the root the first token of the vocabulary is taken, whatever was chosen there."""
 
-    def walk(tree, chosen, depth):
-        return match(
-            tree, chosen.at[:, 0].set(jnp.where(harm > 0, tree.tokens[:, 1], chosen[:, 0])), depth
-        )
+    def choose(decoder, state, ahead, logits, nodes, step, alive):
+        visit = choose_at(decoder, state, ahead, logits, nodes, step, alive)
+        return visit.replace(tokens=jnp.where((step == 0) & (harm > 0), 0, visit.tokens))
 
-    return walk
+    return choose
 
 
 def seen_siblings(ancestors, harm):
@@ -152,8 +163,10 @@ def repeated_siblings(children, harm):
 
 
 VERIFICATION = [
-    (chunk, "gumbel", redrawn_noise), (chunk, "gumbel", late_noise), (chunk, "along", noise_per_node),
-    (verify, "match", logits_of_another_parent), (verify, "match", unlooked_children), (chunk, "ancestors", seen_siblings),
+    (noise, "gumbel", redrawn_noise), (chunk, "draw_ahead", stale_noise),
+    (noise.NoiseAhead, "places", noise_of_another_place), (chunk, "choose_at", noise_per_node),
+    (chunk, "choose_at", logits_of_another_parent), (chunk, "choose_at", unlooked_children),
+    (chunk, "ancestors", seen_siblings),
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
 ]  # fmt: skip
 DRAFTING = [
@@ -169,6 +182,7 @@ def named(mutant) -> str:
 
 def spoiled(monkeypatch, mutants, harm: int) -> Decoder:
     """The toy with these mutants in it."""
+    expected()  # without them
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     target, drafter = toys.table_target(group, V), toys.table_drafter()(group, V)
     for place, name, mutant in mutants:
@@ -213,9 +227,10 @@ def siblings_differ(decoder: Decoder) -> bool:
     @jax.jit
     def first(weights, keys):
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
-        context = chunk.context_of(
-            decoder.target, state, (), chunk.noise_ahead(decoder, state, weights)
+        ahead = chunk.draw_ahead(
+            chunk.no_noise(decoder, state, weights), state.keys, state.lengths + 1, state.live
         )
+        context = chunk.context_of(decoder.target, state, (), ahead)
         known = decoder.drafter.catch_up(weights, state.drafter, context, state.live, TREE.path)
         return chunk.draft_tree(decoder, weights, known, context, state.roots)[1]
 

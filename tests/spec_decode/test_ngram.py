@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+from rounds import match
 
 from tlt_jax.data import tasks
 from tlt_jax.rollout.ngram_memory import NGramMemory
@@ -17,7 +18,6 @@ from tlt_jax.spec_decode.draft_tree import ABSENT
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
-from tlt_jax.spec_decode.verify import match
 
 SETTINGS = Settings(min_match=1, max_match=4, matches=6)
 TREE = Strategy(depth=4, topk=2, nodes=8)

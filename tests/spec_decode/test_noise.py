@@ -123,3 +123,38 @@ def test_both_precisions_give_the_same_noise(x64):
         noise.gumbel(keys, positions, 1000, dtype) for dtype in (jnp.float32, jnp.float64)
     )
     np.testing.assert_allclose(single, double, rtol=1e-5, atol=2e-6)
+
+
+def test_noise_ahead_is_that_of_its_positions_and_drawn_once(x64):
+    """Rows go on by 0 to M positions a round, some end; what was drawn before is taken as it stands."""
+    rng, (B, M, vocab) = np.random.default_rng(0), (5, 4, 7)
+    keys = keys_of(np.arange(B))
+    starts, live = rng.integers(1, 30, B).astype(np.int32), np.ones(B, bool)
+    ahead = noise.nothing_drawn(jnp.asarray(starts), M, vocab, jnp.float64)
+    draw = jax.jit(noise.draw_ahead)
+    marks = np.zeros((B, 100))  # how often a position was drawn
+    for _ in range(12):
+        before = np.asarray(ahead.values) + 1000.0  # what stays shows that it is old
+        ahead = draw(
+            ahead.replace(values=jnp.asarray(before)), keys, jnp.asarray(starts), jnp.asarray(live)
+        )
+        values = np.asarray(ahead.values)
+        for row in np.flatnonzero(live):
+            for position in range(starts[row], starts[row] + M):
+                place = int(ahead.places(jnp.full(B, position, jnp.int32))[row])
+                is_new = values[place, 0] < 500
+                marks[row, position] += is_new
+                found = values[place] - (0 if is_new else 1000 * round(values[place, 0] / 1000))
+                expected = noise.gumbel(
+                    keys[row : row + 1], jnp.array([[position]], jnp.int32), vocab, jnp.float64
+                )
+                np.testing.assert_allclose(found, expected[0, 0], rtol=1e-9, atol=1e-9)
+        np.testing.assert_array_equal(
+            np.asarray(ahead.ends)[live], starts[live] + M, "and no row that has ended is drawn"
+        )
+        for row in np.flatnonzero(~live):
+            places = slice(row * M, row * M + M)
+            np.testing.assert_array_equal(values[places], before[places])
+        starts = starts + np.where(live, rng.integers(0, M + 1, B), 0).astype(np.int32)
+        live &= rng.random(B) > 0.05
+    assert marks.max() == 1 and marks.sum() > 60

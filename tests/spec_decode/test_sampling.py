@@ -133,3 +133,97 @@ def test_logits_that_no_token_can_be_drawn_from_are_noticed(temperature):
     assert all(
         token < 2 for token, bad in zip(tokens.tolist(), rows.values(), strict=True) if not bad
     )
+
+
+WIDE = (
+    4 * sampling.BLOCK * sampling.BLOCKS
+)  # the smallest vocabulary of which a filter looks at the largest blocks first
+PEAKED, FLAT = (
+    4.0,
+    0.05,
+)  # standard deviations of logits of which few tokens, and nearly all, are kept
+FILTERS = [
+    Sampling(1.0, 0, 0.9), Sampling(0.6, 20, 1.0), Sampling(0.6, 50, 0.95), Sampling(1.0, 3000, 0.7),
+    Sampling(1.0, 300, 1.0),
+]  # fmt: skip
+
+
+def drawn(logits, wanted, setting: Sampling, looked: list | None = None) -> np.ndarray:
+    """The tokens of `draw`; `looked` gets how many ids noise was asked for, None for all."""
+    batch, vocab = logits.shape
+    keys = jnp.asarray(sequence_keys(5, 0, 0, np.arange(batch)))
+    positions = jnp.full(batch, 3, jnp.int32)
+
+    def values(ids):
+        every = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), logits.shape)
+        if looked is not None:
+            jax.debug.callback(looked.append, 0 if ids is None else ids.shape[1])
+        return noise.gumbel_at(keys, positions, every if ids is None else ids, logits.dtype)
+
+    scaled = sampling.scale(jnp.asarray(logits), setting)
+    found = np.asarray(sampling.draw(scaled, jnp.asarray(wanted), setting, values))
+    jax.effects_barrier()
+    return found
+
+
+def chosen_from_all(logits, setting: Sampling) -> np.ndarray:
+    """The same, by a sort of the whole vocabulary in NumPy."""
+    keys = jnp.asarray(sequence_keys(5, 0, 0, np.arange(len(logits))))
+    positions = jnp.full((len(logits), 1), 3, jnp.int32)
+    ahead = np.asarray(noise.gumbel(keys, positions, logits.shape[1], logits.dtype))[:, 0]
+    kept = [
+        references.filtered(row, setting.temperature, setting.top_k, setting.top_p)
+        for row in logits
+    ]
+    return np.argmax(np.array(kept) + ahead, axis=1)
+
+
+def rows(kinds) -> np.ndarray:
+    """Logits in float64, a row of each standard deviation, in tenths: many ties."""
+    rng = np.random.default_rng(4)
+    return np.round(np.array([rng.normal(size=WIDE) * kind for kind in kinds]), 1)
+
+
+@pytest.mark.parametrize("setting", FILTERS)
+@pytest.mark.parametrize("kinds", [(PEAKED,) * 24, (PEAKED, FLAT) * 12])
+def test_the_largest_blocks_give_the_token_of_the_whole_vocabulary(x64, setting, kinds):
+    logits = rows(kinds)
+    found = drawn(logits, np.ones(len(kinds), bool), setting)
+    np.testing.assert_array_equal(found, chosen_from_all(logits, setting))
+
+
+def test_all_tokens_are_looked_at_only_for_a_wanted_row_that_may_keep_more(x64):
+    setting, logits = Sampling(1.0, 0, 0.9), rows((PEAKED, FLAT, PEAKED))
+    for wanted, expected in (((True, False, True), False), ((True, True, True), True)):
+        looked: list[int] = []
+        drawn(logits, np.array(wanted), setting, looked)
+        assert (0 in looked) == expected, "noise of the whole vocabulary"
+        assert sampling.BLOCK * sampling.BLOCKS in looked
+
+
+def test_a_filtered_token_does_not_depend_on_the_other_rows():
+    logits = rows((PEAKED, PEAKED, FLAT, FLAT)).astype(np.float32)
+    together = drawn(logits, np.ones(4, bool), FILTERS[0])
+    quiet = np.where(np.arange(4)[:, None] < 2, logits, rows((PEAKED,) * 4).astype(np.float32))
+    np.testing.assert_array_equal(drawn(quiet, np.ones(4, bool), FILTERS[0])[:2], together[:2])
+
+
+def test_drawing_from_shards_gathers_no_logits():
+    setting, mesh = Sampling(0.7, 20, 0.9), meshes.make_mesh(1, 4)
+    logits = rows((PEAKED,) * 6).astype(np.float32)
+    placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "model")))
+    keys = jnp.asarray(sequence_keys(5, 0, 0, np.arange(6)))
+
+    def draw(logits):
+        at = jnp.full(6, 3, jnp.int32)
+        return sampling.draw(
+            sampling.scale(logits, setting), jnp.ones(6, bool), setting,
+            lambda ids: noise.gumbel(keys, at[:, None], WIDE)[:, 0] if ids is None else noise.gumbel_at(keys, at, ids),
+        )  # fmt: skip
+
+    compiled = jax.jit(draw).lower(placed).compile()
+    np.testing.assert_array_equal(compiled(placed), drawn(logits, np.ones(6, bool), setting))
+    text = compiled.as_text()
+    assert (
+        f"[6,{WIDE}]" not in text and f"[6,{WIDE // sampling.BLOCK},{sampling.BLOCK}]" not in text
+    )

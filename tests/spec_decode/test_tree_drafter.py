@@ -36,12 +36,18 @@ def setting(temperature: float) -> Context:
             features[row, t] = toys.table_logits(TABLE, prefix[: t + 1])
     lengths = jnp.array([len(prefix) - 1 for prefix in PREFIXES], jnp.int32)
     keys = jnp.asarray(sequence_keys(0, 0, 0, np.arange(len(PREFIXES))))
-    ahead = noise.gumbel(
-        keys, lengths[:, None] + 1 + jnp.arange(5, dtype=jnp.int32), V, jnp.float64
-    )
+    ahead = noise.nothing_drawn(lengths + 1, 5, V, jnp.float64)
+    ahead = noise.draw_ahead(ahead, keys, lengths + 1, lengths > 0)
     return Context(
         jnp.asarray(history), lengths, jnp.asarray(features), (), ahead if temperature else None
     )
+
+
+def expected_noise(row: int) -> np.ndarray:
+    """The noise of the positions after a prefix."""
+    key = jnp.asarray(sequence_keys(0, 0, 0, np.array([row])))
+    positions = len(PREFIXES[row]) + jnp.arange(5, dtype=jnp.int32)[None]
+    return np.asarray(noise.gumbel(key, positions, V, jnp.float64))[0]
 
 
 def drawn(
@@ -110,7 +116,7 @@ def test_trees_are_those_of_plain_loops(strategy, coupling, temperature, ids):
     tree, context = drawn(coupling, strategy, temperature, ids)
     assert not references.orphans(tree).any()
     for row, prefix in enumerate(PREFIXES):
-        ahead = None if context.noise is None else np.asarray(context.noise[row])
+        ahead = expected_noise(row) if temperature else None
         expected = grown(
             prefix, ahead, coupling, strategy, temperature, np.arange(V) if ids is None else ids
         )

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
+import rounds
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.spec_decode import decode as chunk, tree, verify
+from tlt_jax.spec_decode import decode as chunk, tree
 from tlt_jax.spec_decode.decode import (
     BROKEN,
     RUNNING,
@@ -49,7 +50,7 @@ def test_ancestors_equal_the_way_up(nodes):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7])
-def test_match_walks_like_a_loop(nodes):
+def test_a_walk_is_that_of_a_loop(nodes):
     tokens, parents, depths = random_trees(300, nodes, 8, seed=1)
     chosen = np.random.default_rng(2).integers(0, 8, size=tokens.shape).astype(np.int32)
     for b in range(0, 300, 2):  # make long walks common
@@ -58,13 +59,13 @@ def test_match_walks_like_a_loop(nodes):
     depth = int(depths.max())
     unused = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
     tree_of = DraftTree(*map(jnp.asarray, (tokens, parents, depths)), *unused)
-    walk = verify.match(tree_of, jnp.asarray(chosen), depth)
+    walk = rounds.match(tree_of, jnp.asarray(chosen), depth)
     for b in range(300):
         path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)
         accepted = int(walk.accepted[b])
         assert accepted == len(path) - 1
         assert walk.path[b, : accepted + 1].tolist() == path
-        assert walk.tokens[b, : accepted + 1].tolist() == emitted
+        assert walk.visits.tokens[b, : accepted + 1].tolist() == emitted
 
 
 UNUSED = dict.fromkeys(("resize", "empty", "padded_slots", "vocab", "params"))

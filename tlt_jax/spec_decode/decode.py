@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from tlt_jax.spec_decode import sampling, verify
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
-from tlt_jax.spec_decode.noise import gumbel
+from tlt_jax.spec_decode.noise import NoiseAhead, draw_ahead, gumbel, gumbel_at, nothing_drawn
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED, follow
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -108,16 +109,20 @@ def decode_chunk(
         stats=nothing(strategy),
     )
 
-    def goes_on(carry: tuple[DecodeState, Report]) -> Array:
-        state, report = carry
+    def goes_on(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:
+        state, _, report = carry
         return (report.rounds < jnp.minimum(bounds[1], rounds)) & (state.live.sum() >= bounds[0])
 
-    def step(carry: tuple[DecodeState, Report]) -> tuple[DecodeState, Report]:
-        state, report = carry
-        state, emitted, stats = advance_round(decoder, state, weights, host_context)
-        return state, append(report, emitted, stats)
+    def step(
+        carry: tuple[DecodeState, NoiseAhead | None, Report],
+    ) -> tuple[DecodeState, NoiseAhead | None, Report]:
+        state, ahead, report = carry
+        state, ahead, emitted, stats = advance_round(decoder, state, ahead, weights, host_context)
+        return state, ahead, append(report, emitted, stats)
 
-    return jax.lax.while_loop(goes_on, step, (state, report))
+    carry = state, no_noise(decoder, state, weights), report
+    state, _, report = jax.lax.while_loop(goes_on, step, carry)
+    return state, report
 
 
 @jax.named_scope("catch_up")
@@ -149,31 +154,34 @@ class Emitted:
 
 
 def advance_round(
-    decoder: Decoder, state: DecodeState, weights: Weights, host_context: PyTree
-) -> tuple[DecodeState, Emitted, Stats]:
-    """Draft, forward, choose at every node, follow the matches, commit."""
+    decoder: Decoder,
+    state: DecodeState,
+    ahead: NoiseAhead | None,
+    weights: Weights,
+    host_context: PyTree,
+) -> tuple[DecodeState, NoiseAhead | None, Emitted, Stats]:
+    """Draft, forward, choose along the matches, commit; `ahead` is as in `no_noise`."""
     target, _, params, strategy = decoder
-    noise = noise_ahead(decoder, state, weights)
+    if ahead is not None:
+        ahead = draw_ahead(ahead, state.keys, state.lengths + 1, state.live)
     if strategy == PLAIN:
         tree = root_only(state.roots)
     else:
-        context = context_of(target, state, host_context, noise)
+        context = context_of(target, state, host_context, ahead)
         known, tree = draft_tree(decoder, weights, state.drafter, context, state.roots)
         state = state.replace(drafter=known)
     positions = state.lengths[:, None] + tree.depths
     logits, scratch = target.forward(
         weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
     )
-    scaled = sampling.scale(logits, params.sampling)
-    filtered = sampling.filter(scaled, params.sampling)
-    chosen = sampling.choose(filtered if noise is None else filtered + along(tree.depths, noise))
-    walk = verify.match(tree, chosen, strategy.depth)
-    on_path = along(walk.path, scaled)
-    logprobs = sampling.logprob(on_path, walk.tokens)
-    broken = sampling.is_broken(on_path, walk.tokens, logprobs)
-    tokens = jnp.where(broken, params.eos_ids[0] if params.eos_ids else 0, walk.tokens)
-    counts, finish, stop_state = settle(params, state, tokens, walk.accepted, broken)
-    emitted = Emitted(tokens, jnp.where(broken, 0, logprobs), counts, finish)
+    visit = partial(choose_at, decoder, state, ahead, logits)
+    walk = verify.walk(tree, state.live, strategy.depth, visit)
+    chosen = walk.visits
+    tokens = jnp.where(
+        chosen.broken, params.eos_ids[0] if params.eos_ids else 0, chosen.tokens
+    ).astype(jnp.int32)
+    counts, finish, stop_state = settle(params, state, tokens, walk.accepted, chosen.broken)
+    emitted = Emitted(tokens, jnp.where(chosen.broken, 0, chosen.logprobs), counts, finish)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
     after = state.replace(
         roots=jnp.where(counts > 0, last, state.roots),
@@ -183,7 +191,32 @@ def advance_round(
         history=remember(state.history, tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
-    return after, emitted, measure(tree, walk.path, counts, state.live, strategy)
+    return after, ahead, emitted, measure(tree, walk.path, counts, state.live, strategy)
+
+
+def choose_at(
+    decoder: Decoder,
+    state: DecodeState,
+    ahead: NoiseAhead | None,
+    logits: Float[Array, "B N V"],
+    nodes: Int32[Array, " B"],
+    step: Int32[Array, ""],
+    alive: Bool[Array, " B"],
+) -> verify.Visit:
+    """What the target chooses at these nodes, `step` below the root; of rows that are not alive, anything."""
+    sampling_, positions = decoder.params.sampling, state.lengths + 1 + step
+    scaled = sampling.scale(rows_at(nodes, logits), sampling_)
+
+    def noise(ids: Int32[Array, "B U"] | None) -> Float[Array, "B U"]:
+        if ids is not None:
+            return gumbel_at(state.keys, positions, ids, scaled.dtype)
+        if ahead is not None:
+            return ahead.values.at[ahead.places(positions)].get(mode="promise_in_bounds")
+        return gumbel(state.keys, positions[:, None], scaled.shape[1], scaled.dtype)[:, 0]
+
+    tokens = sampling.draw(scaled, alive, sampling_, noise)
+    logprobs = sampling.logprob(scaled, tokens)
+    return verify.Visit(tokens, logprobs, sampling.is_broken(scaled, tokens, logprobs))
 
 
 @jax.named_scope("draft")
@@ -213,10 +246,12 @@ def draft_alone(
     decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree
 ) -> Known:
     """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
-    noise = noise_ahead(decoder, known, weights)
+    ahead = no_noise(decoder, known, weights)
+    if ahead is not None:
+        ahead = draw_ahead(ahead, known.keys, ahead.ends, jnp.ones_like(known.lengths, bool))
 
     def step(_: Array, known: Known) -> Known:
-        context = Context(known.history, known.lengths, known.features, host_context, noise)
+        context = Context(known.history, known.lengths, known.features, host_context, ahead)
         roots = jnp.zeros_like(known.lengths)  # unused
         extended, tree = draft_tree(decoder, weights, known.drafter, context, roots)
         text = jnp.maximum(tree.tokens[:, 1 : decoder.strategy.path], 0)
@@ -227,18 +262,24 @@ def draft_alone(
 
 
 def context_of(
-    target: Target, state: DecodeState, host_context: PyTree, noise: Array | None = None
+    target: Target, state: DecodeState, host_context: PyTree, ahead: NoiseAhead | None = None
 ) -> Context:
     """What the drafter may look at."""
-    return Context(state.history, state.lengths, target.features(state.cache), host_context, noise)
+    return Context(state.history, state.lengths, target.features(state.cache), host_context, ahead)
 
 
-def noise_ahead(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> Array | None:
-    """Noise [B, M, V] of the positions after the root; one depth, one noise, since at most one node of it is visited."""
-    if decoder.params.sampling.is_greedy:
+def no_noise(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> NoiseAhead | None:
+    """Room for the noise of the positions after each root.
+
+    One depth, one noise, since at most one node of it is visited. None where no drafter reads noise:
+    then it is drawn for the visited positions alone.
+    """
+    strategy, drafter = decoder.strategy, decoder.drafter
+    if decoder.params.sampling.is_greedy or strategy == PLAIN or not drafter.reads_noise:
         return None
-    positions = state.lengths[:, None] + 1 + jnp.arange(decoder.strategy.path, dtype=jnp.int32)
-    return gumbel(state.keys, positions, decoder.target.vocab, float_type(weights))
+    return nothing_drawn(
+        state.lengths + 1, strategy.path, decoder.target.vocab, float_type(weights)
+    )
 
 
 def float_type(weights: Weights) -> jnp.dtype:
@@ -247,9 +288,11 @@ def float_type(weights: Weights) -> jnp.dtype:
 
 
 @shaped
-def along(path: Int32[Array, "B M"], nodes: Float[Array, "B N X"]) -> Float[Array, "B M X"]:
-    """The rows of the nodes on the path."""
-    return nodes if nodes.shape[1] == 1 else jnp.take_along_axis(nodes, path[:, :, None], axis=1)
+def rows_at(nodes: Int32[Array, " B"], values: Float[Array, "B N V"]) -> Float[Array, "B V"]:
+    """values[b, nodes[b]]."""
+    if values.shape[1] == 1:
+        return values[:, 0]
+    return jnp.take_along_axis(values, nodes[:, None, None], axis=1)[:, 0]
 
 
 @shaped

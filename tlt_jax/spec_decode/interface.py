@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from tlt_jax.spec_decode.draft_tree import Candidates
+from tlt_jax.spec_decode.noise import NoiseAhead
 from tlt_jax.spec_decode.strategy import Strategy
 
 PyTree = Any
@@ -19,15 +20,15 @@ PyTree = Any
 class Context:
     """What a drafter may look at: tokens 0..lengths (the last one is the root), and features of all before the root.
 
-    `host_context` is what the host gave along with the chunk; `noise` is that of positions lengths + 1, + 2, ..., or None when
-    tokens are chosen without noise.
+    `host_context` is what the host gave along with the chunk; `ahead` is the noise of positions lengths + 1, + 2, ..., or None
+    when tokens are chosen without noise, or the drafter reads none.
     """
 
     history: Int32[Array, "B S"]
     lengths: Int32[Array, " B"]
     features: Float[Array, "B S F"]
     host_context: PyTree
-    noise: Float[Array, "B M V"] | None = None
+    ahead: NoiseAhead | None = None
 
 
 class Resize(Protocol):
@@ -172,7 +173,7 @@ class Drafter(NamedTuple):
     `weights` are the target's too. `catch_up` is None when there is nothing to catch up with.
     host_context(batch) are ShapeDtypeStructs of what the host gives along with a chunk that drafts;
     `params` are those of its own weights, with shardings. `remembers`: whether it reads
-    `Context.history`.
+    `Context.history`; `reads_noise`: whether it reads `Context.ahead`.
     """
 
     draft: Draft
@@ -184,6 +185,7 @@ class Drafter(NamedTuple):
     host_context: Callable[[int], PyTree]
     params: PyTree
     remembers: bool
+    reads_noise: bool
 
 
 def stateless(
@@ -200,6 +202,7 @@ def stateless(
         host_context=host_context,
         params=(),
         remembers=remembers,
+        reads_noise=False,
     )
 
 

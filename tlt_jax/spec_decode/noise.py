@@ -8,7 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt32
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
 
@@ -45,6 +46,79 @@ def gumbel(
     ids = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, vocab), 2)
     key = (keys[:, 0, None, None], keys[:, 1, None, None])
     return from_words(*threefry(key, (positions.astype(jnp.uint32)[:, :, None], ids)), dtype)
+
+
+@jax.named_scope("noise")
+@shaped
+def gumbel_at(
+    keys: UInt32[Array, "B 2"],
+    positions: Int32[Array, " B"],
+    ids: Int32[Array, "B U"],
+    dtype=jnp.float32,
+) -> Float[Array, "B U"]:
+    """The values of `gumbel` at one position of each sequence, of these token ids alone."""
+    counter = (positions.astype(jnp.uint32)[:, None], ids.astype(jnp.uint32))
+    return from_words(*threefry((keys[:, :1], keys[:, 1:]), counter), dtype)
+
+
+@struct.dataclass
+class NoiseAhead:
+    """Noise of the next M positions of each row, every position of which is drawn once.
+
+    Position p of row b is values[b * M + p mod M]; `ends` are the first positions that are not drawn.
+    """
+
+    values: Float[Array, "A V"]
+    ends: Int32[Array, " B"]
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return self.values.shape[0] // self.ends.shape[0]
+
+    def places(self, positions: Int32[Array, " B"]) -> Int32[Array, " B"]:
+        """The indices of `values` at one position of each row."""
+        return jnp.arange(self.ends.shape[0], dtype=jnp.int32) * self.count + positions % self.count
+
+
+@shaped
+def nothing_drawn(starts: Int32[Array, " B"], count: int, vocab: int, dtype) -> NoiseAhead:
+    """Room for the noise of `count` positions of each row, the first of which is `starts`."""
+    return NoiseAhead(jnp.zeros((starts.shape[0] * count, vocab), dtype), starts)
+
+
+@shaped
+def draw_ahead(
+    ahead: NoiseAhead,
+    keys: UInt32[Array, "B 2"],
+    starts: Int32[Array, " B"],
+    live: Bool[Array, " B"],
+) -> NoiseAhead:
+    """The noise of positions starts, ..., starts + M - 1 of the live rows.
+
+    Only what is missing is drawn, some (row, position) at a time.
+    """
+    batch, (places, vocab) = starts.shape[0], ahead.values.shape
+    missing = jnp.where(live, starts + ahead.count - ahead.ends, 0)
+    until = jnp.cumsum(missing)
+    block = max(batch // 2, 1)
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        done, values = carry
+        number = done + jnp.arange(block, dtype=jnp.int32)
+        rows = jnp.searchsorted(until, number, side="right", method="scan_unrolled")
+        known = jnp.minimum(rows, batch - 1)
+        positions = (ahead.ends - until + missing)[known] + number
+        place = known * ahead.count + positions % ahead.count
+        # What is past the last one is dropped.
+        place = jnp.where(rows < batch, place, places + number)
+        drawn = gumbel(keys[known], positions[:, None], vocab, values.dtype)[:, 0]
+        return done + block, values.at[place].set(drawn, mode="drop", unique_indices=True)
+
+    _, values = jax.lax.while_loop(
+        lambda carry: carry[0] < until[-1], step, (jnp.int32(0), ahead.values)
+    )
+    return NoiseAhead(values, jnp.where(live, starts + ahead.count, ahead.ends))
 
 
 @shaped

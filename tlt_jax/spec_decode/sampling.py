@@ -15,6 +15,7 @@ from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.decoding_params import Sampling
 
 LEAST = -1e30  # no logit of a token is below; that of padding is the lowest number
+BLOCK, BLOCKS = 16, 128  # neighbouring tokens, and how many such blocks a filter looks at first
 
 
 @shaped
@@ -24,12 +25,68 @@ def scale(logits: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A 
     return logits if sampling.temperature in (0, 1) else logits / sampling.temperature
 
 
+@jax.named_scope("sample")
+@shaped
+def draw(
+    scaled: Float[Array, "B V"],
+    wanted: Bool[Array, " B"],
+    sampling: Sampling,
+    noise: Callable[[Int32[Array, "B U"] | None], Float[Array, "B U"]],
+) -> Int32[Array, " B"]:
+    """argmax(filter(scaled) + noise) of the wanted rows; of the others any token.
+
+    noise(ids) is that of these token ids, of all when `ids` is None. A filter looks at the blocks of
+    neighbouring tokens with the largest logits first; at all tokens only where a wanted row could
+    keep one outside of them. What a row gives does not depend on the others.
+    """
+    if sampling.is_greedy:
+        return choose(scaled)
+    if not is_filtered(sampling):
+        return choose(scaled + noise(None))
+    vocab = scaled.shape[1]
+    if vocab % BLOCK or vocab < 4 * BLOCK * BLOCKS or sampling.top_k > BLOCK * BLOCKS:
+        return choose(filter(scaled, sampling) + noise(None))
+
+    ids, some, outside = largest_blocks(scaled)
+    kept = filter(some, sampling, jax.nn.logsumexp(scaled, axis=-1, keepdims=True))
+    is_sure = jnp.min(jnp.where(kept > -jnp.inf, some, jnp.inf), axis=1) > outside
+    places = choose(kept + noise(ids))
+    found = jnp.take_along_axis(ids, places[:, None], axis=1)[:, 0]
+
+    def looked_at_all() -> Array:
+        return jnp.where(is_sure, found, choose(filter(scaled, sampling) + noise(None)))
+
+    return jax.lax.cond(jnp.all(is_sure | ~wanted), lambda: found, looked_at_all)
+
+
+def is_filtered(sampling: Sampling) -> bool:
+    """Whether top-k or top-p drop tokens."""
+    return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+@shaped
+def largest_blocks(
+    scaled: Float[Array, "B V"],
+) -> tuple[Int32[Array, "B U"], Float[Array, "B U"], Float[Array, " B"]]:
+    """Ids in rising order and values of the BLOCKS blocks of tokens with the largest maxima, and the largest value outside."""
+    batch, vocab = scaled.shape
+    blocks = scaled.reshape(batch, vocab // BLOCK, BLOCK)
+    tops, which = jax.lax.top_k(blocks.max(axis=-1), BLOCKS + 1)
+    which = jnp.sort(which[:, :BLOCKS], axis=1)
+    ids = which[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    values = jnp.take_along_axis(blocks, which[:, :, None], axis=1)
+    return ids.reshape(batch, -1), values.reshape(batch, -1), tops[:, BLOCKS]
+
+
 @jax.named_scope("filter")
 @shaped
-def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A V"]:
+def filter(
+    scaled: Float[Array, "*A V"], sampling: Sampling, total: Float[Array, "*A 1"] | None = None
+) -> Float[Array, "*A V"]:
     """Scaled logits, -inf at tokens outside top-k, and of the rest outside top-p.
 
-    Tokens that tie with the last one kept are kept too. Greedy sampling filters nothing.
+    Tokens that tie with the last one kept are kept too. Greedy sampling filters nothing. `total`:
+    the logsumexp of all scaled logits, when these are but the largest.
     """
     if sampling.is_greedy:
         return scaled
@@ -39,10 +96,11 @@ def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A
         border = largest_threshold(
             ordered, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= sampling.top_k
         )
-        scaled = jnp.where(ordered >= border, scaled, -jnp.inf)
+        scaled, total = jnp.where(ordered >= border, scaled, -jnp.inf), None
 
     if sampling.top_p < 1:
-        ordered, probs = ordered_bits(scaled), jax.nn.softmax(scaled, axis=-1)
+        total = jax.nn.logsumexp(scaled, axis=-1, keepdims=True) if total is None else total
+        ordered, probs = ordered_bits(scaled), jnp.exp(scaled - total)
         border = largest_threshold(
             ordered, lambda kept: jnp.sum(jnp.where(kept, probs, 0), axis=-1) >= sampling.top_p
         )
@@ -50,6 +108,7 @@ def filter(scaled: Float[Array, "*A V"], sampling: Sampling) -> Float[Array, "*A
     return scaled
 
 
+@shaped
 def ordered_bits(x: Float[Array, "*A V"]) -> UInt[Array, "*A V"]:
     """Unsigned integers in the order of the floats.
 

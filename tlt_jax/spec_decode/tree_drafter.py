@@ -140,6 +140,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
         host_context=lambda batch: (),
         params=network.params,
         remembers=True,
+        reads_noise=coupling.strength != 0,
     )
 
 
@@ -226,10 +227,11 @@ def noise_of(
 
     At the token ids of the draft vocabulary; None when the target is greedy.
     """
-    if context.noise is None:
+    if context.ahead is None:
         return None
-    noise = jax.lax.dynamic_slice_in_dim(context.noise, level, 1, axis=1)
-    return noise if ids is None else noise[:, :, ids]
+    places = context.ahead.places(context.lengths + 1 + level)[:, None]
+    where = places if ids is None else (places[:, :, None], ids)
+    return context.ahead.values.at[where].get(mode="promise_in_bounds")
 
 
 @shaped
@@ -251,7 +253,7 @@ def children(
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     value = jax.nn.log_softmax(wide / temperature, axis=-1)
-    if noise is not None and coupling.strength:
+    if noise is not None:
         value = value + coupling.strength * noise
     value = jax.nn.log_softmax(coupling.sharpness * value, axis=-1)
     value = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))

@@ -1,52 +1,86 @@
-"""Verification of draft trees: the path that agrees with the tokens the target chose.
+"""Verification of draft trees: the path that agrees with the tokens the target chooses.
 
 It knows neither noise nor networks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.draft_tree import DraftTree
 
 
 @struct.dataclass
-class Match:
+class Visit:
+    """What the target chose at one node of each row: the token, its log-probability, whether its logits are broken."""
+
+    tokens: Int32[Array, "*A"]
+    logprobs: Float[Array, "*A"]
+    broken: Bool[Array, "*A"]
+
+
+@struct.dataclass
+class Walk:
     """The accepted path of each tree: path[b, 0] is the root, then `accepted` nodes.
 
-    After these the last node is repeated. tokens[b, m] is the token the target chose at
-    path[b, m]: the accepted tokens, then the bonus token at m = accepted.
+    After these the last node is repeated. `visits` [B, M] are what was chosen on the path: the
+    accepted tokens, then the bonus token at m = accepted; after it anything.
     """
 
     path: Int32[Array, "B M"]
-    tokens: Int32[Array, "B M"]
+    visits: Visit
     accepted: Int32[Array, " B"]
 
 
 @jax.named_scope("verify")
 @shaped
-def match(tree: DraftTree, chosen: Int32[Array, "B N"], depth: int) -> Match:
+def walk(
+    tree: DraftTree,
+    live: Bool[Array, " B"],
+    depth: int,
+    visit: Callable[[Int32[Array, " B"], Int32[Array, ""], Bool[Array, " B"]], Visit],
+) -> Walk:
     """The path that goes to the child equal to the token chosen at its parent.
 
-    It ends where no child is, or after `depth` steps. `chosen`: the target's token at each node.
+    It ends where no child is, or after `depth` steps. visit(nodes, step, alive) is the choice at one
+    node of each row, asked for only while a row is alive: at the nodes of the path, and no others.
     """
-    nodes = jnp.arange(chosen.shape[1])
-    node = jnp.zeros(chosen.shape[0], jnp.int32)
-    alive = jnp.ones(chosen.shape[0], bool)
-    accepted = jnp.zeros_like(node)
-    path = [node]
+    nodes = jnp.arange(tree.tokens.shape[1])
+    root = jnp.zeros(live.shape, jnp.int32)
+    first = visit(root, jnp.int32(0), live)
+    if not depth:
+        return Walk(root[:, None], jax.tree.map(lambda leaf: leaf[:, None], first), root)
 
-    for _ in range(depth):
-        wanted = jnp.take_along_axis(chosen, node[:, None], axis=1)
-        hits = (tree.parents == node[:, None]) & (tree.tokens == wanted) & (nodes > 0)
+    def wide(leaf: Array) -> Array:
+        return jnp.zeros((live.shape[0], depth + 1), leaf.dtype).at[:, 0].set(leaf)
+
+    def put(column: Int32[Array, ""], whole: Array, leaf: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(whole, leaf[:, None], column, axis=1)
+
+    def child(node: Array, alive: Array, wanted: Array) -> tuple[Array, Array]:
+        hits = (tree.parents == node[:, None]) & (tree.tokens == wanted[:, None]) & (nodes > 0)
         alive &= hits.any(axis=1)
-        node = jnp.where(alive, jnp.argmax(hits, axis=1).astype(jnp.int32), node)
-        accepted += alive
-        path.append(node)
+        return jnp.where(alive, jnp.argmax(hits, axis=1).astype(jnp.int32), node), alive
 
-    path_BM = jnp.stack(path, axis=1)
-    return Match(path_BM, jnp.take_along_axis(chosen, path_BM, axis=1), accepted)
+    def step(carry: tuple) -> tuple:
+        count, node, alive, found = carry
+        visited = visit(node, count, alive)
+        visits = jax.tree.map(lambda whole, leaf: put(count, whole, leaf), found.visits, visited)
+        here = jnp.where(jnp.arange(depth + 1) >= count, node[:, None], found.path)
+        found = Walk(here, visits, found.accepted + alive)
+        return (count + 1, *child(node, alive, visited.tokens), found)
+
+    def goes_on(carry: tuple) -> Array:
+        count, _, alive, _ = carry
+        return (count <= depth) & alive.any()
+
+    begun = Walk(jnp.zeros((live.shape[0], depth + 1), jnp.int32), jax.tree.map(wide, first), root)
+    return jax.lax.while_loop(
+        goes_on, step, (jnp.int32(1), *child(root, live, first.tokens), begun)
+    )[-1]
