@@ -66,7 +66,7 @@ from in_turns import Turns
 from whole_runs import Run, accept_length, first_difference, interval, padding, pairs, quiet_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = [ROOT / "configs" / name for name in ("end_to_end.yaml", "end_to_end_quick.yaml")]
+CONFIGS = [ROOT / "benchmarks" / name for name in ("end_to_end.yaml", "end_to_end_quick.yaml")]
 PLAIN, NONE, CACHES = "plain", "none", ("cold", "warm")
 QUICK = "tlt"  # the arm of --quick
 DRAFTER = "{drafter}"  # in what an arm changes: the drafter's directory
@@ -364,7 +364,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="a small policy, plain and tlt, two processes, a picture",
     )
-    parser.add_argument("--config", default="", help="configs/end_to_end.yaml, or its quick one")
+    parser.add_argument("--config", default="", help="benchmarks/end_to_end.yaml, or its quick one")
     parser.add_argument("--policy", default="", help="model directory; empty: made by train.sft")
     parser.add_argument("--drafter", default="", help="EAGLE-3 directory, or none; empty: made")
     parser.add_argument("--data", default="", help="becomes $GSM8K_DIR of the configuration")

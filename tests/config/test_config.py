@@ -360,9 +360,15 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem
+    "path",
+    sorted(
+        path
+        for folder in ("configs", "benchmarks")
+        for path in (Path(__file__).parents[2] / folder).glob("*.yaml")
+    ),
+    ids=lambda p: p.stem,
 )
-def test_every_configuration_that_comes_with_the_package_is_valid(path):
+def test_every_configuration_that_comes_with_the_project_is_valid(path):
     assert read(path).run.startswith("runs/")
 
 
