@@ -1,4 +1,4 @@
-"""google-tunix's own sampler on a Qwen2 directory, for `speculation.py --peer`: a request a line in, a result a line out.
+"""google-tunix's own sampler on a Qwen2 directory, for --peer of speculation_race.py: a request a line in, a result a line out.
 
 Run by the python of a virtual environment with google-tunix; knows nothing of tlt_jax. A request is a JSON object with
 `prompts` (texts), `limit` (tokens) and `seed`; the result has `seconds` and `tokens` (end tokens too, padding not).
