@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import end_to_end
 import end_to_end_picture
+import end_to_end_report
+import end_to_end_turns
 import numpy as np
 import pytest
 import whole_runs
@@ -155,8 +157,8 @@ def test_an_answer_that_differs_is_found_and_named(run, name, value):
     for fewer in ({1: run.answers[1]}, {**run.answers, 2: {0: answer(0)}}):
         assert whole_runs.first_difference(run, replace(run, answers=fewer))
     assert "policies" in whole_runs.first_difference(run, replace(run, policy="ab12"))
-    with pytest.raises(end_to_end.Failure, match="ngram: other than plain"):
-        end_to_end.compare(run, replace(run, answers=other), "ngram", may_differ=False)
+    with pytest.raises(end_to_end_turns.Failure, match="ngram: other than plain"):
+        end_to_end_turns.compare(run, replace(run, answers=other), "ngram", may_differ=False)
 
 
 def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
@@ -182,7 +184,7 @@ def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
 def test_the_report_has_every_arm_and_its_ratio(run, capsys):
     fast = replace(run, steps={1: scalars(0.5), 2: scalars(0.5, False)}, wall=25.0)
     turn = {("cold", "plain"): run, ("cold", "ngram"): fast}
-    end_to_end.report([turn], "cold", ["plain", "ngram"])
+    end_to_end_report.report([turn], "cold", ["plain", "ngram"])
     text = capsys.readouterr().out
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ngram")]
     ratio = run.seconds / fast.seconds
@@ -213,7 +215,9 @@ sys.exit(3)
 def test_a_run_that_takes_turns_measures_no_pause_and_its_seconds_have_none(tmp_path):
     folder = tmp_path / "turns"
     begin = time.perf_counter()
-    run = Turns([sys.executable, "-c", SLEEPER, str(folder)], end_to_end.environment(), 1, folder)
+    run = Turns(
+        [sys.executable, "-c", SLEEPER, str(folder)], end_to_end_turns.environment(), 1, folder
+    )
     try:
         for is_last in (False, True):
             time.sleep(2.0)
@@ -240,7 +244,7 @@ train: {{steps: 2}}
 eval: {{every: 0}}
 """
     )
-    run = end_to_end.started(["--config", str(config)], 1, tmp_path / "turns")
+    run = end_to_end_turns.started(["--config", str(config)], 1, tmp_path / "turns")
     turns = 0
     try:
         assert (run.turn, run.run.poll()) == (1, None), run.output.read_text()
