@@ -20,6 +20,7 @@ import yaml
 from tlt_jax.errors import ConfigError, DataError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
+FUNCTION = re.compile(r"[\w.]+:\w+")  # module:function, a user's own
 WIDTH = 110  # of the help
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
@@ -47,15 +48,20 @@ def knob(
     help: str,
     *,
     one_of: Sequence[str] = (),
+    or_own: bool = False,
     at_least: float = -math.inf,
     above: float = -math.inf,
     at_most: float = math.inf,
     below: float = math.inf,
 ):
-    """A field with its one-line meaning and the values it can take; mutable defaults are copied per instance."""
+    """A field with its one-line meaning and the values it can take; mutable defaults are copied per instance.
+
+    `or_own`: module:function, too.
+    """
     metadata = {
         "help": help,
         "one_of": tuple(one_of),
+        "or_own": or_own,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
@@ -279,8 +285,10 @@ def checked(name: str, item: Knob, raw: Any) -> Any:
     for one in (
         value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
     ):
-        if limits["one_of"] and one not in limits["one_of"]:
-            raise ConfigError(f"{name} {one!r} is not known: use {' | '.join(limits['one_of'])}")
+        is_own = limits["or_own"] and FUNCTION.fullmatch(str(one))
+        if limits["one_of"] and one not in limits["one_of"] and not is_own:
+            known = " | ".join((*limits["one_of"], *["module:function"] * limits["or_own"]))
+            raise ConfigError(f"{name} {one!r} is not known: use {known}")
         if isinstance(one, bool) or not isinstance(one, int | float):
             continue
         if one < limits["at_least"]:

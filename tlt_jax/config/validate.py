@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from tlt_jax.config import extension
 from tlt_jax.config.parse import nearest
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, REWARDS, Config
 from tlt_jax.errors import ConfigError
@@ -83,7 +84,7 @@ def validate_model_and_data(config: Config) -> None:
             "reward.terms is empty: name at least one reward, for example {task: 1.0}"
         )
     for name in config.reward.terms:
-        if name not in REWARDS and not re.fullmatch(r"[\w.]+:[\w.]+", name):
+        if name not in REWARDS and not extension.is_own(name):
             raise ConfigError(
                 f"reward.terms names {name!r}, which is no reward: use {', '.join(REWARDS)} or module:function "
                 f"({nearest(name, REWARDS)})"

@@ -225,7 +225,7 @@ class Scorer:
                 worker.is_ready, worker.deadline, self._failed_starts = True, math.inf, 0
                 self._changed.notify_all()
         elif kind == "refused":
-            self._fail(f"reward.terms: a reward cannot be loaded: {content[0]}")
+            self._fail(content[0])
         elif kind == "term":
             worker.term = content[0]
         elif kind == "score":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, extension
 from tlt_jax.data import tasks
+from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import answers
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
@@ -160,10 +160,7 @@ def _formula(text: str) -> str:
 
 
 def resolve(name: str, config: Config) -> Reward:
-    """The reward of this name.
-
-    Raises ValueError without one, and whatever importing a user's module raises.
-    """
+    """The reward of this name. Raises ConfigError without one."""
     plain = {"gsm8k": gsm8k, "gsm8k_flexible": gsm8k_flexible, "exact": exact, "format": tagged}
     if name in plain:
         return plain[name]
@@ -173,22 +170,17 @@ def resolve(name: str, config: Config) -> Reward:
 
     if name == "task":
         if config.data.train:
-            raise ValueError(
+            raise ConfigError(
                 "reward.terms: 'task' needs a generated task, but data.train is set: use math, gsm8k or exact"
             )
         task = tasks.make(config.data.task, config.data.task_args)
         return lambda prompt, completion, row: task.verify(completion, row["answer"])
 
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ValueError(
-            f"no reward {name!r}: use task, math, math_flexible, {', '.join(plain)} or module:function"
+    if not extension.is_own(name):
+        raise ConfigError(
+            f"reward.terms: no reward {name!r}: use task, math, math_flexible, {', '.join(plain)} or module:function"
         )
-
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
-        raise ValueError(f"module {module!r} has no function {function!r}")
-    return found
+    return extension.load("reward.terms", name)
 
 
 def evaluate(

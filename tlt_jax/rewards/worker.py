@@ -14,6 +14,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tlt_jax.errors import UserError
 from tlt_jax.rewards import terms
 
 
@@ -41,8 +42,11 @@ def main(descriptor: int, alive: int) -> None:
         for name in config.reward.terms:
             try:
                 rewards[name] = terms.resolve(name, config)
-            except Exception as error:  # a user's module may raise anything
-                tell(pipe, "refused", f"{name!r}: {_describe(error)}")
+            except UserError as error:
+                tell(pipe, "refused", str(error))
+                return
+            except Exception as error:  # a user's task may raise anything
+                tell(pipe, "refused", f"reward.terms {name!r}: {_describe(error)}")
                 return
         tell(pipe, "ready")
         while True:
