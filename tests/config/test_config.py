@@ -226,6 +226,12 @@ WRONG = [
         "--algorithm.advantage gae",
         "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo",
     ),
+    ("--algorithm.loss ppp", "algorithm.loss 'ppp' is not known: use ppo | module:function"),
+    (
+        "--speculation.tuner a.b:",
+        "speculation.tuner 'a.b:' is not known: use goodput | threshold | beg_mab | fixed | module:function",
+    ),
+    ("--algorithm.advantage a:b", "algorithm.advantage 'a:b' is not known"),
     ("--model.init {}", "model.path and model.init are both empty"),
     ('--data.train x.jsonl --reward.terms {"gsm8k":1}', "data.train 'x.jsonl' needs a tokenizer"),
     ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import losses, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState
@@ -265,6 +266,25 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     np.testing.assert_allclose(
         state.params.embed, before.embed - ADAM.learning_rate * step, rtol=1e-9, atol=1e-12
     )
+
+
+def test_a_loss_of_the_user_has_the_place_of_the_clipped_one(x64, monkeypatch):
+    module = ModuleType("own_losses")
+    module.same = lambda *given: losses.policy_loss(*given).loss
+    module.twice = lambda *given: 2 * losses.policy_loss(*given).loss
+    monkeypatch.setitem(sys.modules, "own_losses", module)
+    results = {}
+    for name in ("ppo", "own_losses:same", "own_losses:twice"):
+        recipe = recipe_of(replace(FULL, loss=name))
+        logp, _ = whole_scores(recipe, batch_of(recipe, rows=16)[0], params_of(recipe))
+        results[name] = update(recipe, state_of(recipe), [full_rows(recipe, logp)])
+    (state, ppo), (same_state, same), (_, twice) = results.values()
+    assert_same((state, {}), (same_state, {}), rtol=0)
+    assert set(ppo) - set(same) == {"pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high"}
+    assert all(float(value) == float(ppo[name]) for name, value in same.items())
+    assert float(twice["pg_loss"]) == pytest.approx(2 * float(ppo["pg_loss"]))
+    rest = float(ppo["loss"]) - float(ppo["pg_loss"])
+    assert float(twice["loss"]) - float(twice["pg_loss"]) == pytest.approx(rest)
 
 
 # Sharding, accumulation, packing

@@ -19,6 +19,7 @@ RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older ve
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 DROP = "drop"  # of data.duplicates
 LATEST, LAST_GOOD = "latest", "last_good"  # of checkpoint.resume
+PPO = "ppo"  # of algorithm.loss
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,16 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Data:
-    task: str = knob("fold", "generated task of tlt_jax.tasks; used when data.train is empty")
+    task: str = knob(
+        "fold",
+        "generated task, used when data.train is empty: fold | scan | ledger | module:function, which makes your own",
+    )
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
     train: str = knob(
         "",
         "JSONL or Parquet file, directory of them, or hub data set (owner/name); where there are several splits, "
         "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are read from the "
-        "environment",
+        "environment. Or module:function, whose rows are dicts",
     )
     eval: str = knob(
         "",
@@ -148,9 +152,10 @@ class Speculation:
     tuner: str = knob(
         "goodput",
         "who picks the strategy of the next chunk. goodput: predicted tokens per second | threshold: on when few "
-        "sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy. With drafter adaptive goodput "
-        "alone waits until the learned drafter is worth trying",
+        "sequences are live | beg_mab: the paper's bandit | fixed: always the first strategy | module:function: makes your "
+        "own of the strategies. With drafter adaptive goodput alone of these waits until the learned drafter is worth trying",
         one_of=("goodput", "threshold", "beg_mab", "fixed"),
+        or_own=True,
     )
     strategies: list[str] = knob(
         ["3_1_4", "7_1_8", "6_4_16", "1_1_2"],
@@ -218,6 +223,13 @@ class Algorithm:
         "grpo",
         "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean",
         one_of=("grpo", "rloo", "dr_grpo"),
+    )
+    loss: str = knob(
+        PPO,
+        "policy-gradient loss of a token. ppo: the clipped surrogate | module:function: your own, of log-probs, old log-probs, "
+        "advantages, clip_low and clip_high",
+        one_of=(PPO,),
+        or_own=True,
     )
     aggregation: str = knob(
         "token_mean",

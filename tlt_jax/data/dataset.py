@@ -49,7 +49,7 @@ class Dataset:
 
     config: Config
     encoder: Encoder
-    task: tasks.ListTask | None
+    task: tasks.Task | None
     train: Sequence[Prompt]
     eval: Sequence[Prompt]
     counts: dict[str, int] = field(default_factory=dict)
@@ -67,9 +67,8 @@ class Dataset:
         size = self.config.rollout.prompts
         positions = range(step * size, (step + 1) * size)
         if self.task:
-            return self.encoder.prompts(
-                _task_rows(self.task, self.config.train.seed, positions, "train")
-            )
+            rows = _task_rows(self.task, self.config.train.seed, positions, "train")
+            return _as_promised(self.encoder.prompts(rows), self.config.data)
 
         order = self._order(ROLLOUT_STREAM, len(self.train))
         chosen = [self.train[int(order[p])] for p in positions]
@@ -274,19 +273,31 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
         )
 
     rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
-    return Dataset(config, encoder, task, (), encoder.prompts(rows), {"eval_rows": len(rows)})
+    held_out = _as_promised(encoder.prompts(rows), data)
+    return Dataset(config, encoder, task, (), held_out, {"eval_rows": len(rows)})
 
 
 def _check_longest(what: str, tokens: np.ndarray, knob: str, limit: int) -> None:
     if len(tokens) > limit:
         raise DataError(
             f"the task's longest {what} has {len(tokens)} tokens and {knob} is {limit}: "
-            "raise it or lower data.task_args.max_length"
+            "raise it or give the task shorter rows with data.task_args"
         )
 
 
+def _as_promised(prompts: list[Prompt], data: Data) -> list[Prompt]:
+    """The prompts of a task. Raises DataError when one is longer than data.max_prompt_tokens, as its longest row is not."""
+    for prompt in prompts:
+        if len(prompt.tokens) > data.max_prompt_tokens:
+            raise DataError(
+                f"row {prompt.row['id']} of the task {data.task!r} has {len(prompt.tokens)} tokens, more than its longest_row "
+                f"and data.max_prompt_tokens {data.max_prompt_tokens}: correct longest_row"
+            )
+    return prompts
+
+
 def _task_rows(
-    task: tasks.ListTask, seed: int, indices: Sequence[int], split: str
+    task: tasks.Task, seed: int, indices: Sequence[int], split: str
 ) -> list[dict[str, Any]]:
     return [vars(row) for row in task.rows(seed, indices, split)]
 

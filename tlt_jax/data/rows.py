@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tlt_jax.config import Config, parse
+from tlt_jax.config import Config, extension, parse
 from tlt_jax.data import files
 from tlt_jax.data.files import Problems
 
@@ -22,12 +24,12 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
         mapping["solution"] = config.sft.solution_column
 
     rows, first_seen = [], {}
-    for path in files.locate(parse.expand(source, knob), knob, problems):
-        for line, raw in files.read(path, problems):
-            place = (str(path), line)
+    for name, path, found in _sources(parse.expand(source, knob), knob, problems):
+        for line, raw in found:
+            place = (path, line)
             for role, column in mapping.items():
                 _check_column(raw, role, column, data.chat_template, place, problems)
-            mapped = {"id": f"{path.name}:{line}"} | {
+            mapped = {"id": f"{name}:{line}"} | {
                 role: raw.get(column) for role, column in mapping.items()
             }
             mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
@@ -42,6 +44,29 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
             rows.append(raw | mapped)
 
     return rows
+
+
+def _sources(
+    source: str, knob: str, problems: Problems
+) -> Iterator[tuple[str, str, list[tuple[int, dict[str, Any]]]]]:
+    """(name, place, numbered rows) of each file of a source, or of the module:function that it is.
+
+    A folder of the module's name is a folder.
+    """
+    if not extension.is_own(source) or Path(source.partition(":")[0]).is_dir():
+        for path in files.locate(source, knob, problems):
+            yield path.name, str(path), files.read(path, problems)
+        return
+
+    rows = list(enumerate(extension.load(knob, source)(), 1))
+    if not rows:
+        problems.add(source, None, "the function gives no row", "yield one mapping per row")
+    for line, row in rows:
+        if not isinstance(row, dict):
+            problems.add(
+                source, line, "not a dict", "yield {column: value, ...}", type(row).__name__
+            )
+    yield source, source, [(line, row) for line, row in rows if isinstance(row, dict)]
 
 
 def _check_column(

@@ -5,13 +5,15 @@ It knows no file, model or JAX.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from tlt_jax.config import extension
 from tlt_jax.errors import ConfigError
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -31,6 +33,27 @@ class Row:
     prompt: str
     solution: str
     answer: str
+
+
+class Task(Protocol):
+    """What a generated task is.
+
+    `rows`: the problems of these indices; each depends only on (seed, index, split), with `split` a
+    key of SPLITS. Rows of "eval" should be rows of no other split; "sft" is asked for worked
+    solutions. `verify`: the reward "task" of a completion. `longest_row`: its prompt and solution are as
+    long as any. `tokenizer`: of transformers; asked for only where the configuration names none.
+    """
+
+    def rows(self, seed: int, indices: Sequence[int], split: str) -> Sequence[Row]: ...
+
+    def verify(self, completion: str, answer: str) -> float: ...
+
+    def longest_row(self) -> Row: ...
+
+    def tokenizer(self) -> Any: ...
+
+
+METHODS = ("rows", "verify", "longest_row", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -220,13 +243,17 @@ class Ledger(ListTask):
 TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
 
 
-def make(name: str, args: dict[str, Any]) -> ListTask:
+def make(name: str, args: dict[str, Any]) -> Task:
     """The task of this name with these arguments (data.task, data.task_args).
 
-    Raises ConfigError.
+    module:function(**args) makes a user's own. Raises ConfigError.
     """
+    if extension.is_own(name):
+        return _own(name, args)
     if name not in TASKS:
-        raise ConfigError(f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}")
+        raise ConfigError(
+            f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}, or module:function"
+        )
 
     known = {f.name: f.type for f in fields(ListTask)}
     for key, value in args.items():
@@ -239,6 +266,20 @@ def make(name: str, args: dict[str, Any]) -> ListTask:
             raise ConfigError(f"data.task_args.{key} {value!r} is not of type {known[key]}")
 
     return TASKS[name](**args)
+
+
+def _own(name: str, args: dict[str, Any]) -> Task:
+    maker = extension.load("data.task", name)
+    try:
+        inspect.signature(maker).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"data.task_args {args} do not fit {name!r}: {error}") from error
+    task = maker(**args)
+    if missing := [method for method in METHODS if not callable(getattr(task, method, None))]:
+        raise ConfigError(
+            f"data.task {name!r} gave a {type(task).__name__} without {', '.join(missing)}: see Task in tlt_jax/data/tasks.py"
+        )
+    return task
 
 
 def unit(bits: np.ndarray) -> np.ndarray:

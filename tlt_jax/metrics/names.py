@@ -76,7 +76,11 @@ NAMES = tuple(
         ("actor/entropy", "scalar", "mean entropy of the policy per token"),
         ("actor/ratio_mean", "scalar", "mean probability ratio, new over old policy"),
         ("actor/ratio_max", "scalar", "largest probability ratio"),
-        ("actor/pg_clipfrac", "scalar", "share of tokens whose ratio was clipped, either side"),
+        (
+            "actor/pg_clipfrac",
+            "scalar",
+            "share of tokens whose ratio was clipped, either side; as the next two only with algorithm.loss ppo",
+        ),
         (
             "actor/pg_clipfrac_low",
             "scalar",

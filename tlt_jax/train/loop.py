@@ -39,6 +39,7 @@ from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
     adaptive,
     evaluation,
+    losses,
     memory,
     minibatches,
     policy_update,
@@ -66,6 +67,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
     watching = watching or Watch(Job())
     job = watching.job
     validate.validate_rl(config)
+    losses.check(config.algorithm.loss)
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
     if job.is_first:

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from tlt_jax.config import extension
+from tlt_jax.config.schema import PPO
+from tlt_jax.errors import ConfigError
 from tlt_jax.shapes import shaped
 
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped here, so that no ratio or gradient overflows
@@ -49,6 +52,41 @@ def policy_loss(
         clipped_low=(advantages < 0) & (ratio < 1 - clip_low),
         clipped_high=(advantages > 0) & (ratio > 1 + clip_high),
     )
+
+
+@shaped
+def own_loss(
+    name: str,
+    logprobs: Float[Array, "*T"],
+    old_logprobs: Float[Array, "*T"],
+    advantages: Float[Array, "*T"],
+    clip_low: float,
+    clip_high: float,
+) -> Float[Array, "*T"]:
+    """Loss per token of the user's function module:function."""
+    function = extension.load("algorithm.loss", name)
+    return function(logprobs, old_logprobs, advantages, clip_low, clip_high)
+
+
+def check(name: str) -> None:
+    """Raises ConfigError unless the value of algorithm.loss is a loss of tokens."""
+    if name == PPO:
+        return
+    function = extension.load("algorithm.loss", name)
+    tokens = jax.ShapeDtypeStruct((2, 3), "float32")
+    try:
+        found = jax.eval_shape(lambda *arrays: function(*arrays, 0.2, 0.2), tokens, tokens, tokens)
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"algorithm.loss {name!r} does not take logprobs, old_logprobs, advantages, clip_low, clip_high, or JAX cannot "
+            f"trace it: {reason}"
+        ) from error
+    if getattr(found, "shape", None) != tokens.shape:
+        what = f"shape {found.shape}" if hasattr(found, "shape") else f"a {type(found).__name__}"
+        raise ConfigError(
+            f"algorithm.loss {name!r} gave {what} for tokens of shape {tokens.shape}: return an array with the loss of each"
+        )
 
 
 @shaped

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tlt_jax import optimizer
+from tlt_jax.config.schema import PPO
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import Params
@@ -128,26 +129,21 @@ def policy_loss(
 ) -> tuple[Float[Array, "R T"], dict, dict]:
     """Policy-gradient loss of each token; per-token values to sum and to maximize for metrics."""
     old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
-    policy = losses.policy_loss(
-        logprobs, old, rows.advantages, objective.clip_low, objective.clip_high
-    )
-    totals = {
-        "ratio_mean": policy.ratio,
-        "pg_clipfrac": policy.clipped_low | policy.clipped_high,
-        "pg_clipfrac_low": policy.clipped_low,
-        "pg_clipfrac_high": policy.clipped_high,
-    }
+    given = logprobs, old, rows.advantages, objective.clip_low, objective.clip_high
+    if objective.loss == PPO:
+        token_loss, ratio, low, high = losses.policy_loss(*given)
+        totals = {"pg_clipfrac": low | high, "pg_clipfrac_low": low, "pg_clipfrac_high": high}
+    else:
+        token_loss, totals = losses.own_loss(objective.loss, *given), {}
+        ratio = losses.exp_ratio(logprobs - old)
+    totals, maxima = totals | {"ratio_mean": ratio}, {"ratio_max": ratio}
 
     if not objective.importance_cap:
-        return policy.loss, totals, {"ratio_max": policy.ratio}
+        return token_loss, totals, maxima
     weight = losses.importance_weight(
         old, jnp.where(mask, rows.recorded, 0), objective.importance_cap
     )
-    return (
-        weight * policy.loss,
-        totals | {"importance_weight_mean": weight},
-        {"ratio_max": policy.ratio},
-    )
+    return weight * token_loss, totals | {"importance_weight_mean": weight}, maxima
 
 
 def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:

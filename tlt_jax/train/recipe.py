@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
+from tlt_jax.config.schema import PPO
 from tlt_jax.data import packing
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
@@ -16,9 +17,9 @@ from tlt_jax.optimizer import Adam
 class Objective:
     """What the update minimizes.
 
-    The clipped policy gradient with KL and entropy terms (GRPO, arXiv 2402.03300), or with
-    `is_supervised` the negative log-likelihood of the answers. `importance_cap` 0: no importance
-    weights between sampler and trainer.
+    The clipped policy gradient, or the user's `loss`, with KL and entropy terms (GRPO, arXiv
+    2402.03300), or with `is_supervised` the negative log-likelihood of the answers.
+    `importance_cap` 0: no importance weights between sampler and trainer.
     """
 
     clip_low: float = 0.2
@@ -28,6 +29,7 @@ class Objective:
     importance_cap: float = 0.0
     temperature: float = 1.0
     is_supervised: bool = False
+    loss: str = PPO
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Recipe:
         algorithm = config.algorithm
         objective = Objective(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef,
-            algorithm.importance_cap, config.rollout.temperature,
+            algorithm.importance_cap, config.rollout.temperature, loss=algorithm.loss,
         )  # fmt: skip
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,

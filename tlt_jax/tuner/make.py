@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from tlt_jax.config import extension
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, MERGED, NGRAM, OFF, Strategy, name
@@ -56,6 +57,8 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
     """
     if not arms:
         return fixed.fixed(OFF)
+    if extension.is_own(speculation.tuner):
+        return own_tuner(speculation.tuner, arms)
 
     makers = {
         "fixed": lambda: fixed.fixed(arms[0]),
@@ -66,6 +69,16 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
         ),
     }
     return makers[speculation.tuner]()
+
+
+def own_tuner(name: str, arms: Sequence[Strategy]) -> Tuner:
+    """What the user's module:function makes of the arms. Raises ConfigError when that is no Tuner."""
+    made = extension.load("speculation.tuner", name)(arms)
+    if not isinstance(made, Tuner):
+        raise ConfigError(
+            f"speculation.tuner {name!r} gave a {type(made).__name__}: return a Tuner of tlt_jax/tuner/interface.py"
+        )
+    return made
 
 
 def largest_batches(

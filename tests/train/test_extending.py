@@ -1,0 +1,255 @@
+"""docs/extending.md: its files and commands, run as they are, and what each extension has to change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from training_runs import events
+
+import tlt_jax
+from tlt_jax import cli
+from tlt_jax.config import Config, load as configuration
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.rewards import Scorer
+from tlt_jax.train import loop, policy_update
+from tlt_jax.train.recipe import Objective
+
+ROOT = Path(tlt_jax.__file__).parents[1]
+BLOCKS = re.findall(
+    r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "extending.md").read_text(), re.M | re.S
+)
+FILES = {code.split()[1]: code for kind, code in BLOCKS if kind != "bash"}
+COMMANDS = [
+    shlex.split(line)
+    for kind, code in BLOCKS
+    if kind == "bash"
+    for line in code.replace("\\\n", " ").splitlines()
+]
+PROGRAMS = ["--rollout.compile_cache", os.environ["TLT_JAX_TEST_PROGRAMS"]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder with the files of the page, in which its commands run."""
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def command(run: str) -> list[str]:
+    """The arguments of the page's training command with this run folder."""
+    (found,) = [words for words in COMMANDS if f"runs/{run}" in words]
+    assert found[:3] == ["python", "-m", "tlt_jax.train"]
+    return [*found[3:], *PROGRAMS]
+
+
+def trained(run: str) -> tuple[Config, list[dict]]:
+    """The run of the page's command, in this process, and the answers of its two steps."""
+    config = configuration.parse(command(run))
+    assert loop.train(config) == cli.DONE
+    return config, answers(config)
+
+
+def answers(config: Config) -> list[dict]:
+    return lines_of(Path(config.run) / "completions")
+
+
+def lines_of(folder: Path) -> list[dict]:
+    """What the files of two steps hold."""
+    first, second = sorted(folder.iterdir())
+    return [json.loads(line) for file in (first, second) for line in file.read_text().splitlines()]
+
+
+def make_tokenizer() -> None:
+    """Runs the page's line of Python that does so."""
+    (words,) = [words for words in COMMANDS if words[1] == "-c"]
+    exec(words[2])
+
+
+def test_every_block_of_the_page_is_a_file_or_a_command():
+    assert [*FILES] == [
+        "tiny.yaml", "my_rewards.py", "my_task.py", "my_data.py", "my_losses.py", "my_tuners.py", "try_tuner.py",
+    ]  # fmt: skip
+    assert len(COMMANDS) == 7 and len(FILES) + 5 == len(BLOCKS)
+
+
+def test_the_reward_of_the_page_scores_the_answers_of_the_command():
+    own = {"PYTHONPATH": str(ROOT)}  # the module is found in the folder of the command
+    started = [sys.executable, "-m", "tlt_jax.train", *command("reward")]
+    done = subprocess.run(started, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    config = configuration.parse(command("reward"))
+    found = answers(config)
+    lengths = [len(answer["completion"]) for answer in found]
+    expected = [max(0.0, (12 - n) / 12) for n in lengths]
+    assert [answer["reward"] for answer in found] == pytest.approx(expected)
+    assert len(found) == 16 and len(set(expected)) > 1
+    steps = events(config)["reward/terms/my_rewards:brevity/characters"]
+    means = [np.mean(lengths[:8]), np.mean(lengths[8:])]
+    assert [value for _, value in steps] == pytest.approx(means)
+
+
+def test_the_task_of_the_page_gives_prompts_and_scores_them():
+    config, found = trained("task")
+    assert len({answer["prompt"] for answer in found}) == 4
+    assert all(re.fullmatch("[1-9][0-9]{4}:", answer["prompt"]) for answer in found)
+    for answer in found:
+        right = answer["completion"].strip() == answer["prompt"][-2::-1]
+        assert answer["reward"] == float(right)
+    with Scorer(config) as scorer:
+        for completion in ("54321", "12345"):
+            scorer.submit(completion, "12345:", completion, {"answer": "54321"})
+        assert {key: score.value for key, score in scorer.collect().items()} == {
+            "54321": 1.0,
+            "12345": 0.0,
+        }
+
+
+def test_the_rows_of_the_page_are_trained_on(capsys):
+    make_tokenizer()
+    config, found = trained("data")
+    assert "data: 34 of 36 rows, 2 of evaluation" in capsys.readouterr().out
+    prompts = {answer["prompt"] for answer in found}
+    assert len(prompts) == 4 and prompts <= {f"{a} {b}:" for a in range(2, 8) for b in range(2, 8)}
+    with Scorer(config) as scorer:
+        scorer.submit(0, "2 3:", "5", {"answer": "5"})
+        assert scorer.collect()[0].value == 1.0
+
+
+def test_the_loss_of_the_page_has_the_gradient_worked_by_hand_and_trains():
+    """PPO has none where the ratio left its limits to the good side; CISPO has the limit times the advantage."""
+    ratios, advantages = jnp.array([[1.5, 1.5, 0.5, 0.5]]), jnp.array([[1.0, -1.0, 1.0, -1.0]])
+    old, mask = jnp.full((1, 4), -1.0), jnp.ones((1, 4), bool)
+    rows = policy_update.Rows(
+        *[jnp.zeros((1, 4), jnp.int32)] * 4, mask * 1.0, advantages, old=old
+    )  # fmt: skip
+
+    def gradient(loss):
+        objective = Objective(clip_low=0.2, clip_high=0.3, loss=loss)
+        total = lambda given: policy_update.policy_loss(objective, rows, given, mask)[0].sum()  # noqa: E731
+        return jax.grad(total)(old + jnp.log(ratios))[0]
+
+    np.testing.assert_allclose(gradient("ppo"), [0.0, 1.5, -0.5, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(gradient("my_losses:cispo"), [-1.3, 1.3, -0.8, 0.8], rtol=1e-6)
+    config, _ = trained("loss")
+    assert {"actor/pg_loss", "actor/ratio_max"} <= set(events(config))
+    assert not any("pg_clipfrac" in name for name in events(config))
+    ppo = configuration.parse([*command("loss"), "--algorithm.loss", "ppo"])
+    assert configuration.differences(config, ppo) == ["algorithm.loss"]
+
+
+def test_the_tuner_of_the_page_is_faster_in_its_world_and_chooses_in_a_run(capsys):
+    runpy.run_path("try_tuner.py")
+    shown = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    plain, halving = (float(shown[name].split()[0]) for name in ("plain", "halving"))
+    assert 0 < halving < 0.9 * plain
+    config, _ = trained("tuner")
+    chunks = lines_of(Path(config.run) / "speculation")
+    trees = {1: "7_1_8", 2: "3_1_4", 3: "3_1_4"} | dict.fromkeys(range(4, 9), "off")
+    assert chunks
+    for chunk in chunks:
+        live = int(re.fullmatch(r"(\d) live", chunk["reason"])[1])
+        assert chunk["strategy"] == trees[live]
+
+
+WRONG = """
+def no_task(**arguments):
+    return []
+
+def one_argument(only):
+    return only
+
+def mean(logprobs, old, advantages, low, high):
+    return logprobs.mean()
+
+def pair(logprobs, old, advantages, low, high):
+    return logprobs, old
+
+def branches(logprobs, old, advantages, low, high):
+    return logprobs if advantages.sum() > 0 else old
+
+def no_tuner(strategies):
+    return {}
+
+def no_rows():
+    return []
+
+def texts():
+    return ["2 3:", {"prompt": "4 5:", "answer": 9}]
+
+value = 3
+"""
+MISTAKES = [
+    ("--data.task", "wrong:missing", "data.task 'wrong:missing': module 'wrong' has no function 'missing'"),
+    ("--data.task", "wrong:value", "module 'wrong' has no function 'value'"),
+    ("--data.task", "wrong:no_task", "gave a list without rows, verify, longest_row, tokenizer: see Task"),
+    ("--data.task", "wrong:one_argument", "do not fit 'wrong:one_argument': missing a required argument: 'only'"),
+    ("--data.train", "absent:rows", "data.train 'absent:rows': module 'absent' cannot be imported (ModuleNotFoundError: "),
+    ("--data.train", "broken:rows", "module 'broken' cannot be imported (ZeroDivisionError: division by zero): correct it"),
+    ("--data.train", "wrong:no_rows", "wrong:no_rows: the function gives no row: yield one mapping per row"),
+    ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
+    ("--algorithm.loss", "wrong:missing", "algorithm.loss 'wrong:missing': module 'wrong' has no function"),
+    ("--algorithm.loss", "wrong:one_argument", "algorithm.loss 'wrong:one_argument' does not take logprobs, old_logprobs,"),
+    ("--algorithm.loss", "wrong:branches", "or JAX cannot trace it: Attempted boolean conversion of traced array"),
+    ("--algorithm.loss", "wrong:mean", "gave shape () for tokens of shape (2, 3): return an array with the loss of each"),
+    ("--algorithm.loss", "wrong:pair", "gave a tuple for tokens of shape (2, 3)"),
+    ("--speculation.tuner", "wrong:no_tuner", "speculation.tuner 'wrong:no_tuner' gave a dict: return a Tuner"),
+    ("--speculation.tuner", "wrong:missing", "speculation.tuner 'wrong:missing': module 'wrong' has no function"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knob", "value", "message"), MISTAKES)
+def test_a_mistake_in_an_extension_is_one_line_before_any_step(folder, knob, value, message):
+    (folder / "wrong.py").write_text(WRONG)
+    (folder / "broken.py").write_text("1 / 0")
+    words = {
+        "--data.train": ["--model.tokenizer", "tokenizer", "--reward.terms", "{exact: 1.0}"],
+        "--speculation.tuner": ["--speculation.drafter", "ngram"],
+    }.get(knob, [])
+    make_tokenizer()
+    config = configuration.parse(["--config", "tiny.yaml", knob, value, *words, *PROGRAMS])
+    with pytest.raises((ConfigError, DataError)) as error:
+        loop.train(config)
+    sys.modules.pop("wrong", None)
+    assert message in str(error.value) and not Path(config.run).exists()
+    assert "\n" not in str(error.value).replace("1 problem\n", "")
+
+
+def test_a_row_that_is_longer_than_the_longest_is_named(folder):
+    (folder / "my_task.py").write_text(FILES["my_task.py"].replace("self.length - 1", "30"))
+    config = configuration.parse(
+        ["--config", "tiny.yaml", "--data.task", "my_task:Reversed", *PROGRAMS]
+    )
+    with pytest.raises(DataError, match="longest prompt has 32 tokens"):
+        loop.train(config)
+    liar = "(self.length - 1) if split == 'train' and index == 0 else 30"
+    (folder / "my_task.py").write_text(FILES["my_task.py"].replace("self.length - 1", liar))
+    sys.modules.pop("my_task")
+    with pytest.raises(DataError, match="row eval-0 of the task 'my_task:Reversed' has 32 tokens"):
+        loop.train(config)
+
+
+def test_a_folder_of_the_modules_name_is_the_data(folder):
+    (folder / "my_data").mkdir()
+    config = configuration.parse(command("data"))
+    make_tokenizer()
+    with pytest.raises(DataError, match="my_data:sums: no .jsonl or .parquet file there"):
+        loop.train(config)
