@@ -255,6 +255,24 @@ def test_a_reward_that_cannot_be_loaded_stops_at_start(user_module, name, part):
     assert part in str(error.value)
 
 
+def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    reward = Config().reward
+    for word in (*REWARDS, *scorer_module.PASSED):
+        assert f"`{word}`" in page, word
+    for said in (
+        f"`reward.failure_score` ({reward.failure_score:g} by default)",
+        f"`reward.timeout_s` ({reward.timeout_s:g} s)",
+        f"`reward.max_failed` steps in a row ({reward.max_failed})",
+        f"`reward.memory_mib` ({reward.memory_mib})",
+        f"`reward.workers` scoring processes of its own ({reward.workers})",
+        f"within {scorer_module.START_S:g} seconds",
+        f"from {-terms.LARGEST:g} to {terms.LARGEST:g}",
+        f"{scorer_module.LONGEST // 2**20} MiB at most",
+    ):
+        assert said in page, said
+
+
 def test_rewards_that_make_no_sense_are_refused():
     config = make_config({"task": 1.0})
     with pytest.raises(RewardError, match="'task' needs a generated task, but data.train is set"):
