@@ -23,8 +23,8 @@ Other arguments change the configuration of all arms. Without --policy a policy 
 EAGLE-3 drafter for it, by the product's own commands, in the folder --work; what is there already is used again. --drafter none
 leaves its arms out. A model directory with GSM8K:
 
-    python benchmarks/end_to_end.py --work DIR --config configs/gsm8k_smollm2.yaml --policy MODEL_DIR --data GSM8K_DIR \
-      --drafter none
+    python benchmarks/end_to_end.py --work DIR --config configs/gsm8k_smollm2_135m.yaml --policy MODEL_DIR --data GSM8K_DIR \
+      --data.train '$GSM8K_DIR/train.jsonl' --data.eval '$GSM8K_DIR/test.jsonl' --drafter none
 
 All arms have to give the same answers, at every step, and the same policy: texts, lengths and rewards are compared, and the
 exported weights by digest; the first that differs ends the benchmark. In float32 programs of different shapes round
