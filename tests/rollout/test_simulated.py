@@ -342,7 +342,7 @@ SHAPE, PROMPT = StateShape(0, 32, 100), Prefill(0, 4, 64)
 EXPECTED = [
     (Decode(SHAPE, 16, TREE), 5, 5 * (32 * 16 + 6000 + 3200)),
     (Decode(SHAPE, 16), 0, 0.01 * (32 + 3200)),
-    (PROMPT, 0, 4 * 64 + 4 * 64), (CatchUp(SHAPE), 0, 2 * (32 + 3200)), (Start(SHAPE), 0, 3200),
+    (PROMPT, 0, 4 * 64 + 4 * 64), (CatchUp(SHAPE), 640, (640 + 3200) / 20), (Start(SHAPE), 0, 3200),
     (Admit(SHAPE, PROMPT), 0, 16 * 64), (Resize(SHAPE, 8, 200), 0, 2 * 8 * 200),
     (Harvest(SHAPE, 4, 64), 0, 2 * 4 * 64),
 ]  # fmt: skip
@@ -483,7 +483,7 @@ def test_a_rollout_that_stops_leaves_what_its_sequences_have():
         programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
     )
     rollout = driver.start(
-        contexts, [lambda look: look.began > 2.0 and rollout.stop()], clock=programs.clock
+        contexts, [lambda look: look.began > 1.5 and rollout.stop()], clock=programs.clock
     )
     result = simulated.simulate(rollout, programs)
     whole, _ = run(in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST)), long_tail())

@@ -17,7 +17,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter
 from tlt_jax.spec_decode.decode import Decoder, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.draft_tree import ABSENT
+from tlt_jax.spec_decode.draft_tree import ABSENT, NoiseAhead
 from tlt_jax.spec_decode.interface import Target
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -164,7 +164,7 @@ def repeated_siblings(children, harm):
 
 VERIFICATION = [
     (noise, "gumbel", redrawn_noise), (chunk, "draw_ahead", stale_noise),
-    (noise.NoiseAhead, "places", noise_of_another_place), (chunk, "choose_at", noise_per_node),
+    (NoiseAhead, "places", noise_of_another_place), (chunk, "choose_at", noise_per_node),
     (chunk, "choose_at", logits_of_another_parent), (chunk, "choose_at", unlooked_children),
     (chunk, "ancestors", seen_siblings),
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import tuner_rollouts
+from tuner_rollouts import measured
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
@@ -16,7 +17,7 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make, worlds
 from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
-from tlt_jax.tuner.interface import Cell, Measurement
+from tlt_jax.tuner.interface import Cell
 
 ARMS = parse_arms(EXAMPLE_ARMS)
 MAKERS = {
@@ -42,25 +43,6 @@ def decode(world, made, rollouts=3, seed=0, state=None, renew=True):
 
 def seconds(runs):
     return sum(run.seconds for run in runs)
-
-
-def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=16, group=0):
-    """A chunk whose rows all accepted alike, at depth 1."""
-    hits = np.zeros((max(strategy.depth, 1), strategy.nodes, max(strategy.topk, 1)))
-    hits[0, 0, 0] = accepted * rounds * batch
-    tokens = int((1 + accepted) * rounds * batch)
-    return Measurement(
-        group,
-        batch,
-        batch,
-        slots,
-        strategy,
-        rounds,
-        rounds * batch,
-        tokens,
-        per_round * rounds,
-        hits,
-    )
 
 
 # Strategies

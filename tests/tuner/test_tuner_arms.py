@@ -83,7 +83,7 @@ def is_tried(gap: float, error: float) -> bool:
     """Whether an arm is tried that is predicted to be faster by so much, when trials are paid."""
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
-    view = exploration.Outlook(arms, speed, errors, np.zeros(2))
+    view = exploration.Outlook(arms, speed, errors, *np.zeros((3, 2)))
     return (
         exploration.worth_trying(
             {"chunk": 16, "funds": math.inf}, view, 0, np.array([True] * len(view.arms))

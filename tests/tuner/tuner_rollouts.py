@@ -15,6 +15,25 @@ SLOTS = (256, 512, 1024, 2048)
 CHUNK = 16  # rounds
 
 
+def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=16, group=0):
+    """A chunk whose rows all accepted alike, at depth 1."""
+    hits = np.zeros((max(strategy.depth, 1), strategy.nodes, max(strategy.topk, 1)))
+    hits[0, 0, 0] = accepted * rounds * batch
+    tokens = int((1 + accepted) * rounds * batch)
+    return Measurement(
+        group,
+        batch,
+        batch,
+        slots,
+        strategy,
+        rounds,
+        rounds * batch,
+        tokens,
+        per_round * rounds,
+        hits,
+    )
+
+
 @dataclass
 class Run:
     """What happened: seconds in all, and the choice and the measurement of each chunk; calls of the tuner, to replay."""

@@ -31,7 +31,7 @@ from tlt_jax.tuner import worlds
 from tlt_jax.tuner.worlds import World
 
 GLANCE = 1e-6  # seconds before a program is done at which `simulate` looks too
-CATCHING_UP = 2  # plain rounds that a drafter takes to learn of what was decoded without it
+DRAFTER = 1 / 20  # of the policy's cost of a token is what a drafter takes to learn of it
 
 Costs = Callable[[Program, int, float], float]  # program, its rounds, when it starts -> seconds
 Compiling = Callable[[Program], float]  # program -> seconds of the host
@@ -73,10 +73,14 @@ class Marker:
 
 @dataclass(frozen=True)
 class SimulatedState:
-    """A decoding state: its rows after all that was dispatched; `lengths` is ready with them."""
+    """A decoding state: its rows after all that was dispatched; `lengths` is ready with them.
+
+    known[B]: the tokens of each row that the drafter knows.
+    """
 
     rows: Rows
     lengths: Marker
+    known: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ class SimulatedPrograms:
 
     def start(self, program: Start) -> SimulatedState:
         rows = simulated_rounds.empty(program.state.batch)
-        return SimulatedState(rows, self.dispatch(program))
+        return SimulatedState(rows, self.dispatch(program), np.zeros(program.state.batch, int))
 
     def prefill(self, program: Prefill, *_: Any) -> tuple[Any, Marker]:
         return (), self.dispatch(program)
@@ -171,17 +175,22 @@ class SimulatedPrograms:
     def admit(
         self, program: Admit, state: SimulatedState, prefilled: Any, new: Admission
     ) -> SimulatedState:
-        rows = simulated_rounds.admit(state.rows, new, self.lengths)
-        return SimulatedState(rows, self.dispatch(program))
+        rows, known = simulated_rounds.admit(state.rows, new, self.lengths), state.known.copy()
+        known[new.rows[new.rows < len(known)]] = 0
+        return SimulatedState(rows, self.dispatch(program), known)
 
     def resize(self, program: Resize, state: SimulatedState, rows: np.ndarray) -> SimulatedState:
-        return SimulatedState(simulated_rounds.resize(state.rows, rows), self.dispatch(program))
+        known = state.known[np.maximum(rows, 0)]
+        return SimulatedState(
+            simulated_rounds.resize(state.rows, rows), self.dispatch(program), known
+        )
 
     def catch_up(
         self, program: CatchUp, state: SimulatedState, *_: Any
     ) -> tuple[SimulatedState, Marker]:
-        marker = self.dispatch(program)
-        return replace(state, lengths=marker), marker
+        missing = np.where(state.rows.live, state.rows.tokens - state.known, 0).sum()
+        marker = self.dispatch(program, int(missing))
+        return replace(state, lengths=marker, known=state.rows.tokens), marker
 
     def decode(
         self, program: Decode, state: SimulatedState, weights: Any, host: Any, bounds: np.ndarray
@@ -189,8 +198,10 @@ class SimulatedPrograms:
         rows, report = simulated_rounds.decode_chunk(
             self.acceptance, program, state.rows, *bounds.tolist()
         )
-        marker = self.dispatch(program, report.rounds)
-        return SimulatedState(rows, marker), Pending(report, marker)
+        marker, known = self.dispatch(program, report.rounds), state.known
+        if program.strategy != PLAIN and program.strategy.drafter != NGRAM:
+            known = rows.tokens
+        return SimulatedState(rows, marker, known), Pending(report, marker)
 
     def harvest(self, program: Harvest, *_: Any) -> Features:
         return Features(self.dispatch(program), None)
@@ -200,7 +211,8 @@ def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
     """Seconds of a program when nothing disturbs it.
 
     A prefill is a round of as many nodes as it has tokens, and what writes a cache takes as long as
-    reading it in rounds: twice when it reads one too.
+    reading it in rounds: twice when it reads one too. The `rounds` of catching up are the tokens
+    that the drafter lacks.
     """
 
     def passing(batch: int, slots: int) -> float:
@@ -212,7 +224,7 @@ def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
         case Prefill(_, prompts, width):
             taken = law(prompts, width, replace(PLAIN, nodes=width))
         case CatchUp(StateShape(_, batch, slots)):
-            taken = CATCHING_UP * law(batch, slots, PLAIN)
+            taken = DRAFTER * law(1, batch * slots, replace(PLAIN, nodes=max(rounds, 1)))
         case Start(StateShape(_, batch, slots)):
             taken = passing(batch, slots)
         case Admit(StateShape(_, batch), Prefill(_, _, width)):

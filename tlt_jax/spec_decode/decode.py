@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
 from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.draft_tree import DraftTree
+from tlt_jax.spec_decode.draft_tree import DraftTree, NoiseAhead
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
-from tlt_jax.spec_decode.noise import NoiseAhead, draw_ahead, gumbel, gumbel_at, nothing_drawn
+from tlt_jax.spec_decode.noise import draw_ahead, gumbel, gumbel_at, nothing_drawn
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED, follow
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy

@@ -1,7 +1,8 @@
-"""Draft trees and the candidates that they are made of, as arrays; knows no network."""
+"""Draft trees, the candidates that they are made of and the noise that both look at, as arrays; knows no network."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
@@ -39,3 +40,23 @@ class Candidates:
     depths: Int32[Array, "B C"]
     scores: Float[Array, "B C"]
     ranks: Int32[Array, "B C"]
+
+
+@struct.dataclass
+class NoiseAhead:
+    """Noise of the next M positions of each row, every position of which is drawn once.
+
+    Position p of row b is values[b * M + p mod M]; `ends` are the first positions that are not drawn.
+    """
+
+    values: Float[Array, "A V"]
+    ends: Int32[Array, " B"]
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return self.values.shape[0] // self.ends.shape[0]
+
+    def places(self, positions: Int32[Array, " B"]) -> Int32[Array, " B"]:
+        """The indices of `values` at one position of each row."""
+        return jnp.arange(self.ends.shape[0], dtype=jnp.int32) * self.count + positions % self.count

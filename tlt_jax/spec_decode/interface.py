@@ -9,8 +9,7 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from tlt_jax.spec_decode.draft_tree import Candidates
-from tlt_jax.spec_decode.noise import NoiseAhead
+from tlt_jax.spec_decode.draft_tree import Candidates, NoiseAhead
 from tlt_jax.spec_decode.strategy import Strategy
 
 PyTree = Any

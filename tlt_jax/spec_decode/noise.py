@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.draft_tree import NoiseAhead
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
@@ -59,26 +59,6 @@ def gumbel_at(
     """The values of `gumbel` at one position of each sequence, of these token ids alone."""
     counter = (positions.astype(jnp.uint32)[:, None], ids.astype(jnp.uint32))
     return from_words(*threefry((keys[:, :1], keys[:, 1:]), counter), dtype)
-
-
-@struct.dataclass
-class NoiseAhead:
-    """Noise of the next M positions of each row, every position of which is drawn once.
-
-    Position p of row b is values[b * M + p mod M]; `ends` are the first positions that are not drawn.
-    """
-
-    values: Float[Array, "A V"]
-    ends: Int32[Array, " B"]
-
-    @property
-    def count(self) -> int:
-        """M."""
-        return self.values.shape[0] // self.ends.shape[0]
-
-    def places(self, positions: Int32[Array, " B"]) -> Int32[Array, " B"]:
-        """The indices of `values` at one position of each row."""
-        return jnp.arange(self.ends.shape[0], dtype=jnp.int32) * self.count + positions % self.count
 
 
 @shaped

@@ -18,13 +18,14 @@ from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.tuner.interface import State as TunerState
+from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState, Tuner
 
 
 class Engine(Protocol):
     """The part of rollout.engine.Engine that an evaluation uses."""
 
     job: Job
+    tuner: Tuner
     request: Callable[..., RolloutRequest]
     run: Callable[..., tuple[RolloutResult, TunerState]]
 
@@ -43,9 +44,8 @@ def evaluate(
     """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
 
     The noise does not depend on the training step, so two evaluations differ only by the policy.
-    Measurements update the returned tuner state only when the sampling is that of training;
-    otherwise other programs run, with other acceptance rates. Raises ConfigError for an empty
-    split.
+    How drafts hold in evaluations is learned from evaluations alone, and in training from training;
+    what programs cost from both. Raises ConfigError for an empty split.
     """
     settings = config.eval
     prompts = dataset.eval_prompts()
@@ -69,6 +69,7 @@ def evaluate(
     def finished(answer: Completion) -> None:
         texts[answer.uid] = submit(scorer, tokenizer, prompts[answer.prompt], answer)
 
+    tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
     rollout, learned = engine.run(
         request, weights, tuner, on_finish=finished, interrupted=interrupted
     )
@@ -84,7 +85,7 @@ def evaluate(
             np.mean([a.finish == LENGTH for a in rollout.completions])
         ),
     }
-    return metrics, learned if sampling == Sampling.of(config.rollout) else tuner
+    return metrics, engine.tuner.switched(learned, TRAINING)
 
 
 def collected(

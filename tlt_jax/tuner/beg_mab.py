@@ -16,7 +16,7 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.arms import bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.fixed import begin, costs_alone, learn_costs
-from tlt_jax.tuner.interface import Choice, Measurement, State, Tuner
+from tlt_jax.tuner.interface import TRAINING, Choice, Measurement, State, Tuner, swapped
 
 EPSILON, WINDOW = 0.1, 300  # defaults of the paper's reference implementation
 
@@ -63,7 +63,16 @@ def beg_mab(
         return strategies_for(buckets, batch)
 
     observe = partial(observe_beg_mab, window=window)
-    return Tuner(begin_beg_mab, choose, observe, renew, usable, costs_alone, goes_by_rule=True)
+    return Tuner(
+        begin_beg_mab,
+        choose,
+        observe,
+        renew,
+        usable,
+        costs_alone,
+        goes_by_rule=True,
+        switched=switched,
+    )
 
 
 def begin_beg_mab() -> State:
@@ -71,9 +80,19 @@ def begin_beg_mab() -> State:
 
     rewards: by "batch/strategy", tokens per second of a row. tried: the "batch/strategy" chosen
     since the last update of weights. choices: their number, from which random numbers derive.
-    cells: as in fixed.begin.
+    cells: as in fixed.begin. kind, others: as in interface.swapped.
     """
-    return {"choices": 0, "tried": [], "rewards": {}, **begin()}
+    return {"choices": 0, "kind": TRAINING, "others": {}, **begin_kind(), **begin()}
+
+
+def begin_kind() -> State:
+    """The part of the initial state that is one kind of rollouts' own."""
+    return {"tried": [], "rewards": {}}
+
+
+def switched(state: State, kind: str) -> State:
+    """The state for rollouts of another kind."""
+    return swapped(state, kind, begin_kind())
 
 
 def observe_beg_mab(state: State, seen: Measurement, window: int) -> State:

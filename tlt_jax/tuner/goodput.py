@@ -14,20 +14,22 @@ from functools import partial
 import numpy as np
 
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name, parse
-from tlt_jax.tuner import acceptance, cost_model
+from tlt_jax.tuner import acceptance, catching_up, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
 from tlt_jax.tuner.exploration import REST, Outlook, decide
 from tlt_jax.tuner.interface import (
     EXPLORATION_ROUNDS,
     MOST_ROUNDS,
+    TRAINING,
     Cell,
     Choice,
     Measurement,
     State,
     Tuner,
+    swapped,
 )
 
-VERSION = 5  # of the state's format
+VERSION = 6  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
@@ -101,7 +103,9 @@ def goodput(
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         return outlook_of(refitted(state, node_cost) if state["cells"] else state, cells)
 
-    return Tuner(begin, choose, learn, renew_goodput, usable, speeds, goes_by_rule=False)
+    return Tuner(
+        begin, choose, learn, renew_goodput, usable, speeds, goes_by_rule=False, switched=switched
+    )
 
 
 def begin() -> State:
@@ -112,24 +116,42 @@ def begin() -> State:
     explore. incumbents: batch -> arm. trial: the last exploration; open until measured. plans:
     batch -> its decision: arm, log speed, number of choices to reuse it for (hold) and still left,
     running mean of the error in log speed (drift), from how many arms it was chosen (offered).
-    seen: timed measurements. law: weights of the cost model, and the number of measurements they
+    seen: timed measurements. catch_up: see catching_up. kind, others: see
+    interface.swapped. law: weights of the cost model, and the number of measurements they
     are fitted to. evidence, estimates, cells: see acceptance, cost_model.
     """
     return {
         "choices": 0,
-        "clock": 0,
         "funds": 0.0,
+        "estimates": {},
+        "catch_up": catching_up.begin(),
+        "cells": {},
+        "seen": 0,
+        "law": None,
+        "kind": TRAINING,
+        "others": {},
+        **begin_kind(),
+    }
+
+
+def begin_kind() -> State:
+    """The part of the initial state that is one kind of rollouts' own."""
+    return {
+        "clock": 0,
         "gain": 1.0,
         "chunk": 16,
         "evidence": {},
-        "estimates": {},
-        "cells": {},
         "incumbents": {},
         "trial": None,
         "plans": {},
-        "seen": 0,
-        "law": None,
     }
+
+
+def switched(state: State, kind: str) -> State:
+    """The state for rollouts of another kind; the drafters know nothing of these."""
+    return swapped(
+        {**state, "catch_up": catching_up.renewed(state["catch_up"])}, kind, begin_kind()
+    )
 
 
 def planned(state: State, place: str, arm: str, speed: float, offered: int) -> State:
@@ -186,7 +208,15 @@ def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) ->
     )
     targets = [Cell(batch, slots, arm) for arm in arms]
     seconds, doubt = cost_model.predict(state["cells"], targets, state["law"]["weights"])
-    return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
+    known, clock = state["catch_up"], state["clock"]
+    return Outlook(
+        arms,
+        np.log1p(accepted) - seconds,
+        np.hypot(error, doubt),
+        seconds,
+        catching_up.expected(known, clock, arms, batch, slots),
+        catching_up.overhead(known, arms),
+    )
 
 
 def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +254,8 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     )
     trial = {**trial, "open": False} if is_tried else trial
-    state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
+    caught_up = catching_up.measured(state["catch_up"], clock, seen)
+    state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "catch_up": caught_up}
 
     # Without a reliable time the loss of an exploration is unknown: the incumbent's time for its
     # rounds is deducted; nothing for the first run of a program, which happens once.
@@ -267,4 +298,14 @@ def renew_goodput(state: State, estimated: Mapping[str, Sequence[float]] = {}) -
         estimated = {MERGED: estimated[LEARNED], **estimated}
     for drafter, levels in estimated.items():
         estimates[drafter] = acceptance.estimated(clock, levels)
-    return {**state, "clock": clock, "estimates": estimates, "trial": None}
+    return {
+        **state,
+        "clock": clock,
+        "estimates": estimates,
+        "trial": None,
+        "catch_up": catching_up.renewed(state["catch_up"]),
+        "others": {
+            kind: {**own, "clock": own["clock"] + UPDATE, "trial": None}
+            for kind, own in state["others"].items()
+        },
+    }

@@ -11,6 +11,7 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import Strategy
 
 State = dict[str, Any]
+TRAINING, EVALUATION = "training", "evaluation"  # kinds of rollouts
 MOST_ROUNDS = 1 << 30  # of a choice that does not limit the length of the chunk
 EXPLORATION_ROUNDS = 4  # of an exploration chunk
 BUSY = 0.02  # seconds: normal delays of the host, such as dispatching
@@ -109,6 +110,8 @@ class Tuner(NamedTuple):
     stay the same. outlook(state, cells) -> log tokens per second of one live row, and their standard
     errors: float[C] each.
     `goes_by_rule`: `choose` may return a strategy that is not among `arms`, and wants no other.
+    switched(state, kind) -> the state for rollouts of another kind (TRAINING, the first one, or
+    EVALUATION), whose answers say nothing of how drafts hold in these; what programs cost is the same.
     """
 
     init: Callable[[], State]
@@ -118,6 +121,19 @@ class Tuner(NamedTuple):
     usable: Callable[[State, int, int], Sequence[Strategy]]
     outlook: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
     goes_by_rule: bool
+    switched: Callable[[State, str], State] = lambda state, kind: state
+
+
+def swapped(state: State, kind: str, own: State) -> State:
+    """The state with what belongs to this kind of rollouts in the place of what belongs to the one before.
+
+    `own`: the initial values of that. state["kind"] is the kind, state["others"] has the rest.
+    """
+    if kind == state["kind"]:
+        return state
+    others = {**state["others"], state["kind"]: {name: state[name] for name in own}}
+    mine = others.pop(kind, own)
+    return {**state, **mine, "kind": kind, "others": others}
 
 
 def unchanged(state: State, *_: Any) -> State:

@@ -1,0 +1,67 @@
+"""Evaluations teach training nothing of how drafts hold, and the other way round; what programs cost is learned from both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tuner_rollouts import measured
+
+from tlt_jax.spec_decode.strategy import PLAIN, parse
+from tlt_jax.tuner import beg_mab, fixed, goodput
+from tlt_jax.tuner.interface import EVALUATION, TRAINING, Cell
+
+ARM = parse("2_2_4")
+MAKERS = {
+    "goodput": lambda: goodput.goodput([ARM]),
+    "beg_mab": lambda: beg_mab.beg_mab([ARM]),
+    "fixed": lambda: fixed.fixed(ARM),
+}
+
+
+def after(tuner, state, *seen):
+    for one in seen:
+        state = tuner.observe(state, one)
+    return state
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_kind_comes_back_as_it_was_left_but_for_the_costs(name):
+    tuner = MAKERS[name]()
+    before = after(tuner, tuner.init(), measured(PLAIN), measured(ARM, accepted=2.0))
+    other = tuner.switched(before, EVALUATION)
+    assert json.loads(json.dumps(other)) == other
+    other = after(tuner, other, *[measured(ARM, accepted=0.1, per_round=0.7)] * 5)
+    back = tuner.switched(other, TRAINING)
+    assert back["cells"] == other["cells"] != before["cells"]
+    shared = {"cells", "seen", "law", "funds", "catch_up", "others"}
+    assert {key: back[key] for key in back.keys() - shared} == {
+        key: before[key] for key in before.keys() - shared
+    }
+    assert tuner.switched(back, TRAINING) == back or name == "goodput"  # which ends a rollout
+
+
+def test_evaluations_that_draft_badly_do_not_change_what_training_is_expected_to_accept():
+    """Predicted tokens per second of a tree in training, with evaluations between in which nothing holds."""
+    tuner, speeds = goodput.goodput([ARM]), []
+    for evaluates in (False, True):
+        state = after(tuner, tuner.init(), *[measured(PLAIN), measured(ARM, accepted=2.0)] * 4)
+        if evaluates:
+            state = tuner.switched(state, EVALUATION)
+            state = after(tuner, state, *[measured(ARM, accepted=0.0)] * 40)
+            speeds.append(tuner.outlook(state, [Cell(4, 512, ARM)])[0][0])
+            state = tuner.switched(state, TRAINING)
+        speeds.append(tuner.outlook(state, [Cell(4, 512, ARM)])[0][0])
+    trained, evaluated, again = speeds
+    assert again == pytest.approx(trained, abs=0.02)
+    assert evaluated < trained - 0.5
+
+
+def test_an_update_makes_both_kinds_less_certain():
+    tuner = goodput.goodput([ARM])
+    state = after(tuner, tuner.init(), measured(PLAIN), measured(ARM, accepted=2.0))
+    other = after(tuner, tuner.switched(state, EVALUATION), measured(ARM, accepted=1.0))
+    renewed = tuner.renew(other)
+    for kind in (TRAINING, EVALUATION):
+        was, now = (tuner.switched(one, kind)["clock"] for one in (other, renewed))
+        assert now == was + goodput.UPDATE
