@@ -9,13 +9,14 @@ from pathlib import Path
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, load as configuration
+from tlt_jax.config.schema import TENSORBOARD
 from tlt_jax.errors import ConfigError
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
 # Folders that a run writes.
 PARTS = (
     "checkpoints",
-    "tensorboard",
+    TENSORBOARD,
     "completions",
     "speculation",
     "timeline",
@@ -90,11 +91,10 @@ def is_exported(config: Config) -> bool:
 def summary(config: Config) -> str:
     """Where the results of a finished run are, and what to do with them."""
     run, model = Path(config.run), export(config)
-    lines = [
-        f"{config.run} is done:",
-        f"  metrics      tensorboard --logdir {run / 'tensorboard'}",
-        f"  answers      {run / 'completions'}",
-    ]
+    lines = [f"{config.run} is done:"]
+    if TENSORBOARD in config.log.trackers:
+        lines.append(f"  metrics      tensorboard --logdir {run / TENSORBOARD}")
+    lines.append(f"  answers      {run / 'completions'}")
     if model.is_dir():
         lines.append(f"  model        {model}")
     if drafter_export(config).is_dir():

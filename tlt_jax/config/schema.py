@@ -18,6 +18,7 @@ RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older ve
 # Of speculation.drafter; other values name a directory.
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 DROP = "drop"  # of data.duplicates
+TENSORBOARD, WANDB = "tensorboard", "wandb"  # of log.trackers
 LATEST, LAST_GOOD = "latest", "last_good"  # of checkpoint.resume
 PPO = "ppo"  # of algorithm.loss
 
@@ -448,10 +449,23 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Log:
+    trackers: list[str] = knob(
+        [TENSORBOARD],
+        "where metrics go, any of: tensorboard: <run>/tensorboard | wandb: Weights & Biases, with the extra wandb installed; "
+        "WANDB_MODE=offline keeps them in <run>/wandb for `wandb sync`",
+        one_of=(TENSORBOARD, WANDB),
+    )
+    wandb_project: str = knob("tlt_jax", "project at Weights & Biases")
+    wandb_entity: str = knob(
+        "", "team or user at Weights & Biases; empty: the default of the API key"
+    )
+    wandb_name: str = knob(
+        "", "name of the run at Weights & Biases; empty: the last two parts of `run`"
+    )
     every: int = knob(1, "write scalars every n steps", at_least=1)
     texts: int = knob(
         4,
-        "sample completions written to TensorBoard, per step that is a multiple of log.texts_every",
+        "sample completions written to the trackers, per step that is a multiple of log.texts_every",
         at_least=0,
     )
     texts_every: int = knob(

@@ -398,8 +398,8 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every name that a run writes to TensorBoard, close to the vocabulary of verl and TRL. This page is made by",
-        "`python -m tlt_jax.metrics > docs/metrics.md`.",
+        "Every name that a run writes to TensorBoard and Weights & Biases (`log.trackers`), close to the vocabulary of verl",
+        "and TRL. This page is made by `python -m tlt_jax.metrics > docs/metrics.md`.",
         "",
         "| name | kind | meaning |",
         "| --- | --- | --- |",

@@ -1,38 +1,33 @@
-"""The writer of a run folder: TensorBoard events, completions and chunks. No JAX.
+"""The writer of a run folder: metrics for the trackers, completions and chunks. No JAX.
 
-Each step is there once, also after a resume.
+Each step is there once, also after a resume (at Weights & Biases, repeated steps are there twice).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import struct
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from google.protobuf.message import DecodeError
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import masked_crc32c
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
+from tlt_jax.config.schema import TENSORBOARD, WANDB
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
+from tlt_jax.metrics.tensorboard import TensorBoard
+from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
-TENSORBOARD = "tensorboard"
 LOG = "log.txt"  # every message of the run, each compilation too
 COMPLETIONS = "completions"
 SPECULATION = "speculation"
 TIMELINE = "timeline"
 
-log = logging.getLogger(__name__)
+TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class ChunkRecord:
 
 
 class Writer:
-    """Writes a run folder and shows progress. Data is on disk when a method returns.
+    """Writes a run folder and shows progress. Data is on disk when a method returns, but for W&B's.
 
     `resumed_from`: step of the checkpoint that the run resumes from; output of later steps, written
     by an interrupted run, is removed, so that each step is there once. None: a new run, which
@@ -95,9 +90,7 @@ class Writer:
                 ):
                     path.unlink()
 
-        events = self._folder / TENSORBOARD
-        events.mkdir(parents=True, exist_ok=True)
-        earlier = sorted(events.iterdir())
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._log = logging.FileHandler(self._folder / LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
@@ -105,48 +98,43 @@ class Writer:
         self.progress = Progress(
             total_steps, resumed_from or 0, config.log.progress, details=is_detailed
         )
-        for path in earlier:
-            forget(path, first_step)
-
-        self._events = EventsWriter(
-            str(events / "events"), f".{len(earlier):04d}"
-        )  # sorts also within a second
+        self._trackers = [
+            make(config, first_step)
+            for name, make in TRACKERS.items()
+            if name in config.log.trackers
+        ]
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
 
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        self.close(is_failed=error is not None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars of a step. Raises MetricError for a name that is not in the list."""
-        for name, value in values.items():
+        for name in values:
             names.find(name, "scalar")
-            scalar = summary.scalar(name, float(value))
-            scalar.value[
-                0
-            ].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
-            self._write(step, summary=scalar)
-        self._events.flush()
+        for tracker in self._trackers:
+            tracker.scalars(step, {name: float(value) for name, value in values.items()})
 
     def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
         """Writes a histogram of the values."""
         names.find(name, "histogram")
-        self._write(step, summary=summary.histogram(name, np.asarray(values, np.float64), bins=30))
-        self._events.flush()
+        for tracker in self._trackers:
+            tracker.histogram(step, name, values)
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Writes a text, shown as Markdown."""
+        """Writes a text in Markdown."""
         names.find(name, "text")
-        self._write(step, summary=summary.text(name, markdown))
-        self._events.flush()
+        for tracker in self._trackers:
+            tracker.text(step, name, markdown)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Writes an image [height, width, 3] of uint8."""
         names.find(name, "image")
-        self._write(step, summary=summary.image(name, pixels, dataformats="HWC"))
-        self._events.flush()
+        for tracker in self._trackers:
+            tracker.image(step, name, pixels)
 
     def step(
         self,
@@ -209,15 +197,13 @@ class Writer:
         """Prints a line above the progress display."""
         self.progress.say(text)
 
-    def close(self) -> None:
+    def close(self, is_failed: bool = False) -> None:
         """Closes the files and ends the display."""
+        for tracker in self._trackers:
+            tracker.close(is_failed)
         self.progress.close()
         logging.getLogger("tlt_jax").removeHandler(self._log)
         self._log.close()
-        self._events.close()
-
-    def _write(self, step: int, **content) -> None:
-        self._events.write_event(Event(step=step, wall_time=time.time(), **content))
 
 
 class NoWriter:
@@ -233,54 +219,6 @@ class NoWriter:
         pass
 
     scalars = histogram = text = image = step = lines = file = say = close = nothing
-
-
-def forget(path: Path, first_step: int) -> None:
-    """Removes the events of `first_step` and later from a TensorBoard file, and a last one that is not whole.
-
-    Events of the supervised warm start stay, unless first_step is 0 (a new run). Of a damaged file the events before the
-    damage stay, and a copy of all of it is kept beside the folder, which is logged.
-    """
-    content, kept, start, is_damaged = path.read_bytes(), [], 0, False
-    while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
-        length, checksum = struct.unpack_from("<QI", content, start)
-        end = start + 16 + length
-        is_damaged = masked_crc32c(content[start : start + 8]) != checksum
-        if is_damaged or end > len(content):
-            break
-        try:
-            event = Event.FromString(content[start + 12 : end - 4])
-        except DecodeError:
-            is_damaged = True
-            break
-        if event.step < first_step or event.file_version or first_step and is_warm_start(event):
-            kept.append(content[start:end])
-        start = end
-
-    if is_damaged:
-        copy = path.parent.with_name(f"{TENSORBOARD}_damaged") / path.name
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_bytes(content)
-        log.warning(
-            "%s is damaged at byte %d: what comes after it is not shown any more; all of it is in %s",
-            path,
-            start,
-            copy,
-        )
-    if sum(map(len, kept)) < len(content):
-        outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
-        with atomic.replacing(path, outside) as temporary:
-            temporary.write_bytes(b"".join(kept))
-
-
-def is_warm_start(event: Event) -> bool:
-    """True for scalars of the supervised warm start.
-
-    It counts its own steps, all of them before the first checkpoint.
-    """
-    return event.HasField("summary") and all(
-        value.tag.startswith("sft/") for value in event.summary.value
-    )
 
 
 def sample(record: Record) -> str:

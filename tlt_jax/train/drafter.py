@@ -28,7 +28,7 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.errors import Interrupted
-from tlt_jax.metrics import Writer
+from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import eagle, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
@@ -44,6 +44,7 @@ ABOUT = f"""Everything goes to the folder {run_folder.DRAFTER} of the run; the d
 def train(config: Config) -> int:
     """Trains to drafter_training.steps, going on from the newest checkpoint; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
+    check_trackers(config)
     from_config.check_drafter_training(config)
     tokenizer = datasets.tokenizer(config)
     model = from_config.model_config(config, tokenizer)

@@ -26,7 +26,7 @@ from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
 from tlt_jax.errors import DamagedCheckpoint, Interrupted
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.metrics import NoWriter, Writer
+from tlt_jax.metrics import NoWriter, Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Scorer
@@ -68,6 +68,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     job = watching.job
     validate.validate_rl(config)
     losses.check(config.algorithm.loss)
+    if job.is_first:
+        check_trackers(config)
     tokenizer = datasets.tokenizer(config)
     dataset = datasets.load(config, tokenizer)
     if job.is_first:

@@ -24,7 +24,7 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import Interrupted
-from tlt_jax.metrics import Writer
+from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import Adam
@@ -154,6 +154,7 @@ def main() -> int:
     )
     config = replace(config, run=str(Path(config.run) / "sft"))
     with cli.prepared(config):
+        check_trackers(config)
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
         print(dataset.describe(), flush=True)

@@ -1,0 +1,264 @@
+"""Laws of the Weights & Biases tracker: what TensorBoard has at the same steps, and never a step of the run. No network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import preempt, raise_at
+
+from tlt_jax.config import Config
+from tlt_jax.config.schema import TENSORBOARD, WANDB, Log, Mesh
+from tlt_jax.metrics import ChunkRecord, Record, Writer, weights_and_biases
+from tlt_jax.train import loop, step_metrics
+
+needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
+NOWHERE = "http://127.0.0.1:9"  # nothing listens there
+SPANS = [SimpleNamespace(group=0, kind="decode", start=0.0, end=1.0)]
+BLOCK = 32768  # bytes of a block of the file, which is a LevelDB log after 7 bytes
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch) -> Iterator[Path]:
+    """W&B offline, without telemetry; a home and a working folder, which have to stay empty."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in (
+        "WANDB_CACHE_DIR",
+        "WANDB_SILENT",
+    ):  # what the tracker sets is undone after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(home), "WANDB_MODE": "offline", **QUIET}.items():
+        monkeypatch.setenv(name, value)
+    yield home
+    import wandb
+
+    with contextlib.suppress(ConnectionError):  # of a test that kills its process
+        wandb.teardown()
+
+
+QUIET = {"WANDB_ERROR_REPORTING": "false"}
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    log = Log(trackers=[TENSORBOARD, WANDB], texts=2, texts_every=2, progress=False)
+    return Config(run=str(tmp_path / "runs" / "mine"), mesh=Mesh(data=1), log=log)
+
+
+def write(config: Config, steps, resumed_from: int | None = None, act=None):
+    """Writes some steps; `act` is called before the last of them."""
+    with Writer(config, 10, resumed_from) as writer:
+        for step in steps:
+            if act and step == steps[-1]:
+                act()
+            answers = [Record(i, "2+2=", f"<b>{step}", i / 3, 10 + i, "stop") for i in range(3)]
+            shape = (0, 0, 4, 3.5, 256, "2_2_4", "kept", None, 100.0, step, 16, 0.5, [4, 2, 1])
+            writer.step(step, {"reward/mean": step / 10}, answers, SPANS, [ChunkRecord(*shape)])
+            if step % 2 == 0:
+                writer.scalars(step, {"eval/mean@1": step / 7, "eval/pass@16": 0.5})
+
+
+def records(path: Path) -> Iterator:
+    """The records of a W&B run file, by the layout of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record as Stored
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Stored.FromString(parts)
+            parts = b""
+
+
+def attempts(config: Config) -> list[list]:
+    """The records of each attempt of a run, in their order."""
+    files = (Path(config.run) / "wandb").glob("offline-run-*/*.wandb")
+    return [list(records(path)) for path in sorted(files, key=lambda path: path.stat().st_mtime)]
+
+
+def tracked(config: Config) -> dict[str, dict[int, list]]:
+    """Name -> step -> what W&B has of it, from all attempts; media as dictionaries."""
+    found: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    for attempt in attempts(config):
+        for record in attempt:
+            row: dict = {}
+            for item in record.history.item:
+                name, *inner = item.nested_key or [item.key]
+                value = json.loads(item.value_json)
+                row[name] = row.get(name, {}) | {inner[0]: value} if inner else value
+            for name, value in row.items():
+                found[name][row["step"]].append(value)
+    return {name: dict(steps) for name, steps in found.items() if not name.startswith("_")}
+
+
+def scalars_of_tensorboard(config: Config) -> dict[str, dict[int, list[float]]]:
+    events = EventAccumulator(str(Path(config.run) / "tensorboard"), {"scalars": 0}).Reload()
+    found: dict[str, dict[int, list[float]]] = {}
+    for name in events.Tags()["scalars"]:
+        found[name] = defaultdict(list)
+        for event in events.Scalars(name):
+            found[name][event.step].append(event.value)
+    return {name: dict(steps) for name, steps in found.items()}
+
+
+def scalars(values: dict[str, dict[int, list]]) -> dict[str, dict[int, list]]:
+    """Those of `tracked` that are numbers, in TensorBoard's precision."""
+    return {
+        name: {step: [float(np.float32(one)) for one in ones] for step, ones in steps.items()}
+        for name, steps in values.items()
+        if name != "step" and all(isinstance(one, int | float) for one in sum(steps.values(), []))
+    }
+
+
+@needs_wandb
+def test_wandb_has_what_tensorboard_has_by_name_and_step(config, offline):
+    write(config, range(1, 6))
+    found = tracked(config)
+    assert scalars(found) == scalars_of_tensorboard(config) and len(scalars(found)) == 3
+    for name in ("reward/histogram", "response_length/histogram", "speculation/accepted/histogram"):
+        assert list(found[name]) == [2, 4] and found[name][2][0]["_type"] == "histogram"
+    (lengths,) = found["response_length/histogram"][4]
+    assert sum(lengths["values"]) == 3 and (lengths["bins"][0], lengths["bins"][-1]) == (10, 12)
+    assert list(found["rollout/timeline"]) == list(found["rollout/samples"]) == [2, 4]
+    files = next((Path(config.run) / "wandb").glob("offline-run-*/files"))
+    page = (files / found["rollout/samples"][4][0]["path"]).read_text()
+    assert "    &lt;b&gt;4" in page and page.count("**reward") == 2
+    assert list(found["config"]) == [0]
+
+
+@needs_wandb
+def test_the_run_there_has_the_name_the_project_and_the_configuration(config, offline):
+    write(config, range(1, 3))
+    (attempt,) = attempts(config)
+    (run,) = [record.run for record in attempt if record.WhichOneof("record_type") == "run"]
+    resolved = {one.key: json.loads(one.value_json) for one in run.config.update}
+    assert {name: resolved[name] for name in asdict(config)} == asdict(config)
+    assert (run.display_name, run.project, run.entity) == ("runs/mine", "tlt_jax", "")
+    own = replace(config.log, wandb_name="first", wandb_project="math", wandb_entity="team")
+    write(replace(config, log=own), range(1, 3))
+    run = next(r.run for r in attempts(config)[-1] if r.WhichOneof("record_type") == "run")
+    assert (run.display_name, run.project, run.entity) == ("first", "math", "team")
+
+
+@needs_wandb
+def test_a_run_that_goes_on_goes_on_there_and_a_new_one_is_another(config, offline):
+    write(config, range(1, 8))
+    time.sleep(1)  # W&B names the folders of attempts by the second
+    write(config, range(6, 9), resumed_from=5)
+    write(config, range(1, 3))
+    first, second, third = (
+        next(record.run for record in attempt if record.WhichOneof("record_type") == "run")
+        for attempt in attempts(config)
+    )
+    assert first.run_id == second.run_id != third.run_id and second.resume
+    assert list(tracked(config)["reward/mean"]) == list(range(1, 9))
+
+
+@needs_wandb
+def test_a_lost_wandb_costs_no_step_and_is_said_once(config, offline, caplog):
+    def kill():
+        children = subprocess.run(
+            ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True
+        ).stdout.splitlines()
+        (service,) = (line.split()[0] for line in children if "wandb-core" in line)
+        os.kill(int(service), signal.SIGKILL)
+        os.waitpid(int(service), 0)
+
+    with caplog.at_level(logging.WARNING):
+        write(config, range(1, 7), act=kill)
+    assert list(scalars_of_tensorboard(config)["reward/mean"]) == list(range(1, 7))
+    log = (Path(config.run) / "log.txt").read_text()
+    assert log.count("Weights & Biases gets nothing more of this run") == 1
+
+
+@needs_wandb
+def test_without_a_server_all_is_kept_for_later(config, offline, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(weights_and_biases, "BEGIN_S", 2)
+    write(config, range(1, 4))
+    assert scalars(tracked(config)) == scalars_of_tensorboard(config)
+    assert (Path(config.run) / "log.txt").read_text().count("`wandb sync` takes") == 1
+
+
+@needs_wandb
+def test_training_that_is_interrupted_writes_one_run_there_and_nothing_elsewhere(
+    tmp_path, configure, offline, monkeypatch
+):
+    knobs = {"log.trackers": [TENSORBOARD, WANDB], "log.texts_every": 1}
+    config = configure(tmp_path / "run", knobs)
+    raise_at(monkeypatch, step_metrics, "of_step", 2, preempt)
+    assert loop.train(config) == 75 and loop.train(config) == 0
+    ids = {
+        record.run.run_id
+        for attempt in attempts(config)
+        for record in attempt
+        if record.WhichOneof("record_type") == "run"
+    }
+    assert len(attempts(config)) == 2 and len(ids) == 1
+    found, shown = scalars(tracked(config)), scalars_of_tensorboard(config)
+    assert found == shown and set(found["reward/mean"]) == {1, 2, 3, 4}
+    assert {"eval/mean@2", "actor/loss", "timing_s/step"} <= set(found)
+    assert list(offline.iterdir()) == [], "nothing is written at home or in the working folder"
+
+
+def refused(tmp_path: Path, code: str, **environment: str) -> str:
+    """What the training command says that has to refuse to start."""
+    knobs = ["--config", "quickstart", "--run", str(tmp_path / "run"), "--log.trackers", "[wandb]"]
+    code += f"; import runpy, sys; sys.argv = ['train', *{knobs!r}]"
+    code += "; runpy.run_module('tlt_jax.train', run_name='__main__')"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path), **QUIET, **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "run").exists()
+    return done.stderr
+
+
+def test_wandb_that_is_not_installed_is_one_line_at_once(tmp_path):
+    assert refused(tmp_path, "import sys; sys.modules['wandb'] = None") == (
+        "error: log.trackers names wandb, which is not installed: pip install -e '.[wandb]'\n"
+    )
+
+
+@needs_wandb
+def test_wandb_without_a_key_is_one_line_at_once(tmp_path):
+    assert refused(tmp_path, "pass", WANDB_BASE_URL=NOWHERE) == (
+        "error: log.trackers names wandb, and there is no API key: run `wandb login`, set WANDB_API_KEY, or set "
+        "WANDB_MODE=offline\n"
+    )
+
+
+@needs_wandb
+def test_a_project_that_wandb_would_refuse_is_one_line(config, offline):
+    wrong = replace(config, log=replace(config.log, wandb_project="a/b"))
+    with pytest.raises(ValueError, match="log.wandb_project: .*'a/b'.*: use another name"):
+        weights_and_biases.check_trackers(wrong)

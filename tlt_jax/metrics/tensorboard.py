@@ -1,0 +1,118 @@
+"""The TensorBoard events of a run folder; knows no names of metrics."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+
+from tlt_jax import atomic
+from tlt_jax.config import Config
+from tlt_jax.config.schema import TENSORBOARD
+
+log = logging.getLogger(__name__)
+
+
+class TensorBoard:
+    """Writes events to <run>/tensorboard. They are on disk when a method returns.
+
+    Events of `first_step` and later, written by an interrupted run, are removed.
+    """
+
+    def __init__(self, config: Config, first_step: int):
+        folder = Path(config.run) / TENSORBOARD
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = sorted(folder.iterdir())
+        for path in earlier:
+            forget(path, first_step)
+        # Its name sorts after the earlier ones also within a second.
+        self._events = EventsWriter(str(folder / "events"), f".{len(earlier):04d}")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes scalars of a step."""
+        for name, value in values.items():
+            scalar = summary.scalar(name, value)
+            scalar.value[
+                0
+            ].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
+            self._write(step, scalar)
+        self._events.flush()
+
+    def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
+        """Writes a histogram of the values."""
+        self._write(step, summary.histogram(name, np.asarray(values, np.float64), bins=30))
+        self._events.flush()
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text, shown as Markdown."""
+        self._write(step, summary.text(name, markdown))
+        self._events.flush()
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Writes an image [height, width, 3] of uint8."""
+        self._write(step, summary.image(name, pixels, dataformats="HWC"))
+        self._events.flush()
+
+    def close(self, is_failed: bool) -> None:
+        """Closes the file."""
+        self._events.close()
+
+    def _write(self, step: int, content) -> None:
+        self._events.write_event(Event(step=step, wall_time=time.time(), summary=content))
+
+
+def forget(path: Path, first_step: int) -> None:
+    """Removes the events of `first_step` and later from a TensorBoard file, and a last one that is not whole.
+
+    Events of the supervised warm start stay, unless first_step is 0 (a new run). Of a damaged file the events before the
+    damage stay, and a copy of all of it is kept beside the folder, which is logged.
+    """
+    content, kept, start, is_damaged = path.read_bytes(), [], 0, False
+    while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
+        length, checksum = struct.unpack_from("<QI", content, start)
+        end = start + 16 + length
+        is_damaged = masked_crc32c(content[start : start + 8]) != checksum
+        if is_damaged or end > len(content):
+            break
+        try:
+            event = Event.FromString(content[start + 12 : end - 4])
+        except DecodeError:
+            is_damaged = True
+            break
+        if event.step < first_step or event.file_version or first_step and is_warm_start(event):
+            kept.append(content[start:end])
+        start = end
+
+    if is_damaged:
+        copy = path.parent.with_name(f"{TENSORBOARD}_damaged") / path.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(content)
+        log.warning(
+            "%s is damaged at byte %d: what comes after it is not shown any more; all of it is in %s",
+            path,
+            start,
+            copy,
+        )
+    if sum(map(len, kept)) < len(content):
+        outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
+        with atomic.replacing(path, outside) as temporary:
+            temporary.write_bytes(b"".join(kept))
+
+
+def is_warm_start(event: Event) -> bool:
+    """True for scalars of the supervised warm start.
+
+    It counts its own steps, all of them before the first checkpoint.
+    """
+    return event.HasField("summary") and all(
+        value.tag.startswith("sft/") for value in event.summary.value
+    )

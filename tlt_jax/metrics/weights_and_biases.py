@@ -1,0 +1,173 @@
+"""The Weights & Biases run of a run folder, of the optional package wandb; knows no names of metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt_jax import atomic
+from tlt_jax.config import Config
+from tlt_jax.config.schema import WANDB
+from tlt_jax.errors import ConfigError
+
+ID = "id.txt"
+STEP = "step"  # of the run; W&B's own counter must grow, and a run that goes on repeats steps
+LONGEST_NAME = 128
+# Seconds that W&B may take to begin, and for its last uploads.
+BEGIN_S, FINISH_S = 30, 20
+
+log = logging.getLogger(__name__)
+
+
+def check_trackers(config: Config) -> None:
+    """Raises ConfigError when Weights & Biases is wanted and not installed, or cannot take the run."""
+    if WANDB not in config.log.trackers:
+        return
+    if find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.trackers names {WANDB}, which is not installed: pip install -e '.[wandb]'"
+        )
+    wandb = imported(Path(config.run))
+    try:
+        wandb.Settings(project=config.log.wandb_project)
+    except wandb.Error as error:
+        raise ConfigError(f"log.wandb_project: {one_line(error)}: use another name") from error
+    is_online = os.environ.get("WANDB_MODE", "online") == "online"
+    if is_online and not wandb.login(prompt=False, verify=False):
+        raise ConfigError(
+            f"log.trackers names {WANDB}, and there is no API key: run `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline"
+        )
+
+
+def imported(run: Path) -> Any:
+    """The package wandb, which prints nothing, and whose own log goes to the run folder."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_CACHE_DIR", str((run / WANDB / "cache").absolute()))
+    import wandb  # optional, and takes a second to import
+
+    return wandb
+
+
+class WeightsAndBiases:
+    """Writes to a run of Weights & Biases; its files are in <run>/wandb.
+
+    A run that goes on (`first_step` above 0) goes on with the same run there; the steps that it
+    repeats are there twice. W&B never costs a step: without its server everything is kept in the
+    run folder, and after any other failure nothing more is written. Both are said once.
+    """
+
+    def __init__(self, config: Config, first_step: int):
+        self._folder = Path(config.run) / WANDB
+        self._run = self._wandb = None
+        try:
+            self._wandb = imported(Path(config.run))
+            self._run = self._begin(config, identifier(self._folder, first_step > 0))
+        except Exception as error:  # of whatever kind: no step is lost for a tracker
+            self._give_up(error)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes scalars of a step."""
+        self._write(step, lambda: dict(values))
+
+    def histogram(self, step: int, name: str, values: Sequence[float] | np.ndarray) -> None:
+        """Writes a histogram of the values."""
+        self._write(
+            step,
+            lambda: {name: self._wandb.Histogram(np_histogram=np.histogram(values, bins=30))},
+        )
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text, shown as it is."""
+        page = f"<pre>{html.escape(markdown)}</pre>"
+        self._write(
+            step, lambda: {name: self._wandb.Html(page, inject=False, data_is_not_path=True)}
+        )
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Writes an image [height, width, 3] of uint8."""
+        self._write(step, lambda: {name: self._wandb.Image(pixels)})
+
+    def close(self, is_failed: bool) -> None:
+        """Ends the run there, once it has everything, or after FINISH_S seconds."""
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=int(is_failed))
+            except Exception as error:  # of whatever kind: no step is lost for a tracker
+                self._give_up(error)
+            self._run = None
+
+    def _begin(self, config: Config, name: str) -> Any:
+        """The run of this id, new or as it was; without a server one that is kept in the folder."""
+        shown = config.log.wandb_name or "/".join(Path(config.run).parts[-2:])[-LONGEST_NAME:]
+        arguments = {
+            "dir": config.run,
+            "id": name,
+            "resume": "allow",
+            "project": config.log.wandb_project,
+            "entity": config.log.wandb_entity or None,
+            "name": shown,
+            "config": dataclasses.asdict(config),
+            "allow_val_change": True,
+            "reinit": "create_new",
+        }
+        limits = {
+            "init_timeout": BEGIN_S,
+            "finish_timeout": FINISH_S,
+            "finish_timeout_raises": True,
+        }
+        settings = self._wandb.Settings(console="off", **limits)
+        try:
+            run = self._wandb.init(**arguments, settings=settings)
+        except self._wandb.Error as error:
+            log.warning(
+                "Weights & Biases cannot be reached (%s): `wandb sync` takes %s afterwards",
+                one_line(error),
+                self._folder,
+            )
+            self._wandb.teardown()  # it would go on trying, and hold the id
+            run = self._wandb.init(**arguments, settings=settings, mode="offline")
+        run.define_metric("*", step_metric=STEP)
+        if not run.offline:
+            log.info("Weights & Biases: %s", run.url)
+        return run
+
+    def _write(self, step: int, row: Callable[[], dict[str, Any]]) -> None:
+        if self._run is not None:
+            try:
+                self._run.log({STEP: step, **row()})
+            except Exception as error:  # of whatever kind: no step is lost for a tracker
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        log.warning(
+            "Weights & Biases gets nothing more of this run (%s): what it has is in %s",
+            one_line(error),
+            self._folder,
+        )
+
+
+def identifier(folder: Path, is_resumed: bool) -> str:
+    """The id of the run there: the one in the folder when a run goes on, otherwise a new one."""
+    path = folder / ID
+    if is_resumed and path.exists():
+        return path.read_text().strip()
+    name = secrets.token_hex(8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(path, f"{name}\n")
+    return name
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
