@@ -25,19 +25,21 @@ def main() -> int:
     `--model.path DIR` evaluates another one.
     """
     config = configuration.load(command="python -m tlt_jax.eval")
-    with cli.prepared(config), Scorer(config) as scorer:
-        config = with_fixed_drafter(config)
-        tokenizer = datasets.tokenizer(config)
-        dataset = datasets.load(config, tokenizer)
-        print(dataset.describe(), file=sys.stderr)
-        model = from_config.model_config(config, tokenizer)
-        validate.validate_model(config, model, jax.device_count())
-        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        drafter, drafter_params = from_config.load_drafter(config, model, mesh)
-        engine = Engine(config, model, mesh, datasets.stop_rules(config, tokenizer), drafter)
-        weights = engine.publish(from_config.load_policy(config, model, mesh), drafter_params)
-        metrics, _ = evaluate(engine, weights, dataset, tokenizer, scorer, config)
-        print(json.dumps(metrics))
+    with cli.prepared(config):
+        validate.validate_rewards(config)
+        with Scorer(config) as scorer:
+            config = with_fixed_drafter(config)
+            tokenizer = datasets.tokenizer(config)
+            dataset = datasets.load(config, tokenizer)
+            print(dataset.describe(), file=sys.stderr)
+            model = from_config.model_config(config, tokenizer)
+            validate.validate_model(config, model, jax.device_count())
+            mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+            drafter, drafter_params = from_config.load_drafter(config, model, mesh)
+            engine = Engine(config, model, mesh, datasets.stop_rules(config, tokenizer), drafter)
+            weights = engine.publish(from_config.load_policy(config, model, mesh), drafter_params)
+            metrics, _ = evaluate(engine, weights, dataset, tokenizer, scorer, config)
+            print(json.dumps(metrics))
     return 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tlt_jax import cli
 from tlt_jax.config import Config, parse as parsing, validate
 from tlt_jax.config.schema import Rollout
-from tlt_jax.data import files
+from tlt_jax.data import dataset, files
 from tlt_jax.errors import ConfigError, DataError
 
 KNOBS = {  # option -> the knob that gives its default, help text and limits
@@ -217,8 +217,7 @@ def find_tokenizer(directory: Path) -> Any:
 
     Raises DataError when it cannot be loaded.
     """
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((directory / name).is_file() for name in names):
+    if not dataset.has_tokenizer(directory):
         return None
     from transformers import AutoTokenizer
 

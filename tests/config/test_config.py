@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,21 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
     ):
         validate.validate_rl(greedy)
     validate.validate_rl(parse(write()))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
+        ("--reward.terms {}", "reward.terms is empty"),
+        ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is no reward"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_where_answers_are_scored(write, words, message):
+    config = parse([*write(), *words.split()])
+    for check in (validate.validate_rl, validate.validate_rewards):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            check(config)
 
 
 def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
@@ -234,10 +250,7 @@ WRONG = [
     ("--algorithm.advantage a:b", "algorithm.advantage 'a:b' is not known"),
     ("--model.init {}", "model.path and model.init are both empty"),
     ('--data.train x.jsonl --reward.terms {"gsm8k":1}', "data.train 'x.jsonl' needs a tokenizer"),
-    ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
     ("--data.eval x.jsonl", "data.eval 'x.jsonl' without data.train"),
-    ("--reward.terms {}", "reward.terms is empty"),
-    ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is no reward"),
     ("--rollout.stop ['']", "rollout.stop holds an empty text"),
     ("--train.epochs 2", "train.steps 100 and train.epochs 2 are both set"),
     ("--train.steps 0", "train.steps 0 and train.epochs 0 are both 0"),

@@ -266,6 +266,28 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
         drafter.train(configure(tmp_path / "narrow", knobs | narrow))
 
 
+def test_token_ids_need_no_tokenizer_and_nothing_is_scored(whole, configure, tmp_path):
+    texts = {"drafter_training.texts": Path(whole.run) / "drafter" / "answers"}
+    with_tokenizer = configure(tmp_path / "with", texts)
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(whole.model.path) / name, policy)
+    knobs = texts | {"model.path": policy, "reward.terms": {}, "data.train": "missing.jsonl"}
+    without = configure(tmp_path / "without", knobs)
+    for config in (with_tokenizer, without):
+        assert drafter.train(config) == cli.DONE
+    ours, theirs = (
+        (tmp_path / run / "drafter/hf/model.safetensors").read_bytes()
+        for run in ("with", "without")
+    )
+    assert ours == theirs
+    rows = [{"prompt": [5, 6], "response": [7, 1]}, {"prompt": [5], "response": "3"}]
+    knobs |= {"drafter_training.texts": text_file(tmp_path / "rows.jsonl", rows)}
+    with pytest.raises(DataError, match=":2: column 'response' is text, and the policy has no tok"):
+        drafter.train(configure(tmp_path / "text", knobs))
+
+
 def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, tmp_path):
     answers = Path(whole.run) / "drafter" / "answers"
     knobs = {"texts": answers, "kind": "eagle3", "vocab": 5, "unroll": 1}

@@ -62,10 +62,30 @@ def validate_rl(config: Config) -> None:
             "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
             "another above 0"
         )
+    validate_rewards(config)
+
+
+def validate_rewards(config: Config) -> None:
+    """Raises ConfigError when answers cannot be scored."""
+    if not config.reward.terms:
+        raise ConfigError(
+            "reward.terms is empty: name at least one reward, for example {task: 1.0}"
+        )
+    for name in config.reward.terms:
+        if name not in REWARDS and not extension.is_own(name):
+            raise ConfigError(
+                f"reward.terms names {name!r}, which is no reward: use {', '.join(REWARDS)} or module:function "
+                f"({nearest(name, REWARDS)})"
+            )
+    if "task" in config.reward.terms and config.data.train:
+        raise ConfigError(
+            f"reward 'task' scores the generated task, and data.train is {config.data.train!r}: set reward.terms, "
+            "for example {gsm8k: 1.0}"
+        )
 
 
 def validate_model_and_data(config: Config) -> None:
-    """Raises ConfigError when the model, tokenizer, data or rewards are not described, or clash."""
+    """Raises ConfigError when the model, tokenizer or data are not described, or clash."""
     model, data = config.model, config.data
     if not (model.path or model.init):
         raise ConfigError(
@@ -78,21 +98,6 @@ def validate_model_and_data(config: Config) -> None:
     if data.eval and not data.train:
         raise ConfigError(
             f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task"
-        )
-    if not config.reward.terms:
-        raise ConfigError(
-            "reward.terms is empty: name at least one reward, for example {task: 1.0}"
-        )
-    for name in config.reward.terms:
-        if name not in REWARDS and not extension.is_own(name):
-            raise ConfigError(
-                f"reward.terms names {name!r}, which is no reward: use {', '.join(REWARDS)} or module:function "
-                f"({nearest(name, REWARDS)})"
-            )
-    if "task" in config.reward.terms and data.train:
-        raise ConfigError(
-            f"reward 'task' scores the generated task, and data.train is {data.train!r}: set reward.terms, "
-            "for example {gsm8k: 1.0}"
         )
     if "" in config.rollout.stop:
         raise ConfigError(

@@ -184,9 +184,8 @@ class Encoder:
 
     def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
         """Token ids int32 of the rows' solutions, with EOS."""
-        eos = np.asarray([self.tokenizer.eos_token_id], np.int32)
         tokens = self._tokens([row["solution"] for row in rows], special=False)
-        return [np.concatenate([t, eos]) for t in tokens]
+        return [np.append(t, np.int32(self.tokenizer.eos_token_id)) for t in tokens]
 
     def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
         if not texts:
@@ -228,6 +227,12 @@ def tokenizer(config: Config) -> Any:
             f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json"
         )
     return loaded
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model directory holds a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((directory / name).is_file() for name in names)
 
 
 def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:

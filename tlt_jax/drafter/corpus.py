@@ -85,18 +85,20 @@ def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> 
 
 
 def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
-    """Prompts with responses, text or token ids; text is tokenized as for RL, and EOS ends a response."""
+    """Prompts with responses, text or token ids; text is tokenized as for RL, and EOS ends a response.
+
+    Raises DataError with all that is wrong, text without a tokenizer too.
+    """
     problems, rows, knob = Problems(), [], "drafter_training.texts"
+    has_tokenizer = encoder.tokenizer is not None
+    fix = (
+        "text, or token ids of the policy" if has_tokenizer else "token ids, or set model.tokenizer"
+    )
     for path in files.locate(parse.expand(source, knob), knob, problems):
         for line, row in files.read(path, problems):
             for column in ("prompt", "response"):
-                if what := wrong(row.get(column), vocab_size):
-                    problems.add(
-                        str(path),
-                        line,
-                        f"column {column!r} {what}",
-                        "use text, or token ids of the policy",
-                    )
+                if what := wrong(row.get(column), vocab_size, has_tokenizer):
+                    problems.add(str(path), line, f"column {column!r} {what}", f"use {fix}")
             rows.append(row | {"id": f"{path.name}:{line}"})
     problems.stop_if_any()
     prompts, responses = ([row[column] for row in rows] for column in ("prompt", "response"))
@@ -115,14 +117,14 @@ def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
     return [Example(uid, *pair) for uid, pair in enumerate(zip(prompts, responses, strict=True))]
 
 
-def wrong(value: Any, vocab_size: int) -> str:
+def wrong(value: Any, vocab_size: int, has_tokenizer: bool) -> str:
     """What is wrong with a text or a list of token ids; empty when nothing is."""
     if value is None:
         return "is missing"
     if isinstance(value, str | list) and not len(value):
         return "is empty"
     if isinstance(value, str):
-        return ""
+        return "" if has_tokenizer else "is text, and the policy has no tokenizer"
     if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
         return f"holds a {type(value).__name__} that is no list of token ids"
     highest = max(value) if min(value) >= 0 else min(value)

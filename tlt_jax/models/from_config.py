@@ -20,8 +20,11 @@ DRAFT_VOCAB = 32_000  # tokens that a new eagle3 drafter proposes at most, unles
 
 
 def model_config(config: Config, tokenizer: Any) -> ModelConfig:
-    """Sizes and features: of the model directory, or of model.init with the tokenizer's vocabulary and EOS."""
-    eos_ids = (tokenizer.eos_token_id,)
+    """Sizes and features: of the model directory, or of model.init with the tokenizer's vocabulary and EOS.
+
+    A model directory needs no tokenizer (None).
+    """
+    eos_ids = () if tokenizer is None else (tokenizer.eos_token_id,)
     if config.model.path:
         return hf.read_config(policy_directory(config), eos_ids, config.model.init)
     return hf.new_config(config.model.init, len(tokenizer), eos_ids)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -46,7 +47,7 @@ def train(config: Config) -> int:
     config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
     check_trackers(config)
     from_config.check_drafter_training(config)
-    tokenizer = datasets.tokenizer(config)
+    tokenizer = find_tokenizer(config)
     model = from_config.model_config(config, tokenizer)
     validate.validate_model(config, model, jax.device_count())
     mesh, steps = (
@@ -88,13 +89,22 @@ def train(config: Config) -> int:
     return code
 
 
+def find_tokenizer(config: Config) -> Any:
+    """The tokenizer; None for a policy that has none and only reads texts, which are token ids then."""
+    is_reading = config.drafter_training.texts and not config.sft.steps
+    if is_reading and config.model.path and not config.model.tokenizer:
+        if not datasets.has_tokenizer(from_config.policy_directory(config)):
+            return None
+    return datasets.tokenizer(config)
+
+
 def gather(
     config: Config,
     model: ModelConfig,
     mesh: Mesh,
     params: Params,
     dataset: Dataset | None,
-    tokenizer,
+    tokenizer: Any,
     interrupted: Callable[[], bool],
 ) -> list[Example]:
     """The texts to learn from, cut to rows and to the policy's positions."""
