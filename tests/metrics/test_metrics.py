@@ -384,6 +384,56 @@ def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
         assert "reward 0.250" in out.getvalue() and ("\x1b[" in out.getvalue()) == live
 
 
+WIDEST_STEP = {
+    "reward/mean": -123.456, "response_length/mean": 131072.0, "response_length/max": 131072.0,
+    "speculation/accept_length": 12.3, "idle/ratio": 1.0, "idle/used_ratio": 1.0,
+    "perf/tokens_per_second": 1234567.0, "timing_s/step": 12345.6, "drafter/loss": 12.345, "drafter/agreement@1": 0.5,
+}  # fmt: skip
+
+
+def test_the_widest_step_is_one_line_that_keeps_reward_length_and_remaining_time():
+    out = io.StringIO()
+    progress = console.Progress(1_000_000, 0, live=False, console=Console(file=out, width=999))
+    progress.step(999_000, WIDEST_STEP)
+    progress.step(1, {name: WIDEST_STEP[name] for name in ("reward/mean", "timing_s/step")})
+    progress.close()
+    widest, narrow = out.getvalue().splitlines()
+    assert len(widest) <= 100 < len(narrow) + 60 and widest.endswith("...")
+    assert "reward -123.456  length 131072 (max 131072)  " in widest
+    assert "  3429:20:00 to go" in widest and "tokens/s" not in widest
+    assert narrow == "step 1/1000000  reward -123.456  12345.6 s/step  3429329:54:14 to go"
+
+
+@pytest.mark.parametrize("samples", [1, 16, 4096])
+@pytest.mark.parametrize("value", [0.5, -0.000123456])
+def test_the_widest_evaluation_is_one_line_that_keeps_what_matters_most(samples, value):
+    powers = [1 << i for i in range(samples.bit_length())]
+    values = {f"eval/mean@{samples}": value, **{f"eval/pass@{k}": value for k in powers}}
+    values |= {f"eval/response_length/{name}": 131072.0 for name in ("mean", "max")}
+    values["eval/response_length/clip_ratio"] = 1.0
+    line = console.evaluation(999_999, 1_000_000, values)
+    assert len(line) <= 100
+    pieces = line.split("  ")
+    assert pieces[:3] == ["step 999999/1000000", "evaluation:", f"mean@{samples} {value:.3g}"]
+    for piece in (f"pass@1 {value:.3g}", f"pass@{samples} {value:.3g}"):
+        assert piece in pieces
+    scores = [f"{name.removeprefix('eval/')} {value:.3g}" for name in values if "@" in name]
+    whole = "  ".join([*pieces[:2], *scores, "length 131072 (max 131072)", "cut 100%"])
+    assert line == whole if len(whole) <= 100 else pieces[-1] == "..."
+    short = console.evaluation(0, 4, {"eval/mean@2": 0.5, "eval/pass@1": 0.25, "eval/pass@2": 1.0})
+    assert short == "step 0/4  evaluation:  mean@2 0.5  pass@1 0.25  pass@2 1"
+
+
+def test_lines_with_names_of_any_length_fit_and_leave_out_the_least():
+    pieces = [
+        (rank, f"{'name' * size}{rank} 0.5") for rank, size in [(2, 1), (0, 9), (1, 5), (3, 40)]
+    ]
+    line = console.fitted("step 1/2", pieces)
+    assert len(line) <= 100 and line.split("  ")[1:] == [
+        *(text for rank, text in pieces if rank < 3), "...",
+    ]  # fmt: skip
+
+
 def test_clocks_read_as_people_write_them():
     assert [console.clock(seconds) for seconds in (0, 59.6, 61, 3723)] == [
         "0:00",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
 RECENT = 20  # latest steps, whose mean duration predicts the remaining time
+WIDTH = 100  # columns of a line about a step or an evaluation
 COMPILES_EVERY_S = 20.0  # between two lines about compiling, when nothing else is said
 
 
@@ -70,38 +72,37 @@ class Progress:
         self._last = now
 
         self._say_compiles()
-        status = self.status(step, values)
+        pieces = self.status(step, values)
         if self._bar:
-            self._bar.update(self._task, completed=step, status=status)
+            self._bar.update(self._task, completed=step, status=fitted("", pieces))
         else:
-            self.say(f"step {step}/{self._total}  {status}")
+            self.say(fitted(f"step {step}/{self._total}", pieces))
 
-    def status(self, step: int, values: dict[str, float]) -> str:
-        """The text beside the step number."""
+    def status(self, step: int, values: dict[str, float]) -> list[tuple[int, str]]:
+        """What is said beside the step number, with ranks as `fitted` takes them."""
         pieces = []
         if "reward/mean" in values:
-            pieces.append(f"reward {values['reward/mean']:.3f}")
+            pieces.append((0, f"reward {values['reward/mean']:.3f}"))
         if "response_length/mean" in values:
-            longest = values.get("response_length/max", float("nan"))
-            pieces.append(f"length {values['response_length/mean']:.0f} (max {longest:.0f})")
+            pieces.append((1, lengths(values, "")))
         if "drafter/loss" in values:
-            pieces.append(f"loss {values['drafter/loss']:.3f}")
+            pieces.append((4, f"loss {values['drafter/loss']:.3f}"))
         if "drafter/agreement@1" in values:
-            pieces.append(f"agreement {values['drafter/agreement@1']:.3f}")
+            pieces.append((4, f"agreement {values['drafter/agreement@1']:.3f}"))
         is_adaptive = "idle/used_ratio" in values
         if is_adaptive or "speculation/accept_length" in values:
             # A step without drafts decodes a token a round.
-            pieces.append(f"accept {values.get('speculation/accept_length', 1.0):.1f}")
+            pieces.append((2, f"accept {values.get('speculation/accept_length', 1.0):.1f}"))
         if is_adaptive:
             used, idle = values["idle/used_ratio"], values["idle/ratio"]
-            pieces.append(f"idle {idle:.0%} ({used:.0%} used)")
+            pieces.append((3, f"idle {idle:.0%} ({used:.0%} used)"))
         if "perf/tokens_per_second" in values:
-            pieces.append(f"{values['perf/tokens_per_second']:,.0f} tokens/s")
+            pieces.append((6, f"{values['perf/tokens_per_second']:,.0f} tokens/s"))
 
         per_step = sum(self._durations) / max(len(self._durations), 1)
-        pieces.append(f"{per_step:.1f} s/step")
-        pieces.append(f"{clock(per_step * (self._total - step))} to go")
-        return "  ".join(pieces)
+        pieces.append((5, f"{per_step:.1f} s/step"))
+        pieces.append((0, f"{clock(per_step * (self._total - step))} to go"))
+        return pieces
 
     def hear(self, record: logging.LogRecord, text: str) -> None:
         """Shows a record of a logger, in short unless it is important."""
@@ -150,6 +151,54 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._progress.hear(record, self.format(record))
+
+
+def evaluation(step: int, steps: int, values: Mapping[str, float]) -> str:
+    """The line about an evaluation: of many numbers mean@k, pass@1, the last pass@k and the lengths before others."""
+    scores = {
+        name.removeprefix("eval/"): value
+        for name, value in values.items()
+        if not name.startswith("eval/response_length/")
+    }
+    last = max((name for name in scores if name.startswith("pass@")), key=order, default="")
+    pieces = [
+        (
+            0 if name.startswith("mean@") else 1 if name in ("pass@1", last) else 3,
+            f"{name} {value:.3g}",
+        )
+        for name, value in scores.items()
+    ]
+    if "eval/response_length/mean" in values:
+        pieces.append((2, lengths(values, "eval/")))
+    if "eval/response_length/clip_ratio" in values:
+        pieces.append((2, f"cut {values['eval/response_length/clip_ratio']:.0%}"))
+    return fitted(f"step {step}/{steps}  evaluation:", pieces)
+
+
+def order(name: str) -> int:
+    """The k of pass@k."""
+    return int(name.partition("@")[2])
+
+
+def lengths(values: Mapping[str, float], prefix: str) -> str:
+    """The mean and the longest answer."""
+    longest = values.get(f"{prefix}response_length/max", float("nan"))
+    return f"length {values[f'{prefix}response_length/mean']:.0f} (max {longest:.0f})"
+
+
+def fitted(head: str, pieces: Sequence[tuple[int, str]]) -> str:
+    """The head and the (rank, piece)s in their order, in WIDTH columns.
+
+    What does not fit is left out, the highest rank and the last of a rank first; "..." stands for it.
+    """
+    kept = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], i))
+    while True:
+        texts = [pieces[i][1] for i in sorted(kept)]
+        more = ["..."] if len(kept) < len(pieces) else []
+        line = "  ".join([head, *texts, *more] if head else texts + more)
+        if len(line) <= WIDTH or not kept:
+            return line
+        kept.pop()
 
 
 def clock(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import sys
 from collections import defaultdict
@@ -15,11 +16,13 @@ import numpy as np
 from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed.job import Job
-from tlt_jax.metrics import Record, Writer, group_seconds, idle_share
+from tlt_jax.metrics import Record, Writer, console, group_seconds, idle_share
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import zero_variance
+
+log = logging.getLogger(__name__)
 
 
 def of_rollout(
@@ -127,12 +130,10 @@ def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float]) -> None:
-    """Writes the metrics of an evaluation, and prints them above the progress display."""
+    """Writes the metrics of an evaluation, and prints those that fit a line above the progress display."""
     writer.scalars(step, measured)
-    shown = "  ".join(
-        f"{name.removeprefix('eval/')} {value:.3g}" for name, value in measured.items()
-    )
-    writer.say(f"step {step}/{steps}  evaluation: {shown}")
+    writer.say(console.evaluation(step, steps, measured))
+    log.debug("step %d/%d  evaluation: %s", step, steps, dict(measured))
 
 
 class Profiler:
