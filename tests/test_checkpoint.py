@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import shutil
@@ -248,6 +250,51 @@ KINDS = (
     "foreign",
     "changed",
 )
+
+
+def test_a_restore_that_fails_leaves_no_read_behind_that_finds_its_loop_closed(
+    tmp_path, monkeypatch
+):
+    tree = {f"w{i}": jnp.full(100_000, i, jnp.float32) + jnp.arange(100_000) for i in range(64)}
+    with Store(tmp_path) as store:
+        store.save(1, {"policy": tree})
+    for path in (tmp_path / "checkpoints" / "1" / "policy").glob("ocdbt.process_0/d/*"):
+        path.unlink()
+    unseen = []
+    monkeypatch.setattr(sys, "unraisablehook", unseen.append)
+    with Store(tmp_path, create=False) as store:
+        for _ in range(12):
+            with pytest.raises(CheckpointError, match="corrupt .*reading"):
+                store.restore(1, {"policy": abstract(tree)})
+        time.sleep(0.3)  # reads end in threads of TensorStore
+    gc.collect()
+    assert [str(one.exc_value) for one in unseen] == []
+
+
+def test_an_event_loop_closes_after_its_tasks_and_the_tasks_that_they_start():
+    ended = []
+
+    async def slow(depth: int):
+        await asyncio.sleep(0.05)
+        if depth:
+            asyncio.ensure_future(slow(depth - 1))
+        ended.append(depth)
+
+    async def fails():
+        raise ValueError("a file is missing")
+
+    async def both():
+        await asyncio.gather(fails(), slow(2))
+
+    factory = asyncio.new_event_loop
+    with pytest.raises(ValueError, match="a file is missing"):
+        with checkpoint.all_reads_end():
+            loop = asyncio.new_event_loop()
+            try:
+                loop.run_until_complete(both())
+            finally:
+                loop.close()
+    assert ended == [2, 1, 0] and loop.is_closed() and asyncio.new_event_loop is factory
 
 
 @pytest.mark.parametrize("kind", KINDS)

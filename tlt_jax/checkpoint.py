@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,10 +223,11 @@ class Store:
 
         try:
             arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
-            restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+            with all_reads_end():
+                restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
         except Exception as error:  # of whatever kind, of the libraries below
             raise DamagedCheckpoint(
-                f"{folder} is corrupt ({one_line(error)}): {self._remedy(step)}"
+                f"{folder} is corrupt ({one_line(error.__cause__ or error)}): {self._remedy(step)}"
             ) from error
 
         items = {name: restored[name] for name in targets}
@@ -286,6 +289,29 @@ class Store:
     def _remedy(self, step: int) -> str:
         others = [other for other in self.steps() if other != step]
         return f"set checkpoint.resume last_good to go on from {f'step {max(others)}' if others else 'the start'}"
+
+
+class PatientLoop(asyncio.SelectorEventLoop):
+    """An event loop whose tasks end before it closes."""
+
+    def close(self) -> None:
+        while tasks := asyncio.all_tasks(self):  # a task may start others
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+@contextmanager
+def all_reads_end() -> Iterator[None]:
+    """Context in which orbax waits for all reads, though one has failed.
+
+    It closes its event loop at the first failure; the reads that end later would find it closed, and
+    TensorStore print a traceback for each.
+    """
+    factory, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = factory
 
 
 def leaf_index(tree) -> dict[str, dict[str, Any]]:
@@ -363,6 +389,6 @@ def spell(entry: Mapping[str, Any] | None) -> str:
     return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]" if entry else "missing"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The first line of an error's message, at most 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
