@@ -1,0 +1,47 @@
+"""Why the tuner is as cautious as it is: less costs where a drafter is useless, more where it is good.
+
+HORIZON has its law in test_tuner_arms: what a trial costs is bounded by a budget whatever it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_tuner_arms import ARMS, decode, made_for, seconds
+
+from tlt_jax.tuner import exploration, fixed, worlds
+
+SEEDS = 6
+
+
+def useless() -> float:
+    """Seconds of first rollouts over those of plain decoding: drafts never hold, and the clock is off by a fifth."""
+    spent, plain = 0.0, 0.0
+    for seed in range(SEEDS):
+        world = worlds.World(worlds.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
+        spent += seconds(decode(world, made_for(worlds.gpu), rollouts=1, seed=seed)[1])
+        plain += seconds(decode(world, fixed.fixed("off"), rollouts=1, seed=seed)[1])
+    return spent / plain
+
+
+def good() -> float:
+    """Seconds of first rollouts over those of a tuner that knows everything: most drafts hold, and the clock is steady."""
+    spent, least = 0.0, 0.0
+    for seed in range(SEEDS):
+        world = worlds.World(worlds.gpu, 0.8, seed=seed)
+        spent += seconds(decode(world, made_for(worlds.gpu), rollouts=2, seed=seed)[1])
+        least += seconds(decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=seed)[1])
+    return spent / least
+
+
+MOST = {useless: 1.03, good: 1.4}
+
+
+@pytest.mark.parametrize("world", MOST)
+def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_used(world):
+    assert world() < MOST[world]
+
+
+@pytest.mark.parametrize(("world", "factor"), [(useless, 0.25), (good, 4.0)])
+def test_a_fourth_and_four_times_the_caution_cost_more_than_that(world, factor, monkeypatch):
+    monkeypatch.setattr(exploration, "CAUTION", factor * exploration.CAUTION)
+    assert world() > MOST[world]
