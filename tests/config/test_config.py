@@ -454,6 +454,29 @@ def test_fake_devices_and_flags_are_set_before_jax_starts(write):
     assert run.stdout.split() == ["3", "cpu", "True", "highest"], run.stderr
 
 
+def test_a_deterministic_run_asks_xla_for_sums_in_a_fixed_order_and_no_timed_choices(
+    write, monkeypatch
+):
+    """Of accelerators; what the user gives goes before. XLA here knows the flags: it would end the process otherwise."""
+    words = "--rollout.deterministic true --mesh.xla_flags --xla_gpu_autotune_level=2".split()
+    for arguments, expected in (([], set()), (words, {"--xla_gpu_deterministic_ops=true"})):
+        monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
+        process.set_environment(parse([*write(), *arguments]))
+        flags = os.environ["XLA_FLAGS"].split()
+        assert {one for one in flags if "deterministic" in one} == expected
+        assert [one for one in flags if "autotune" in one] == words[3:] * bool(arguments)
+    code = "import jax; print(jax.numpy.ones(2).sum())"
+    flags = {"XLA_FLAGS": " ".join(process.DETERMINISTIC_FLAGS), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags)
+    assert run.stdout.split() == ["2.0"], run.stderr
+
+
+def test_a_deterministic_run_trains_no_drafter_beside_a_rollout(write):
+    words = ["--rollout.deterministic", "true", "--speculation.drafter", "adaptive"]
+    with pytest.raises(ConfigError, match="use ngram, a drafter's directory or none"):
+        validate.validate_rl(parse([*write(), *words]))
+
+
 def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     process.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))

@@ -136,6 +136,11 @@ class Rollout:
     )
     chunk: int = knob(16, "most decoding rounds between two looks of the host", at_least=1)
     in_flight: int = knob(2, "chunks a data group may have queued", at_least=1)
+    deterministic: bool = knob(
+        False,
+        "decide from counts and a table of costs and never from a clock: with the same settings and devices a run in "
+        "bfloat16 repeats and resumes bit for bit; slower, since no group helps another and programs are waited for",
+    )
     compile_cache: str = knob(
         "", "folder of the persistent compilation cache; empty: ~/.cache/tlt_jax/xla; 'off': none"
     )

@@ -62,6 +62,11 @@ def validate_rl(config: Config) -> None:
             "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
             "another above 0"
         )
+    if config.rollout.deterministic and config.speculation.drafter == ADAPTIVE:
+        raise ConfigError(
+            "rollout.deterministic with speculation.drafter 'adaptive': how much an idle group trains depends on the clock; "
+            "use ngram, a drafter's directory or none"
+        )
     validate_rewards(config)
 
 

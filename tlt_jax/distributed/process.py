@@ -18,6 +18,8 @@ COUNT = "--xla_force_host_platform_device_count"
 #   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is made anew.
 # TPUs need none: their programs' collectives lie on rectangles of the mesh, and async collectives are on by default.
 ACCELERATOR_FLAGS = ("--xla_gpu_enable_nccl_comm_splitting=false",)
+# Of runs with rollout.deterministic: sums in a fixed order, and no choice of kernels by how fast they were at the start.
+DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 
 
 def set_environment(config: Config) -> None:
@@ -36,7 +38,8 @@ def set_environment(config: Config) -> None:
     flags += [flag for flag in config.mesh.xla_flags.split() if flag not in flags]
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         given = {flag.partition("=")[0] for flag in flags}
-        flags += [flag for flag in ACCELERATOR_FLAGS if flag.partition("=")[0] not in given]
+        wanted = ACCELERATOR_FLAGS + DETERMINISTIC_FLAGS * config.rollout.deterministic
+        flags += [flag for flag in wanted if flag.partition("=")[0] not in given]
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
     wide = "float64" in (config.model.param_dtype, config.model.compute_dtype)

@@ -51,10 +51,13 @@ class Rollout:
         on_finish: Callable[[Completion], None] | None = None,
         clock: Clock = WALL,
     ):
-        request, planner = contexts[0].request, contexts[0].planner
+        samples = contexts[0].request.samples
+        planners = {context.index: context.planner for context in contexts}
         self.contexts, self.clock, self.is_stopping = tuple(contexts), clock, False
         self.states = {context.index: GroupState() for context in contexts}
-        self.recorder = RolloutRecorder(request.samples, clock.now(), on_finish, planner.observe)
+        self.recorder = RolloutRecorder(
+            samples, clock.now(), on_finish, lambda seen: planners[seen.group].observe(seen)
+        )
         self.listeners = (*listeners, self.recorder.record)
 
     def poll(self) -> list[Look]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, driver, exchange, remaining
+from tlt_jax.rollout import bindings, deterministic, driver, exchange, remaining
 from tlt_jax.rollout.buckets import (
     FIRST_CACHE_BUCKET,
     batch_buckets,
@@ -52,7 +53,7 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest, check
 from tlt_jax.rollout.savings import Savings
-from tlt_jax.rollout.state import GroupContext, Harvester, Needs, no_context
+from tlt_jax.rollout.state import GroupContext, Harvester, Needs, Queue, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -102,10 +103,18 @@ class Engine:
         self.learned, self.captures_states = drafter, captures_states
         self.programs = Executables(self.shapes(drafter), log_compile, folder)
         self.draft_seconds: dict[Shape, float] = {}
-        memory = NGramMemory(speculation.pool, speculation.memory, speculation.max_match)
+        # What is decoded by counts alone remembers nothing that a resumed run has lost, or that another group says.
+        by_counts, is_cpu = config.rollout.deterministic, meshes.is_cpu(mesh)
+        self.pricing = deterministic.pricing(make.node_cost(is_cpu)) if by_counts else None
+        memory = NGramMemory(
+            speculation.pool,
+            math.inf if by_counts else speculation.memory,
+            speculation.max_match,
+            keeps_earlier=not by_counts,
+        )
         self.ngram_memory = memory if speculation.drafter in (NGRAM, ADAPTIVE) else None
 
-        self.tuner = make.make_tuner(speculation, self.arms, meshes.is_cpu(mesh))
+        self.tuner = make.make_tuner(speculation, self.arms, is_cpu)
         knobs = {"speculation": asdict(speculation), "mesh": asdict(config.mesh)}
         self.basis = {
             f"{section}.{knob}": value
@@ -252,7 +261,6 @@ class Engine:
         scope, board = f"rollout/{number}", self.job.board
         if self.job.is_first:  # nobody reads any more what belongs to the one before the last
             board.delete(f"rollout/{number - 2}/")
-        queue = WorkQueue(board, scope, len(request.prompts), request.samples)
         ending = Ending(len(self.groups), board, scope, self.job.index, self.job.count)
         slots = self.cache_buckets(request.prompts, request.max_new_tokens)
         longest = max(
@@ -261,11 +269,29 @@ class Engine:
         )
         savings = self.savings[request.params]
         savings.begin(request.rollouts_left, len(request.keys))
-        planner = Planner(self.batches, slots, self.tuner, tuner, savings, longest, len(self.own))
+        tuner = self.tuner.init() if tuner is None else tuner
+        count = len(request.prompts), request.samples
+        shared = WorkQueue(board, scope, *count)
+        planner = partial(
+            Planner,
+            self.batches,
+            slots,
+            self.tuner,
+            tuner,
+            savings,
+            longest,
+            len(self.own),
+            self.pricing,
+        )
+        planners = dict.fromkeys(self.own, planner())
+        queues = dict.fromkeys(self.own, shared)
+        if self.pricing:
+            planners = {index: planner() for index in self.own}
+            queues = {i: deterministic.DealtQueue(i, len(self.groups), *count) for i in self.own}
         if self.ngram_memory:
             self.ngram_memory.begin(request.prompts, request.samples)
         before, waited = len(self.programs.compiles), len(self.programs.waited)
-        contexts = self.contexts(request, weights, queue, planner, harvesters)
+        contexts = self.contexts(request, weights, queues, planners, harvesters)
         rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
         beside = idle_work and self.beside(rollout, number, idle_work, least_idle, ending)
         result = driver.run(rollout, interrupted, beside, ending)
@@ -285,11 +311,15 @@ class Engine:
         if self.job.count > 1:
             parts = self.job.gather(exchange.packed(result))
             result = exchange.merged([exchange.unpacked(part) for part in parts])
-            tuner = self.tuner.init() if tuner is None else tuner
+        if self.pricing:
+            tuner = deterministic.learned(self.tuner, tuner, result.measurements, self.pricing)
+        elif self.job.count > 1:
             for measurement in result.measurements:  # all learn the same, in the same order
                 tuner = self.tuner.observe(tuner, measurement)
+        else:
+            tuner = planners[self.own[0]].state
         self.lengths = [len(one.tokens) for one in result.completions]
-        return result, planner.state if self.job.count == 1 else tuner
+        return result, tuner
 
     def beside(
         self, rollout: driver.Rollout, number: int, work: IdleWork, least: float, ending: Ending
@@ -314,8 +344,8 @@ class Engine:
         self,
         request: RolloutRequest,
         weights: Mapping[int, Weights],
-        queue: WorkQueue,
-        planner: Planner,
+        queues: Mapping[int, Queue],
+        planners: Mapping[int, Planner],
         harvesters: Mapping[int, Harvester] | None = None,
     ) -> list[GroupContext]:
         """The fixed side of this process's data groups in a rollout."""
@@ -329,8 +359,8 @@ class Engine:
         }
         return [
             GroupContext(
-                index, self.programs, weights[index], request, queue, planner, needs,
-                drafters[""].remembers, harvesters[index] if harvesters else None,
+                index, self.programs, weights[index], request, queues[index], planners[index], needs,
+                drafters[""].remembers, harvesters[index] if harvesters else None, self.pricing is not None,
             )
             for index in self.own
         ]  # fmt: skip

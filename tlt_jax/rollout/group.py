@@ -48,10 +48,15 @@ def advance(
     """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read.
 
     When stopping, no new decision is taken. What is wanted of ended rows is harvested before anything else is done with the
-    decoding state. A group that has nothing left releases it.
+    decoding state. A group that has nothing left releases it. In order, what is in flight is read once nothing else is left
+    to do, one at a time, and nothing else with it: listeners are told of it before anything follows from it.
     """
     events: list[Event] = []
-    while state.flights and state.flights[0].marker.is_ready():
+    if context.is_in_order and state.flights and state.is_blocked:
+        if not is_ready(state):
+            return state, []
+        return retire(context, replace(state, is_blocked=False))
+    while not context.is_in_order and is_ready(state):
         state, more = retire(context, state)
         events += more
 
@@ -75,12 +80,18 @@ def advance(
             state, more = decode(context, state)
         events += more
 
+    state = replace(state, is_blocked=True)
     is_stopped = is_stopping and not state.is_busy
     if (state.is_idle or is_stopped) and not state.is_released:
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
         state = replace(released, is_exhausted=True, is_released=True)
         events.append(WentIdle())
     return state, events
+
+
+def is_ready(state: GroupState) -> bool:
+    """Whether the oldest flight can be read without waiting."""
+    return bool(state.flights) and state.flights[0].marker.is_ready()
 
 
 def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:

@@ -31,16 +31,27 @@ class NGramMemory:
 
     A text begins with the last `context` tokens of its prompt, so that an answer's first tokens find their like. At most
     `capacity` tokens are kept (the prompts unused for longest go first), of earlier rollouts `budget` for each prompt.
+    Without `keeps_earlier` those of earlier rollouts are not kept, and prompts of the same text share nothing.
     """
 
-    def __init__(self, budget: int, capacity: int, context: int = Settings.max_match):
+    def __init__(
+        self,
+        budget: int,
+        capacity: float,
+        context: int = Settings.max_match,
+        keeps_earlier: bool = True,
+    ):
         self.budget, self.capacity, self.context, self.size = budget, capacity, context, 0
+        self.keeps_earlier = keeps_earlier
         self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
         self.keys: list[bytes] = []
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
-        """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept."""
+        """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept, if they are to be."""
+        if not self.keeps_earlier:
+            self.shelves.clear()
+            self.size, self.keys = 0, []
         for key in self.shelves.keys() & self.keys:  # those of the rollout before
             shelf = self.shelves[key]
             kept = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
@@ -50,7 +61,9 @@ class NGramMemory:
         self.prompts, self.samples, self.begun = prompts, samples, set()
         self.keys = [
             blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
-            for prompt in prompts
+            if self.keeps_earlier
+            else index.to_bytes(8)
+            for index, prompt in enumerate(prompts)
         ]
 
     def write(self, uid: int, tokens: np.ndarray) -> None:

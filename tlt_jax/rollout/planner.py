@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tlt_jax.rollout.deterministic import Pricing
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.savings import Savings, smallest
 from tlt_jax.rollout.state import GroupView, Offers
@@ -41,7 +42,8 @@ class Planner:
     """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them.
 
     `savings` say what the run still has to decode, `longest` how many slots its sequences may need,
-    `groups` how many data groups decode it side by side.
+    `groups` how many data groups decode it side by side. With a `pricing` (see rollout.deterministic)
+    no clock takes part: measurements get its seconds, and every program counts as there.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Planner:
         savings: Savings | None = None,
         longest: int = 0,
         groups: int = 1,
+        pricing: Pricing | None = None,
     ):
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
         self.savings, self.longest, self.groups = savings or Savings(), longest, groups
         self.known: dict[Hashable, list[Cell]] = {}
+        self.pricing = pricing
 
     def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None:
         """The cell for which something is to be compiled before the next chunk; None when nothing is.
@@ -65,6 +69,8 @@ class Planner:
         What the tuner's rule demands is; otherwise the cell, usable now, whose expected saving over
         the rest of the run exceeds its price by most.
         """
+        if self.pricing:
+            return None
         self.savings.progress(view.group, view.finished)
         least = self.least(view)
         wait = max(WEIGHED, WEIGHED_SHARE * self.savings.seconds)
@@ -107,7 +113,7 @@ class Planner:
         The cache shrinks only together with the batch. A chunk that could fill more slots than its
         cache has gets fewer rounds, as long as these are not few.
         """
-        every = self.there(view, offers)
+        every = self.there(view, ALL_THERE if self.pricing else offers)
         there = nearest(self.fitting(view, every)) or [self.first(view)]
         batch, slots = self.shape(there)
         arms = tuple(cell.strategy for cell in there if cell[:2] == (batch, slots))
@@ -148,6 +154,7 @@ class Planner:
 
     def observe(self, measurement: Measurement) -> None:
         """Updates the tuner, and what is decoded where, with the measurement of a chunk."""
+        measurement = self.pricing(measurement) if self.pricing else measurement
         self.state = self.tuner.observe(self.state, measurement)
         batch = smallest(self.batches, measurement.live)
         where = (batch, measurement.least_slots or measurement.slots)

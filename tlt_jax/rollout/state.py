@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import jax
 
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.ports import Program, Programs
-from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.queue import Taken
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.harvest import Features
@@ -62,6 +62,12 @@ class Offers(Protocol):
         """The same of the chunk alone, whatever rows and slots the group has; above 0 only where `price` is."""
 
 
+class Queue(Protocol):
+    """Deals the samples of the prompts to groups."""
+
+    def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken: ...
+
+
 class Decider(Protocol):
     """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
 
@@ -106,18 +112,20 @@ class GroupContext:
     """The fixed side of a group in a rollout.
 
     `needs`: of the drafters, by the names that strategies have for them; `remembers`: whether any reads the history.
-    Without a `harvester` nothing is copied out of the decoding state.
+    Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: what is read when, and so what
+    each decision knows, follows from counts alone.
     """
 
     index: int
     programs: Programs
     weights: Weights
     request: RolloutRequest
-    queue: WorkQueue
+    queue: Queue
     planner: Decider
     needs: Mapping[str, Needs] = field(default_factory=lambda: {"": Needs()})
     remembers: bool = False
     harvester: Harvester | None = None
+    is_in_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ class GroupState:
     unmarked: int = 0
     finished: int = 0  # sequences that ended here
     is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
+    is_blocked: bool = False  # nothing more can be dispatched before something in flight is read
     is_released: bool = False  # nothing was left to do; `device` was freed
 
     @property

@@ -115,6 +115,12 @@ def units_of(node: float) -> np.ndarray:
     return np.where(np.isnan(UNITS), node, UNITS)
 
 
+def prior_rounds(cell: Cell, node: float = NODE) -> float:
+    """What a round of this cell is expected to cost before anything is measured, in fixed costs of a round."""
+    terms = described(cell.batch, cell.slots, cell.strategy)[TERMS]
+    return float(np.array(terms) @ units_of(node))
+
+
 def law(cells: Mapping, node: float = NODE) -> np.ndarray:
     """Weights [F], in seconds, of the terms that fit the cells."""
     cell_CX, log_C, noise_C = known(cells)

@@ -49,12 +49,17 @@ def drafters_of(strategy: Strategy) -> tuple[str, ...]:
     return (NGRAM, LEARNED) if strategy.topk == 1 else (LEARNED, MERGED)
 
 
-def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
-    """The tuner named by speculation.tuner; without arms, one that always decodes plainly.
+def node_cost(is_cpu: bool) -> float:
+    """The expected cost of a node, as a share of a plain round.
 
-    The initial node cost of `goodput`, as a share of a plain round: 1/8 on CPUs (`is_cpu`), which
-    are compute-bound from small batches on, 1/200 on accelerators, which are memory-bound.
+    1/8 on CPUs, which are compute-bound from small batches on, 1/200 on accelerators, which are
+    memory-bound.
     """
+    return 1 / 8 if is_cpu else 1 / 200
+
+
+def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
+    """The tuner named by speculation.tuner; without arms, one that always decodes plainly."""
     if not arms:
         return fixed.fixed(OFF)
     if extension.is_own(speculation.tuner):
@@ -65,7 +70,7 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
         "threshold": lambda: fixed.threshold(arms, speculation.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
         "goodput": lambda: goodput.goodput(
-            arms, node_cost=1 / 8 if is_cpu else 1 / 200, learning=(LEARNED, MERGED)
+            arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED)
         ),
     }
     return makers[speculation.tuner]()

@@ -1,0 +1,94 @@
+"""`rollout.deterministic`: a run in bfloat16 that drafts repeats and resumes bit for bit, however the machine delays it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import assert_equal, completions, state_of, stopped_after
+
+from tlt_jax import cli
+from tlt_jax.rollout import group
+from tlt_jax.train import loop
+
+STEPS = 3
+BFLOAT16 = {
+    "model.compute_dtype": "bfloat16",
+    "model.init": {
+        "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 128,
+    },
+    "rollout.deterministic": True,
+    "rollout.prompts": 4,
+    "rollout.samples": 4,
+    "rollout.slots": 6,
+    "rollout.batch_buckets": [],
+    "rollout.max_new_tokens": 48,
+    "rollout.chunk": 4,
+    "train.steps": STEPS,
+    "train.row_tokens": 128,
+    "speculation.drafter": "ngram",
+    "speculation.strategies": ["2_2_4", "3_1_4"],
+    "eval.every": 2,
+    "sft.steps": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make(configure, shared):
+    """make(run folder): the run of a few problems that come again and again."""
+    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
+    return lambda run: configure(run, BFLOAT16 | data)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make, tmp_path_factory):
+    config = make(tmp_path_factory.mktemp("deterministic") / "run")
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+def delay(monkeypatch, seed: int) -> None:
+    """What is done is noticed late: at random, after a random time."""
+    draw, is_ready = random.Random(seed), group.is_ready
+
+    def late(state):
+        time.sleep(0.004 * draw.random() ** 4)
+        return draw.random() < 0.3 and is_ready(state)
+
+    monkeypatch.setattr(group, "is_ready", late)
+
+
+def chunks(config) -> list[tuple]:
+    """Every chunk that ran: which strategy, in which shape, for how many rounds, of which rows."""
+    fields = ("group", "strategy", "batch", "slots", "rounds", "tokens", "reason")
+    lines = [
+        json.loads(line)
+        for file in sorted((Path(config.run) / "speculation").iterdir())
+        for line in file.read_text().splitlines()
+    ]
+    assert {line["strategy"] for line in lines} > {"off"}, "some chunk drafted"
+    return sorted(tuple(str(line[field]) for field in fields) for line in lines)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_delays_change_nothing(undisturbed, make, tmp_path, monkeypatch, seed):
+    delay(monkeypatch, seed)
+    config = make(tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    assert completions(config) == completions(undisturbed)
+    assert chunks(config) == chunks(undisturbed)
+    assert_equal(state_of(config, STEPS), state_of(undisturbed, STEPS))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_resumed_run_ends_with_the_same_bits(undisturbed, tmp_path, monkeypatch, step):
+    delay(monkeypatch, step)
+    config = stopped_after(step, undisturbed, tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    assert completions(config) == completions(undisturbed)
+    assert chunks(config) == chunks(undisturbed)
+    assert_equal(state_of(config, STEPS), state_of(undisturbed, STEPS))

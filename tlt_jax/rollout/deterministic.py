@@ -1,0 +1,53 @@
+"""A rollout whose decisions come from counts and a table of costs, and from no clock (`rollout.deterministic`).
+
+Prompts are dealt to the data groups beforehand, every group has a planner of its own, chunks are read
+one by one in the order in which decisions follow from them, every program counts as compiled, and a
+round costs what the cost model expects of its shape before anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tlt_jax.rollout.queue import Taken
+from tlt_jax.tuner import cost_model
+from tlt_jax.tuner.interface import Cell, Measurement, State, Tuner
+
+ROUND = 0.02  # seconds that the fixed part of a round counts as
+
+Pricing = Callable[[Measurement], Measurement]
+
+
+def pricing(node: float) -> Pricing:
+    """Measurements with the seconds of the table instead of the measured ones; `node`: cost of a node, in rounds."""
+
+    def priced(seen: Measurement) -> Measurement:
+        cell = Cell(seen.batch, seen.slots, seen.strategy)
+        seconds = ROUND * cost_model.prior_rounds(cell, node) * seen.rounds
+        return seen._replace(seconds=seconds, doubt=0.0, catch_up=0.0, is_moved=False)
+
+    return priced
+
+
+class DealtQueue:
+    """The samples of one of G groups: of its prompts index, index + G, ..., whole prompts one after the other."""
+
+    def __init__(self, index: int, groups: int, prompts: int, samples: int):
+        mine = range(index, prompts, groups)
+        self.left = [(prompt, sample) for prompt in mine for sample in range(samples)]
+
+    def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
+        """As WorkQueue.take; nothing is stolen."""
+        taken, self.left = self.left[:free], self.left[free:]
+        waiting = {prompt for prompt, _ in self.left}
+        begun = {prompt for prompt, _ in taken} | set(prefilled)
+        return Taken(taken, frozenset(begun - waiting), not self.left)
+
+
+def learned(
+    tuner: Tuner, state: State, measurements: Sequence[Measurement], priced: Pricing
+) -> State:
+    """The tuner's state after a rollout, whatever the order in which its chunks were read."""
+    for seen in sorted(measurements, key=lambda seen: (seen.number, seen.group)):
+        state = tuner.observe(state, priced(seen))
+    return state
