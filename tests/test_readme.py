@@ -1,0 +1,284 @@
+"""README.md and docs/drafters.md: commands are run here or where `WHERE` says, and take the arguments that are shown."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from tensorboard import program
+from test_python_face import SMALL
+
+import tlt_jax
+from tlt_jax import cli
+from tlt_jax.config import load as configuration
+
+ROOT = Path(tlt_jax.__file__).parents[1]
+PAGE = (ROOT / "README.md").read_text()
+FENCED = r"^```(\w+)\n(.*?)^```"
+BLOCKS = re.findall(FENCED, PAGE, re.M | re.S)
+DRAFTERS = re.findall(FENCED, (ROOT / "docs" / "drafters.md").read_text(), re.M | re.S)
+PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
+STARTS = r"(?:\.venv/bin/)?python |pip |tlt |(?:\./)?launch/"
+SHOWN = [line for kind, code in BLOCKS + DRAFTERS if kind == "bash" for line in code.splitlines()]
+SHOWN += re.findall(f"`((?:{STARTS})[^`]+)`", PROSE)
+HERE = "tests/test_readme.py::"
+ROWS = "benchmarks/results/"
+# Where each command of the page is run: by a test, by the gate, or by hand, for the rows of a file.
+WHERE = {
+    "./launch/quickstart.sh": f"{HERE}test_the_quickstart_ends_with_a_model",
+    ".venv/bin/python -m tlt_jax.train --config configs/quickstart.yaml --run runs/cooler "
+    "--rollout.temperature 0.8": f"{HERE}test_the_plain_command_trains",
+    ".venv/bin/python -m tlt_jax.train.drafter --config configs/quickstart.yaml "
+    "--run runs/drafted": f"{HERE}test_a_drafter_is_trained_and_drafts",
+    ".venv/bin/python -m tlt_jax.train --config configs/quickstart.yaml --run runs/drafted "
+    "--speculation.drafter runs/drafted/drafter/hf": f"{HERE}test_a_drafter_is_trained_and_drafts",
+    ".venv/bin/python -m tensorboard.main --logdir runs": f"{HERE}test_tensorboard_takes_the_folder_of_runs",
+    "./launch/test.sh": ".ci/run",
+    'pip install -e ".[benchmarks]"': "launch/install.sh",
+    'pip install -e ".[gpu]"': "launch/install.sh",
+    'pip install -e ".[tpu]"': "launch/install.sh",
+    "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
+    "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches warm "
+    "--steps 20": f"{ROWS}end_to_end.csv",
+    "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches cold "
+    "--steps 15": f"{ROWS}end_to_end.csv",
+    "python benchmarks/speculation_speed.py --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
+    "python benchmarks/speculation_tail.py --policy DIR --drafter DIR": f"{ROWS}speculation_tail.csv",
+    "python benchmarks/rollout.py": f"{ROWS}rollout.csv",
+    "python -m tlt_jax.train --config configs/quickstart.yaml --train.seed SEED": f"{ROWS}quickstart.csv",
+    ".venv/bin/python -m tlt_jax.make_tiny_model --data $GSM8K_DIR/train.jsonl --columns question,answer "
+    "--vocab-size 2048 --out runs/gsm8k_tiny_model": f"{HERE}test_gsm8k_is_trained_on_with_the_model_made_from_it",
+    ".venv/bin/python -m tlt_jax.train --config configs/gsm8k_tiny.yaml": f"{HERE}"
+    "test_gsm8k_is_trained_on_with_the_model_made_from_it",
+    "launch/local.sh 2 --config configs/quickstart.yaml --run runs/two": "tests/train/test_processes.py::"
+    "test_a_job_of_two_that_is_stopped_and_killed_ends_as_one_process_does",
+    "python -m tlt_jax.train --config FILE [--section.knob VALUE ...]": f"{HERE}test_the_plain_command_trains",
+    "python -m tlt_jax.generate --model DIR --prompt TEXT [--drafter DIR]": f"{HERE}test_a_finished_run_is_used",
+    "python -m tlt_jax.train.drafter --config FILE": "tests/train/test_train_drafter.py::"
+    "test_the_command_trains_and_prints_where_the_drafter_is_and_what_does_not_load_it",
+    "python -m tlt_jax.eval --config FILE": f"{HERE}test_a_finished_run_is_used",
+    "python -m tlt_jax.export --run RUN --out DIR [--step best] [--drafter]": f"{HERE}test_a_finished_run_is_used",
+    "python -m tlt_jax.train.sft --config FILE --out DIR": "tests/train/test_train.py::"
+    "test_the_command_of_the_warm_start_says_how_far_it_is",
+    "python -m tlt_jax.make_tiny_model --data FILE --out DIR": f"{HERE}"
+    "test_gsm8k_is_trained_on_with_the_model_made_from_it",
+    "python -m tlt_jax.plan --config FILE [--topology v5p:4x4x4]": "tests/test_plan.py::"
+    "test_the_command_compiles_every_program_and_says_that_it_fits",
+    "tlt train --config quickstart": "tests/config/test_config.py::test_tlt_runs_the_commands",
+    "tlt --help": f"{HERE}test_tlt_names_the_commands_of_the_table",
+}
+TINY = [word for name, text in tlt_jax.texts(SMALL) for word in (f"--{name}", text)]
+
+
+TINY += ["--eval.prompts", "2"]
+GSM8K = [
+    {"question": f"How many are {n} and {n} ducks?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+    for n in range(10)
+]
+
+
+class Accepted(Exception):
+    """The arguments of a command were read; raised in the place of what it does with them."""
+
+
+def clone(folder: Path) -> Path:
+    """The folder, with what a clone of the repository has for its commands, and an environment that is installed."""
+    for name in ("launch", "configs"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (folder / ".venv" / "installed-base").write_bytes(
+        subprocess.check_output("cksum", input=(ROOT / "pyproject.toml").read_bytes())
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory) -> Path:
+    """A clone in which the page's first command was run, on a policy of one layer for one step."""
+    folder = clone(tmp_path_factory.mktemp("clone"))
+    words = words_of("./launch/quickstart.sh", *TINY)
+    own = {"PYTHONPATH": str(ROOT), "HOME": str(folder)}
+    done = subprocess.run(words, cwd=folder, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def undone(tmp_path, monkeypatch):
+    """What the commands change of this process is undone; they run in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def words_of(command: str, *more: str, **places: str) -> list[str]:
+    """The words of a command of the page, without what it may have, and with `more`."""
+    assert command in SHOWN, command
+    words = shlex.split(re.sub(r" \[--[^]]*\]", "", command))
+    return [places.get(word, os.path.expandvars(word)) for word in (*words, *more)]
+
+
+def start(words: list[str], monkeypatch) -> int | None:
+    """Runs `python -m MODULE`, `python FILE` or `tlt` in this process; its exit code."""
+    is_module = words[1] == "-m"
+    given = words if words[0] == "tlt" else words[2:] if is_module else words[1:]
+    monkeypatch.setattr(sys, "argv", given)
+    try:
+        if is_module:
+            runpy.run_module(given[0], run_name="__main__", alter_sys=True)
+        return cli.main() if given is words else importlib.import_module(Path(given[0]).stem).main()
+    except SystemExit as end:
+        return end.code
+
+
+def test_every_command_of_the_page_is_run_somewhere():
+    assert set(SHOWN) == set(WHERE)
+    kinds = sorted(kind for kind, _ in BLOCKS)
+    assert kinds == ["bash", "bash", "python"], "test_python_face.py runs the first of Python"
+
+
+@pytest.mark.parametrize("command", WHERE)
+def test_what_runs_a_command_is_there(command):
+    file, _, test = WHERE[command].partition("::")
+    started = re.search(
+        r"pip install|launch/\w+\.sh|benchmarks/\w+\.py|tlt\S*|tensorboard", command
+    )
+    assert (f"def {test}(" if test else started[0]) in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize(
+    "command", [one for one in WHERE if re.search(r"tlt_|tlt train|\.py|local", one)]
+)
+def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, monkeypatch):
+    """With all that it may have. Placeholders are names of files that are there."""
+    clone(tmp_path)
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", "FILE")
+    Path("RUN").mkdir()
+    Path("RUN", "config.yaml").write_text(configuration.to_yaml(configuration.read("FILE")))
+    text = command.replace("--section.knob VALUE ...", "--train.seed 3").replace("SEED", "3")
+    text = re.sub(r"^launch/local\.sh \d", "python -m tlt_jax.train", text)
+    words = shlex.split(re.sub(r" \[(--[^]]*)\]", r" \1", text))
+    if "generate" not in command:
+        parse = argparse.ArgumentParser.parse_known_args
+
+        def parse_known_args(self, args=None, namespace=None):
+            _, rest = parse(self, args, namespace)
+            configuration.parse(["--config", "FILE", *rest])
+            raise Accepted
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+    def prepared(config, is_one_of_many=False):
+        raise Accepted
+
+    monkeypatch.setattr(cli, "prepared", prepared)
+    with pytest.raises(Accepted):
+        start(words, monkeypatch)
+
+
+def test_the_extras_of_the_page_are_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r'pip install -e "\.\[(\w+)\]"', PAGE)
+    assert named and set(named) <= set(project["optional-dependencies"])
+
+
+def test_the_quickstart_ends_with_a_model(quickstart):
+    run = quickstart / "runs" / "quickstart"
+    assert (run / "hf" / "model.safetensors").is_file()
+    listed = (ROOT / "docs" / "run_folder.md").read_text()
+    assert [part.name for part in run.iterdir() if f"\n| `{part.name}" not in listed] == []
+
+
+def test_tensorboard_takes_the_folder_of_runs():
+    words = words_of(".venv/bin/python -m tensorboard.main --logdir runs")
+    board = program.TensorBoard()
+    board.configure(argv=words[2:])
+    assert board.flags.logdir == "runs"
+
+
+def test_the_plain_command_trains(tmp_path, monkeypatch):
+    clone(tmp_path)
+    (command,) = [one for one in SHOWN if "runs/cooler" in one]
+    assert start(words_of(command, *TINY), monkeypatch) == 0
+    assert (tmp_path / "runs" / "cooler" / "hf" / "model.safetensors").is_file()
+
+
+def test_a_drafter_is_trained_and_drafts(tmp_path, monkeypatch):
+    clone(tmp_path)
+    make, train = (one for one in SHOWN if "runs/drafted" in one)
+    few = ["--drafter_training.rollouts", "1", "--drafter_training.steps", "1"]
+    assert start(words_of(make, *TINY, *few), monkeypatch) == 0
+    own = TINY.index("--speculation.drafter")
+    always = ["--speculation.tuner", "fixed", "--speculation.strategies", "[2_1_3]"]
+    assert start(words_of(train, *TINY[:own], *TINY[own + 2 :], *always), monkeypatch) == 0
+    chunks = (tmp_path / "runs/drafted/speculation/000001.jsonl").read_text().splitlines()
+    assert {json.loads(chunk)["strategy"] for chunk in chunks} == {"2_1_3"}
+
+
+def test_a_finished_run_is_used(quickstart, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(quickstart)
+    shown = {re.search(r"tlt_jax\.(\w+)", one)[1]: one for one in SHOWN if "tlt_jax." in one}
+    generate = words_of(
+        shown["generate"], "--drafter", "ngram", "--max-new-tokens", "4",
+        DIR="runs/quickstart/hf", TEXT="1 2 0 1:",
+    )  # fmt: skip
+    assert start(generate, monkeypatch) == 0
+    told = capsys.readouterr().out
+    assert "tokens/s" in told and "accept length" in told
+    assert start(words_of(shown["eval"], FILE="runs/quickstart/config.yaml"), monkeypatch) == 0
+    assert {"eval/mean@1", "eval/pass@1"} <= set(json.loads(capsys.readouterr().out))
+    out = str(tmp_path / "exported")
+    assert start(words_of(shown["export"], RUN="runs/quickstart", DIR=out), monkeypatch) == 0
+    exported, final = (Path(at, "model.safetensors") for at in (out, "runs/quickstart/hf"))
+    assert exported.read_bytes() == final.read_bytes()
+
+
+def test_gsm8k_is_trained_on_with_the_model_made_from_it(tmp_path, monkeypatch):
+    clone(tmp_path)
+    for name, rows in (("train", GSM8K[:8]), ("test", GSM8K[8:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    make, train = (one for one in SHOWN if "gsm8k_tiny" in one)
+    sizes = ["--hidden-size", "16", "--layers", "1", "--mlp-size", "32"]
+    assert start(words_of(make, *sizes), monkeypatch) == 0
+    few = [
+        word
+        for name in ("prompts", "samples", "max_new_tokens")
+        for word in (f"--rollout.{name}", "2")
+    ]
+    few += ["--train.steps", "1", "--eval.every", "0"]
+    assert start(words_of(train, *few), monkeypatch) == 0
+    assert (tmp_path / "runs" / "gsm8k_tiny" / "hf" / "model.safetensors").is_file()
+
+
+def test_tlt_names_the_commands_of_the_table(monkeypatch, capsys):
+    assert start(words_of("tlt --help"), monkeypatch) == 0
+    told = capsys.readouterr().out
+    table = {
+        re.search(r"-m (\S+)", one)[1] for one in re.findall(r"^\| `(python -m [^`]+)`", PAGE, re.M)
+    }
+    assert set(cli.COMMANDS.values()) == table
+    assert all(name in told for name in cli.COMMANDS)
