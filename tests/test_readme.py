@@ -51,6 +51,7 @@ WHERE = {
     'pip install -e ".[benchmarks]"': "launch/install.sh",
     'pip install -e ".[gpu]"': "launch/install.sh",
     'pip install -e ".[tpu]"': "launch/install.sh",
+    'pip install -e ".[wandb]"': "launch/install.sh",
     "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
     "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches warm "
     "--steps 20": f"{ROWS}end_to_end.csv",
