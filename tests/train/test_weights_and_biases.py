@@ -97,9 +97,17 @@ def records(path: Path) -> Iterator:
 
 
 def attempts(config: Config) -> list[list]:
-    """The records of each attempt of a run, in their order."""
-    files = (Path(config.run) / "wandb").glob("offline-run-*/*.wandb")
-    return [list(records(path)) for path in sorted(files, key=lambda path: path.stat().st_mtime)]
+    """The records of each attempt of a run, in their order; W&B's own process may write the last of them late."""
+    folder, until = Path(config.run) / "wandb", time.monotonic() + 30
+    while True:
+        files = folder.glob("offline-run-*/*.wandb")
+        found = [
+            list(records(path)) for path in sorted(files, key=lambda path: path.stat().st_mtime)
+        ]
+        kinds = [{record.WhichOneof("record_type") for record in attempt} for attempt in found]
+        if all({"run", "exit"} <= attempt for attempt in kinds) or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
 
 
 def tracked(config: Config) -> dict[str, dict[int, list]]:
