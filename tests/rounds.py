@@ -79,7 +79,7 @@ def program(
     return run
 
 
-def match(tree: DraftTree, chosen: jax.Array, depth: int) -> verify.Walk:
+def match(tree: DraftTree, chosen: jax.Array, depth: int, unrolls: bool = False) -> verify.Walk:
     """The walk of live rows for which the target's choice at every node is given."""
     unused = jnp.zeros(chosen.shape[0])
 
@@ -87,7 +87,7 @@ def match(tree: DraftTree, chosen: jax.Array, depth: int) -> verify.Walk:
         tokens = jnp.take_along_axis(jnp.asarray(chosen), nodes[:, None], axis=1)[:, 0]
         return verify.Visit(tokens, unused, unused > 0)
 
-    return verify.walk(tree, unused == 0, depth, visit)
+    return verify.walk(tree, unused == 0, depth, visit, unrolls)
 
 
 def answers(report: Report) -> list[list[int]]:

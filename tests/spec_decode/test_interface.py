@@ -67,8 +67,7 @@ def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
         state = rounds.begin(decoder, weights, PROMPTS, keys, LIMIT)
         if drafter.catch_up:
             state, _ = decode.catch_up(target, drafter, state, weights, jnp.int32(1))
-        ahead = decode.no_noise(decoder, state, weights)
-        state, *_ = decode.advance_round(decoder, state, ahead, weights, host_context)
+        state, *_ = decode.advance_round(decoder, state, None, weights, host_context)
         features = target.features(state.cache)
         known = Known(state.keys, state.lengths, state.history, features, state.drafter)
         decode.draft_alone(decoder, 2, known, weights, host_context)

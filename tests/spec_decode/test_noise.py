@@ -125,6 +125,14 @@ def test_both_precisions_give_the_same_noise(x64):
     np.testing.assert_allclose(single, double, rtol=1e-5, atol=2e-6)
 
 
+def test_noise_that_is_drawn_at_once_is_that_of_its_positions(x64):
+    keys, starts = keys_of(np.arange(4)), jnp.array([1, 6, 7, 30], jnp.int32)
+    ahead = noise.drawn_whole(keys, starts, 3, 11, jnp.float64)
+    for step in range(3):
+        expected = noise.gumbel(keys, starts[:, None] + step, 11, jnp.float64)[:, 0]
+        np.testing.assert_allclose(ahead.values[ahead.places(starts + step)], expected, rtol=1e-12)
+
+
 def test_noise_ahead_is_that_of_its_positions_and_drawn_once(x64):
     """Rows go on by 0 to M positions a round, some end; what was drawn before is taken as it stands."""
     rng, (B, M, vocab) = np.random.default_rng(0), (5, 4, 7)

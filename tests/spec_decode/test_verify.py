@@ -49,8 +49,9 @@ def test_ancestors_equal_the_way_up(nodes):
     np.testing.assert_array_equal(found, [references.ancestors(row) for row in parents])
 
 
+@pytest.mark.parametrize("unrolls", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2, 7])
-def test_a_walk_is_that_of_a_loop(nodes):
+def test_a_walk_is_that_of_a_loop(nodes, unrolls):
     tokens, parents, depths = random_trees(300, nodes, 8, seed=1)
     chosen = np.random.default_rng(2).integers(0, 8, size=tokens.shape).astype(np.int32)
     for b in range(0, 300, 2):  # make long walks common
@@ -59,7 +60,7 @@ def test_a_walk_is_that_of_a_loop(nodes):
     depth = int(depths.max())
     unused = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
     tree_of = DraftTree(*map(jnp.asarray, (tokens, parents, depths)), *unused)
-    walk = rounds.match(tree_of, jnp.asarray(chosen), depth)
+    walk = rounds.match(tree_of, jnp.asarray(chosen), depth, unrolls)
     for b in range(300):
         path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)
         accepted = int(walk.accepted[b])

@@ -202,4 +202,5 @@ def bind_target(
         vocab=transformer.padded_vocab(config, group_mesh.shape["model"]),
         params=transformer.abstract(config, group_mesh, "rollout", dtype),
         states=(lambda cache: cache.states) if captures_states else None,
+        unrolls=not is_cpu(group_mesh),
     )

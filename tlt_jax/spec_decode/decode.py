@@ -15,7 +15,7 @@ from tlt_jax.spec_decode import sampling, verify
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree, NoiseAhead
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
-from tlt_jax.spec_decode.noise import draw_ahead, gumbel, gumbel_at, nothing_drawn
+from tlt_jax.spec_decode.noise import draw_ahead, drawn_whole, gumbel, gumbel_at, nothing_drawn
 from tlt_jax.spec_decode.stats import Stats, measure, nothing
 from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED, follow
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -120,7 +120,9 @@ def decode_chunk(
         state, ahead, emitted, stats = advance_round(decoder, state, ahead, weights, host_context)
         return state, ahead, append(report, emitted, stats)
 
-    carry = state, no_noise(decoder, state, weights), report
+    keeps_noise = reads_noise(decoder) and not decoder.target.unrolls
+    ahead = no_noise(decoder, state, weights) if keeps_noise else None
+    carry = state, ahead, report
     state, _, report = jax.lax.while_loop(goes_on, step, carry)
     return state, report
 
@@ -160,10 +162,16 @@ def advance_round(
     weights: Weights,
     host_context: PyTree,
 ) -> tuple[DecodeState, NoiseAhead | None, Emitted, Stats]:
-    """Draft, forward, choose along the matches, commit; `ahead` is as in `no_noise`."""
+    """Draft, forward, choose along the matches, commit.
+
+    `ahead` is the noise that the round before has left, None where none is kept.
+    """
     target, _, params, strategy = decoder
-    if ahead is not None:
-        ahead = draw_ahead(ahead, state.keys, state.lengths + 1, state.live)
+    kept = ahead
+    if kept is not None:
+        ahead = kept = draw_ahead(kept, state.keys, state.lengths + 1, state.live)
+    elif reads_noise(decoder):
+        ahead = all_noise(decoder, state, weights)
     if strategy == PLAIN:
         tree = root_only(state.roots)
     else:
@@ -175,7 +183,7 @@ def advance_round(
         weights.target, tree.tokens, positions, ancestors(tree.parents), state.cache, state.lengths
     )
     visit = partial(choose_at, decoder, state, ahead, logits)
-    walk = verify.walk(tree, state.live, strategy.depth, visit)
+    walk = verify.walk(tree, state.live, strategy.depth, visit, target.unrolls)
     chosen = walk.visits
     tokens = jnp.where(
         chosen.broken, params.eos_ids[0] if params.eos_ids else 0, chosen.tokens
@@ -191,7 +199,7 @@ def advance_round(
         history=remember(state.history, tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
-    return after, ahead, emitted, measure(tree, walk.path, counts, state.live, strategy)
+    return after, kept, emitted, measure(tree, walk.path, counts, state.live, strategy)
 
 
 def choose_at(
@@ -246,9 +254,7 @@ def draft_alone(
     decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree
 ) -> Known:
     """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
-    ahead = no_noise(decoder, known, weights)
-    if ahead is not None:
-        ahead = draw_ahead(ahead, known.keys, ahead.ends, jnp.ones_like(known.lengths, bool))
+    ahead = all_noise(decoder, known, weights) if reads_noise(decoder) else None
 
     def step(_: Array, known: Known) -> Known:
         context = Context(known.history, known.lengths, known.features, host_context, ahead)
@@ -268,18 +274,25 @@ def context_of(
     return Context(state.history, state.lengths, target.features(state.cache), host_context, ahead)
 
 
-def no_noise(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> NoiseAhead | None:
-    """Room for the noise of the positions after each root.
+def reads_noise(decoder: Decoder) -> bool:
+    """Whether the drafter looks at the noise ahead; where none does, it is drawn at the visited nodes alone.
 
-    One depth, one noise, since at most one node of it is visited. None where no drafter reads noise:
-    then it is drawn for the visited positions alone.
+    One depth, one noise, since at most one node of it is visited.
     """
-    strategy, drafter = decoder.strategy, decoder.drafter
-    if decoder.params.sampling.is_greedy or strategy == PLAIN or not drafter.reads_noise:
-        return None
-    return nothing_drawn(
-        state.lengths + 1, strategy.path, decoder.target.vocab, float_type(weights)
-    )
+    is_greedy = decoder.params.sampling.is_greedy
+    return decoder.strategy != PLAIN and decoder.drafter.reads_noise and not is_greedy
+
+
+def no_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhead:
+    """Room for the noise of the positions after each root."""
+    vocab, dtype = decoder.target.vocab, float_type(weights)
+    return nothing_drawn(state.lengths + 1, decoder.strategy.path, vocab, dtype)
+
+
+def all_noise(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> NoiseAhead:
+    """The noise of the positions after each root."""
+    vocab, dtype = decoder.target.vocab, float_type(weights)
+    return drawn_whole(state.keys, state.lengths + 1, decoder.strategy.path, vocab, dtype)
 
 
 def float_type(weights: Weights) -> jnp.dtype:

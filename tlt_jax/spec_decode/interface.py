@@ -109,6 +109,8 @@ class Target(NamedTuple):
     padded_slots(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
     is the width of the logits; `params` are ShapeDtypeStructs, with shardings, of the weights.
     `states` is None where they are not captured, or where the features are these states already.
+    `unrolls`: small loops within a round are written out, as accelerators like it, whose host waits
+    in every pass of a loop; a CPU likes to compile less and to leave early.
     """
 
     forward: Forward
@@ -122,6 +124,7 @@ class Target(NamedTuple):
     vocab: int
     params: PyTree
     states: States | None = None
+    unrolls: bool = False
 
 
 class Draft(Protocol):

@@ -68,6 +68,17 @@ def nothing_drawn(starts: Int32[Array, " B"], count: int, vocab: int, dtype) -> 
 
 
 @shaped
+def drawn_whole(
+    keys: UInt32[Array, "B 2"], starts: Int32[Array, " B"], count: int, vocab: int, dtype
+) -> NoiseAhead:
+    """The noise of `count` positions of each row from `starts` on, drawn at once and without a loop."""
+    slots = jnp.arange(count, dtype=jnp.int32)
+    positions = starts[:, None] + (slots - starts[:, None]) % count
+    values = gumbel(keys, positions, vocab, dtype)
+    return NoiseAhead(values.reshape(-1, vocab), starts + count)
+
+
+@shaped
 def draw_ahead(
     ahead: NoiseAhead,
     keys: UInt32[Array, "B 2"],

@@ -45,11 +45,13 @@ def walk(
     live: Bool[Array, " B"],
     depth: int,
     visit: Callable[[Int32[Array, " B"], Int32[Array, ""], Bool[Array, " B"]], Visit],
+    unrolls: bool = False,
 ) -> Walk:
     """The path that goes to the child equal to the token chosen at its parent.
 
     It ends where no child is, or after `depth` steps. visit(nodes, step, alive) is the choice at one
-    node of each row, asked for only while a row is alive: at the nodes of the path, and no others.
+    node of each row: at the nodes of the path, and no others. It is asked for only while a row is
+    alive; `unrolls`: for all depths, without a loop.
     """
     nodes = jnp.arange(tree.tokens.shape[1])
     root = jnp.zeros(live.shape, jnp.int32)
@@ -81,6 +83,9 @@ def walk(
         return (count <= depth) & alive.any()
 
     begun = Walk(jnp.zeros((live.shape[0], depth + 1), jnp.int32), jax.tree.map(wide, first), root)
-    return jax.lax.while_loop(
-        goes_on, step, (jnp.int32(1), *child(root, live, first.tokens), begun)
-    )[-1]
+    carry = (jnp.int32(1), *child(root, live, first.tokens), begun)
+    if not unrolls:
+        return jax.lax.while_loop(goes_on, step, carry)[-1]
+    for _ in range(depth):
+        carry = step(carry)
+    return carry[-1]
