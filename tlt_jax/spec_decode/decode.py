@@ -215,12 +215,14 @@ def choose_at(
     sampling_, positions = decoder.params.sampling, state.lengths + 1 + step
     scaled = sampling.scale(rows_at(nodes, logits), sampling_)
 
-    def noise(ids: Int32[Array, "B U"] | None) -> Float[Array, "B U"]:
+    def noise(rows: Int32[Array, " R"], ids: Int32[Array, "R U"] | None) -> Float[Array, "R U"]:
         if ids is not None:
-            return gumbel_at(state.keys, positions, ids, scaled.dtype)
+            return gumbel_at(state.keys[rows], positions[rows], ids, scaled.dtype)
         if ahead is not None:
-            return ahead.values.at[ahead.places(positions)].get(mode="promise_in_bounds")
-        return gumbel(state.keys, positions[:, None], scaled.shape[1], scaled.dtype)[:, 0]
+            places = ahead.places(positions)[rows]
+            return ahead.values.at[places].get(mode="promise_in_bounds")
+        keys, vocab = state.keys[rows], scaled.shape[1]
+        return gumbel(keys, positions[rows][:, None], vocab, scaled.dtype)[:, 0]
 
     tokens = sampling.draw(scaled, alive, sampling_, noise)
     logprobs = sampling.logprob(scaled, tokens)

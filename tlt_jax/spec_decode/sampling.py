@@ -15,7 +15,8 @@ from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.decoding_params import Sampling
 
 LEAST = -1e30  # no logit of a token is below; that of padding is the lowest number
-BLOCK, BLOCKS = 16, 128  # neighbouring tokens, and how many such blocks a filter looks at first
+BLOCK, BLOCKS = 16, 256  # neighbouring tokens, and how many such blocks a filter looks at first
+Noise = Callable[[Int32[Array, " R"], Int32[Array, "R U"] | None], Float[Array, "R U"]]
 
 
 @shaped
@@ -31,32 +32,40 @@ def draw(
     scaled: Float[Array, "B V"],
     wanted: Bool[Array, " B"],
     sampling: Sampling,
-    noise: Callable[[Int32[Array, "B U"] | None], Float[Array, "B U"]],
+    noise: Noise,
 ) -> Int32[Array, " B"]:
     """argmax(filter(scaled) + noise) of the wanted rows; of the others any token.
 
-    noise(ids) is that of these token ids, of all when `ids` is None. A filter looks at the blocks of
-    neighbouring tokens with the largest logits first; at all tokens only where a wanted row could
-    keep one outside of them. What a row gives does not depend on the others.
+    noise(rows, ids) [R, U] is that of these token ids of these rows, of all when `ids` is None. A
+    filter looks at the blocks of neighbouring tokens with the largest logits first, and at all
+    tokens of the wanted rows that could keep one outside of them, some rows at a time. What a row
+    gives does not depend on the others.
     """
+    batch, vocab = scaled.shape
+    every = jnp.arange(batch, dtype=jnp.int32)
     if sampling.is_greedy:
         return choose(scaled)
     if not is_filtered(sampling):
-        return choose(scaled + noise(None))
-    vocab = scaled.shape[1]
-    if vocab % BLOCK or vocab < 4 * BLOCK * BLOCKS or sampling.top_k > BLOCK * BLOCKS:
-        return choose(filter(scaled, sampling) + noise(None))
+        return choose(scaled + noise(every, None))
+    if vocab % BLOCK or vocab < 2 * BLOCK * BLOCKS or sampling.top_k > BLOCK * BLOCKS:
+        return choose(filter(scaled, sampling) + noise(every, None))
 
     ids, some, outside = largest_blocks(scaled)
     kept = filter(some, sampling, jax.nn.logsumexp(scaled, axis=-1, keepdims=True))
     is_sure = jnp.min(jnp.where(kept > -jnp.inf, some, jnp.inf), axis=1) > outside
-    places = choose(kept + noise(ids))
+    places = choose(kept + noise(every, ids))
     found = jnp.take_along_axis(ids, places[:, None], axis=1)[:, 0]
 
-    def looked_at_all() -> Array:
-        return jnp.where(is_sure, found, choose(filter(scaled, sampling) + noise(None)))
+    def look_at_all(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        left, found = carry
+        rows = jax.lax.top_k(left.astype(jnp.int32), max(batch // 8, 1))[1]
+        tokens = choose(filter(scaled[rows], sampling) + noise(rows, None))
+        tokens = jnp.where(left[rows], tokens, found[rows])
+        return left.at[rows].set(False), found.at[rows].set(tokens)
 
-    return jax.lax.cond(jnp.all(is_sure | ~wanted), lambda: found, looked_at_all)
+    return jax.lax.while_loop(
+        lambda carry: carry[0].any(), look_at_all, (wanted & ~is_sure, found)
+    )[1]
 
 
 def is_filtered(sampling: Sampling) -> bool:
