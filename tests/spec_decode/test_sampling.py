@@ -229,3 +229,10 @@ def test_drawing_from_shards_gathers_no_logits():
     assert (
         f"[6,{WIDE}]" not in text and f"[6,{WIDE // sampling.BLOCK},{sampling.BLOCK}]" not in text
     )
+
+
+def test_the_largest_blocks_are_found_without_a_sort_of_all():
+    """XLA has a program for the k largest; what it makes of other uses of top_k sorts everything, 50 times as slow."""
+    wide = jax.ShapeDtypeStruct((4, 4 * WIDE), jnp.float32)
+    text = jax.jit(sampling.largest_blocks).lower(wide).compile().as_text()
+    assert "TopK" in text and f"f32[4,{4 * WIDE // sampling.BLOCK}]{{1,0}} sort" not in text

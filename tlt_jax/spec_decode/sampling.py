@@ -80,11 +80,17 @@ def largest_blocks(
     """Ids in rising order and values of the BLOCKS blocks of tokens with the largest maxima, and the largest value outside."""
     batch, vocab = scaled.shape
     blocks = scaled.reshape(batch, vocab // BLOCK, BLOCK)
-    tops, which = jax.lax.top_k(blocks.max(axis=-1), BLOCKS + 1)
-    which = jnp.sort(which[:, :BLOCKS], axis=1)
+    maxima = blocks.max(axis=-1)
+    # One block more and slices of the result would make XLA sort everything.
+    tops, which = jax.lax.top_k(maxima, BLOCKS)
+    least = tops.min(axis=1, keepdims=True)
+    below = jnp.max(jnp.where(maxima < least, maxima, -jnp.inf), axis=1)
+    has_equal = jnp.sum(maxima >= least, axis=1) > BLOCKS
+    outside = jnp.where(has_equal, least[:, 0], below)
+    which = jnp.sort(which, axis=1)
     ids = which[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     values = jnp.take_along_axis(blocks, which[:, :, None], axis=1)
-    return ids.reshape(batch, -1), values.reshape(batch, -1), tops[:, BLOCKS]
+    return ids.reshape(batch, -1), values.reshape(batch, -1), outside
 
 
 @jax.named_scope("filter")
