@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -50,7 +52,9 @@ def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> Dra
     else:
         places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
         best = chosen(candidates, places)
-        parents = 1 + jax.vmap(jnp.searchsorted)(places, best.parents)
+        # Compared with all: a search is a loop in every round, whose passes a GPU's host starts.
+        found = partial(jnp.searchsorted, method="compare_all")
+        parents = 1 + jax.vmap(found)(places, best.parents)
 
     here = best.scores > -jnp.inf
     parents = jnp.where(here & (best.parents >= 0), parents, 0).astype(jnp.int32)
