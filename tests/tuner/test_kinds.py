@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from tuner_rollouts import measured
 
@@ -34,7 +35,7 @@ def test_a_kind_comes_back_as_it_was_left_but_for_the_costs(name):
     other = after(tuner, other, *[measured(ARM, accepted=0.1, per_round=0.7)] * 5)
     back = tuner.switched(other, TRAINING)
     assert back["cells"] == other["cells"] != before["cells"]
-    shared = {"cells", "seen", "law", "funds", "catch_up", "others"}
+    shared = {"clock", "cells", "seen", "law", "funds", "catch_up", "others"}
     assert {key: back[key] for key in back.keys() - shared} == {
         key: before[key] for key in before.keys() - shared
     }
@@ -55,6 +56,19 @@ def test_evaluations_that_draft_badly_do_not_change_what_training_is_expected_to
     trained, evaluated, again = speeds
     assert again == pytest.approx(trained, abs=0.02)
     assert evaluated < trained - 0.5
+
+
+def test_what_is_told_of_a_drafter_is_as_old_in_both_kinds():
+    """A long training, an update that tells how drafts hold, then the first evaluation, whose rounds are few."""
+    tuner = goodput.goodput([parse("learned:2_2_4")], learning=["learned"])
+    state = after(tuner, tuner.init(), *[measured(PLAIN, rounds=1000)] * 60)
+    state = tuner.renew(state, {"learned": (0.7, 0.6)})
+    cell = [Cell(4, 512, parse("learned:2_2_4"))]
+    trained, evaluated = (
+        tuner.outlook(tuner.switched(state, kind), cell) for kind in (TRAINING, EVALUATION)
+    )
+    np.testing.assert_allclose(evaluated, trained)
+    assert np.isfinite(trained).all()
 
 
 def test_an_update_makes_both_kinds_less_certain():

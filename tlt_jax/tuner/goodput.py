@@ -29,7 +29,7 @@ from tlt_jax.tuner.interface import (
     swapped,
 )
 
-VERSION = 6  # of the state's format
+VERSION = 7  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
@@ -122,6 +122,7 @@ def begin() -> State:
     """
     return {
         "choices": 0,
+        "clock": 0,
         "funds": 0.0,
         "estimates": {},
         "catch_up": catching_up.begin(),
@@ -137,7 +138,6 @@ def begin() -> State:
 def begin_kind() -> State:
     """The part of the initial state that is one kind of rollouts' own."""
     return {
-        "clock": 0,
         "gain": 1.0,
         "chunk": 16,
         "evidence": {},
@@ -304,8 +304,5 @@ def renew_goodput(state: State, estimated: Mapping[str, Sequence[float]] = {}) -
         "estimates": estimates,
         "trial": None,
         "catch_up": catching_up.renewed(state["catch_up"]),
-        "others": {
-            kind: {**own, "clock": own["clock"] + UPDATE, "trial": None}
-            for kind, own in state["others"].items()
-        },
+        "others": {kind: {**own, "trial": None} for kind, own in state["others"].items()},
     }
