@@ -21,7 +21,8 @@ from tlt_jax import keys, optimizer
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe, abstract_state
-from tlt_jax.models import eagle, layers as ops, token_logprobs as scoring, transformer
+from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.models import eagle, token_logprobs as scoring, transformer
 from tlt_jax.models.eagle import DrafterParams, Shared
 from tlt_jax.models.transformer import Params
 from tlt_jax.shapes import shaped
@@ -160,16 +161,16 @@ def token_scores(
     part = head if ids is None else gathered(head[ids], (draft_axis(recipe), "embed"), mesh)
 
     def one(states: Array, *hidden: Array) -> list[Scores]:
-        logits = ops.contract("...d,vd->...v", states, head)
+        logits = contract("...d,vd->...v", states, head)
         logits = split(
-            ops.masked(logits, jnp.arange(logits.shape[-1]) < model.vocab_size), "vocab", mesh
+            masked(logits, jnp.arange(logits.shape[-1]) < model.vocab_size), "vocab", mesh
         )
         top, normalizer = (
             jnp.argmax(logits, axis=-1),
             jax.nn.logsumexp(logits, axis=-1, keepdims=True),
         )
         if ids is not None:
-            logits = split(ops.contract("...d,vd->...v", states, part), draft_axis(recipe), mesh)
+            logits = split(contract("...d,vd->...v", states, part), draft_axis(recipe), mesh)
         rule = partial(score, logits - normalizer, top=top, ids=ids, objective=recipe.objective)
         return [rule(split(draft(state), draft_axis(recipe), mesh)) for state in hidden]
 

@@ -17,6 +17,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
+from tlt_jax.kernels import packed_attention, tree_attention
+from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
 from tlt_jax.models.eagle_config import (
@@ -159,6 +161,7 @@ def extend(
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
     last: Int[Array, " B"],
+    mesh: Mesh | None = None,
 ) -> tuple[KVCache, Float[Array, "B Z"]]:
     """The cache with W more slots from starts[b] on, and the hidden state of row last[b].
 
@@ -176,9 +179,8 @@ def extend(
     q = queries(params.layer, config.block, y[:, chosen], cos_last, sin_last, 0)
     q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
     seen = (jnp.arange(W) <= last[:, None])[:, None]
-    attended = ops.attend_tree(
-        q, k, v, seen, cache.keys[0], cache.values[0], starts, cache.slots_last
-    )
+    past = cache.keys[0], cache.values[0], starts, cache.slots_last
+    attended = tree_attention.attend(q, k, v, seen, *past, mesh)
     hidden = nodes_out(params, config, x, attended)[:, 0]
     sound = (hidden[:, 0] == hidden[:, 0])[
         :, None, None, None
@@ -223,6 +225,7 @@ def step(
     starts: Int[Array, " B"],
     ancestors: Bool[Array, "B k R"],
     level: int | Int[Array, ""],
+    mesh: Mesh | None = None,
 ) -> tuple[KVCache, Float[Array, "B k Z"]]:
     """The scratch with a level's k nodes from row level * k on, and the nodes' hidden states.
 
@@ -236,9 +239,8 @@ def step(
     keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, first, axis=3)
     values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, first, axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
-    attended = ops.attend_tree(
-        q, *seen, ancestors, cache.keys[0], cache.values[0], starts, cache.slots_last
-    )
+    past = cache.keys[0], cache.values[0], starts, cache.slots_last
+    attended = tree_attention.attend(q, *seen, ancestors, *past, mesh)
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
 
 
@@ -251,11 +253,11 @@ def logits(
     if config.kind == "eagle3" and not config.norm_output:
         hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
     matrix = shared.head if params.head is None else params.head
-    scores = ops.contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
+    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
     return (
         scores
         if params.ids is not None
-        else ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+        else masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
     )
 
 
@@ -328,7 +330,8 @@ def unroll(
         q = q.reshape(*k.shape[:3], -1, config.head_dim)
         first, *later = *past, (k, v)
         own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None
-        attended = ops.attend_packed(q, *first, segments, block, own=own).reshape(*x.shape[:2], -1)
+        attended = packed_attention.attend(q, *first, segments, block, own=own, mesh=mesh)
+        attended = attended.reshape(*x.shape[:2], -1)
         return rows(leave(params, config, x, attended, -1)), (k, v)
 
     params = cast(params, features.dtype)

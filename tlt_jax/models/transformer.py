@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.distributed.mesh import sharding
+from tlt_jax.kernels import packed_attention, tree_attention
+from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import layers as ops
 from tlt_jax.models.architecture import (
     NORMED,
@@ -136,12 +138,13 @@ def packed_layer(
     segments: Int[Array, "B T"],
     block: int,
     longest: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
     """The layer's output, and its keys and values."""
     q, k, v = qkv(layer, config, x, *angles, axis=-1)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
-    attended = ops.attend_packed(q, k, v, segments, block, longest).reshape(*x.shape[:2], -1)
-    return finish(layer, config, x, attended, axis=-1), k, v
+    attended = packed_attention.attend(q, k, v, segments, block, longest, mesh=mesh)
+    return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), axis=-1), k, v
 
 
 @shaped
@@ -186,7 +189,7 @@ def hidden(
     ) -> tuple[tuple[Array, list[Array]], None]:
         (x, kept), (depth, layer) = carry, step
         layer = jax.tree.map(lambda leaf: leaf.astype(compute_dtype), layer)
-        x = rows(packed_layer(layer, config, x, angles, segments, block, longest)[0])
+        x = rows(packed_layer(layer, config, x, angles, segments, block, longest, mesh)[0])
         return (
             x,
             [
@@ -225,8 +228,8 @@ def logits(
     params: Params, config: ModelConfig, x: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
     """Logits over the padded vocabulary, in at least float32; those of padding are the lowest number."""
-    scores = ops.contract("...d,vd->...v", x, head(params).astype(x.dtype))
-    return ops.masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+    scores = contract("...d,vd->...v", x, head(params).astype(x.dtype))
+    return masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
 
 
 @jax.named_scope("prefill")
@@ -239,6 +242,7 @@ def prefill(
     captures: Captures = (),
     block: int = 512,
     captures_states: bool = False,
+    mesh: Mesh | None = None,
 ) -> Scratch:
     """Keys, values, features and states of whole prompts; those past a prompt's length are junk.
 
@@ -251,7 +255,7 @@ def prefill(
     angles = packed_angles(config, positions, x.dtype)
     keys, values, states = [], [], [x]
     for layer in params.layers:
-        x, k, v = packed_layer(layer, config, x, angles, segments, block)
+        x, k, v = packed_layer(layer, config, x, angles, segments, block, mesh=mesh)
         keys.append(jnp.moveaxis(k, 1, 3))
         values.append(jnp.moveaxis(v, 1, 2))
         states.append(x)
@@ -270,6 +274,7 @@ def tree_layer(
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     ancestors: Bool[Array, "B N N"],
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "D BN"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """The layer's output, and the keys and values of tree nodes.
 
@@ -277,7 +282,7 @@ def tree_layer(
     slots are last.
     """
     q, k, v = ops.by_node(*qkv(layer, config, x, *angles, axis=0), ancestors.shape[0])
-    attended = ops.attend_tree(q, k, v, ancestors, *past)
+    attended = tree_attention.attend(q, k, v, ancestors, *past, mesh)
     return finish(layer, config, x, ops.by_feature(attended), axis=0), k, v
 
 
@@ -292,6 +297,7 @@ def tree_forward(
     lengths: Int[Array, " B"],
     captures: Captures = (),
     captures_states: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B N V"], Scratch]:
     """Logits of tree nodes, and their keys, values and features, from which `commit` takes a path.
 
@@ -304,14 +310,14 @@ def tree_forward(
     kept, states = [], [x]
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
         past = keys, values, lengths, cache.slots_last
-        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, past)
+        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, past, mesh)
         kept.append((k, v))
         states.append(x)
 
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
     with jax.named_scope("head"):
-        scores = ops.contract("vd,dt->vt", head(params), x)
-        scores = ops.masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
+        scores = contract("vd,dt->vt", head(params), x)
+        scores = masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(
         B, N, -1
     )

@@ -108,10 +108,10 @@ def network(config: DrafterConfig, target: Target, group_mesh: Mesh, dtype: str)
         return call
 
     return Network(
-        extend=with_windows(eagle.extend),
+        extend=with_windows(partial(eagle.extend, mesh=group_mesh)),
         fill=with_windows(eagle.fill),
         step=lambda weights, *rest: eagle.step(
-            weights.drafter, config, eagle.shared(weights.target), *rest
+            weights.drafter, config, eagle.shared(weights.target), *rest, mesh=group_mesh
         ),
         logits=lambda weights, hidden: eagle.logits(
             weights.drafter, config, eagle.shared(weights.target), hidden
@@ -177,12 +177,16 @@ def bind_target(
         return scratch.replace(features=features, states=states)
 
     def forward(params: PyTree, *rest: Any) -> tuple[jax.Array, Scratch]:
-        logits, scratch = transformer.tree_forward(params, config, *rest, captures, captures_states)
+        logits, scratch = transformer.tree_forward(
+            params, config, *rest, captures, captures_states, group_mesh
+        )
         return logits, whole(scratch)
 
     def prefill(params: PyTree, *rest: Any) -> Scratch:
         return whole(
-            transformer.prefill(params, config, *rest, captures, captures_states=captures_states)
+            transformer.prefill(
+                params, config, *rest, captures, captures_states=captures_states, mesh=group_mesh
+            )
         )
 
     def empty(batch: int, slots: int) -> KVCache:

@@ -1,0 +1,34 @@
+"""Products and masks in at least float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+
+def widen(dtype: DTypeLike) -> jnp.dtype:
+    """At least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def contract(subscripts: str, a: Float[Array, ...], b: Float[Array, ...]) -> Float[Array, ...]:
+    """einsum that accumulates and returns in at least float32."""
+    wide = widen(a.dtype)
+    if a.dtype == wide:
+        return jnp.einsum(subscripts, a, b)
+
+    def widened(a: Array, b: Array) -> Array:
+        return jnp.einsum(subscripts, a.astype(wide), b.astype(wide))
+
+    def native(a: Array, b: Array) -> Array:
+        return jnp.einsum(subscripts, a, b, preferred_element_type=wide)
+
+    # XLA's CPU back end fails at run time on some products of bfloat16 that return float32.
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=native)
+
+
+def masked(scores: Float[Array, "*A"], visible: Bool[Array, ...]) -> Float[Array, "*A"]:
+    """Scores where visible, the lowest number elsewhere."""
+    return jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
