@@ -1,0 +1,234 @@
+"""Knows the measurements of accelerator.py: each section yields rows as it measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from accelerator_setup import (
+    SAMPLED,
+    SHAPES,
+    Device,
+    TimeIsOver,
+    copy_rate,
+    engine_of,
+    product_rate,
+    round_seconds,
+    seconds,
+)
+from jax.sharding import Mesh
+from result_table import ResultTable
+
+from tlt_jax.config import Config
+from tlt_jax.config.schema import Data, Rollout, Train
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed import mesh as meshes, process
+from tlt_jax.kernels import tree_attention
+from tlt_jax.models import transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.executables import time_draft
+from tlt_jax.rollout.programs import DraftOnly, StateShape
+from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.strategy import parse
+from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train.recipe import Recipe
+
+COLUMNS = ("section", "case", "ms", "rate", "unit", "share", "of", "aim")
+SAMPLINGS = {"greedy": Sampling(0.0), "temperature 1": SAMPLED, "top-p 0.95": Sampling(top_p=0.95)}
+ATTENTION = tuple((batch, nodes) for batch in (1, 8, 32) for nodes in (1, 8, 48)) + ((128, 1),)
+TINY_ATTENTION = (1, 1), (4, 8)
+GOAL = 2.6  # times plain decoding, of one sequence
+Row = tuple[str, float, float, str, float, str, str]
+
+
+def copies(device: Device) -> Iterator[Row]:
+    """What the device reaches of what is published."""
+    (copied, rate), (product, flop) = copy_rate(device), product_rate(device)
+    bandwidth, peak = device.published or (rate, flop)
+    of = "published" if device.published else "itself, nothing is published"
+    size, case = device.shape.square, f"copy of {device.shape.copied >> 20} MiB"
+    yield case, 1e3 * copied, rate / 1e12, "TB/s", rate / bandwidth, of, ""
+    case = f"product of {size} x {size}"
+    yield case, 1e3 * product, flop / 1e12, "TFLOP/s", flop / peak, of, ""
+
+
+def decode(device: Device) -> Iterator[Row]:
+    """Plain decoding, as a share of what reading weights and cache once takes."""
+    (engine, weights), (_, rate) = engine_of(device, drafts=False), copy_rate(device)
+    model, aims = engine.model_config, {1: "0.80", 128: "0.70"}
+    target = weights.target
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(target)) - target.embed.nbytes
+    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # numbers of a cache slot
+    filled = device.shape.slots // 2
+    for batch in device.shape.batches:
+        device.check()
+        spent = round_seconds(engine, weights, device, batch)
+        bound = (read + kv * target.embed.itemsize * batch * filled) / rate
+        case, aim = f"B {batch}, {filled} of {device.shape.slots} slots", aims.get(batch, "")
+        yield case, 1e3 * spent, batch / spent, "tokens/s", bound / spent, "bytes", aim
+
+
+def trees(device: Device) -> Iterator[Row]:
+    """Rounds of trees over plain ones, of one sequence and of several."""
+    engine, weights = engine_of(device, drafts=True)
+    for batch in device.shape.batches[:3:2]:
+        device.check()
+        plain = round_seconds(engine, weights, device, batch)
+        yield f"plain, B {batch}", 1e3 * plain, batch / plain, "tokens/s", 1.0, "plain", ""
+        for text in device.shape.trees:
+            device.check()
+            strategy, case = parse(text), f"{text}, B {batch}"
+            spent = round_seconds(engine, weights, device, batch, strategy)
+            aim = "1.75" if text == "8_4_48" and batch == 1 else ""
+            yield case, 1e3 * spent, batch / spent, "rounds/s", spent / plain, "plain", aim
+            shape = StateShape(0, batch, device.shape.slots)
+            draft = DraftOnly(shape, device.shape.rounds, strategy, 1.0)
+            verify = spent - time_draft(engine.programs, draft, weights)
+            named = f"{case}, without drafting"
+            yield named, 1e3 * verify, batch / verify, "rounds/s", verify / plain, "plain", ""
+            needed = GOAL * spent / plain
+            named = f"{case}, {GOAL} times plain"
+            yield named, 1e3 * spent, needed, "tokens/round", needed / strategy.path, "path", ""
+
+
+def noise(device: Device) -> Iterator[Row]:
+    """What choosing tokens takes of a plain round of many rows."""
+    engine, weights = engine_of(device, drafts=False)
+    batch, greedy = device.shape.batches[-2], 0.0
+    for case, sampling in SAMPLINGS.items():
+        device.check()
+        spent = round_seconds(engine, weights, device, batch, sampling=sampling)
+        greedy = greedy or spent
+        share = 1 - greedy / spent
+        named, rate = f"{case}, B {batch}", batch / spent
+        yield named, 1e3 * spent, rate, "tokens/s", share, "beyond greedy", ""
+
+
+def attention(device: Device) -> Iterator[Row]:
+    """Attention of tree nodes alone: by XLA, and as the engine does it on this device."""
+    model, slots, (_, rate) = device.model(), device.shape.slots, copy_rate(device)
+    heads, width = model.num_kv_heads, model.head_dim
+    for batch, nodes in ATTENTION if len(device.shape.batches) > 2 else TINY_ATTENTION:
+        device.check()
+        given = attention_operands(device, batch, nodes)
+        read = batch * heads * width * slots * given[0].dtype.itemsize  # keys and values, half full
+        for way, mesh in (("XLA", None), ("engine", device.mesh)):
+            spent = attention_seconds(given, mesh)
+            aim = "0.70" if way == "engine" and batch >= 8 else ""
+            case, share = f"{way}, B {batch} N {nodes}", read / rate / spent
+            yield case, 1e3 * spent, read / spent / 1e12, "TB/s", share, "copy", aim
+
+
+def attention_operands(device: Device, batch: int, nodes: int) -> tuple[jax.Array, ...]:
+    """Random queries, nodes and caches of one layer; every node sees those before it, and half of the slots."""
+    model, slots = device.model(), device.shape.slots
+    heads, width = model.num_kv_heads, model.head_dim
+    drawn = iter(jax.random.split(jax.random.key(0), 5))
+
+    def random(*shape: int) -> jax.Array:
+        return jax.random.normal(next(drawn), shape, device.dtype)
+
+    return (
+        random(batch, heads, model.num_heads // heads, nodes, width),
+        random(batch, heads, width, nodes),
+        random(batch, heads, nodes, width),
+        jnp.broadcast_to(jnp.tri(nodes, dtype=bool), (batch, nodes, nodes)),
+        random(batch, heads, width, slots),
+        random(batch, heads, slots, width),
+        jnp.full(batch, slots // 2, jnp.int32),
+    )
+
+
+def attention_seconds(given: tuple[jax.Array, ...], mesh: Mesh | None, times: int = 16) -> float:
+    """Seconds of one attention of many in a row, each of the queries that the one before has given."""
+
+    def attend(q: jax.Array, *rest: jax.Array) -> jax.Array:
+        def again(_: jax.Array, q: jax.Array) -> jax.Array:
+            return tree_attention.attend(q, *rest, False, mesh)
+
+        return jax.lax.fori_loop(0, times, again, q)
+
+    program = jax.jit(attend)
+    return seconds(lambda: program(*given)) / times
+
+
+def update(device: Device) -> Iterator[Row]:
+    """An accumulation step of the policy update, as a share of the products that the device could do."""
+    layers = min(device.update_layers, device.shape.init["num_hidden_layers"])
+    peak = device.published[1] if device.published else product_rate(device)[1]
+    of = "published FLOP/s" if device.published else "FLOP/s of a product"
+    for rows, tokens in device.shape.updates:
+        device.check()
+        spent, flop = update_seconds(device, device.model(layers), rows, tokens)
+        case, rate = f"{rows} x {tokens}, {layers} layers", rows * tokens / spent
+        aim = {4096: "0.40", 16384: "0.38"}.get(tokens, "")
+        yield case, 1e3 * spent, rate, "tokens/s", flop / spent / peak, of, aim
+
+
+def update_seconds(
+    device: Device, model: ModelConfig, rows: int, tokens: int
+) -> tuple[float, float]:
+    """Seconds of an accumulation step whose rows are an example each, and its FLOP."""
+    prompt = tokens // 4
+    config = Config(
+        model=replace(Config().model, compute_dtype=device.dtype, remat=True),
+        train=Train(steps=100, rows=rows, row_tokens=tokens, attention_block=512),
+        data=Data(max_prompt_tokens=prompt),
+        rollout=Rollout(max_new_tokens=tokens - prompt),
+    )
+    recipe = Recipe.of(config, model, device.mesh, 100)
+    random = np.random.default_rng(0).integers(0, model.vocab_size, (rows, tokens))
+    made = [Example(uid, row[:prompt], row[prompt:]) for uid, row in enumerate(random)]
+    packed = packing.pack(made, tokens, rows)
+    recorded = [np.full(length, -1.0) for length in packed.answer_lengths]
+    given = np.ones(rows), np.ones(rows), recorded
+    (batch,) = policy_batch.make_batch(packed, device.mesh, recipe.longest, *given)
+    params = transformer.init(model, device.mesh, jax.random.key(0), recipe.param_dtype)
+    programs = policy_update.programs(recipe)
+    sums = programs.empty(params, batch)
+
+    def call() -> jax.Array:
+        nonlocal sums
+        sums, value = programs.accumulate(sums, params, batch)
+        return value
+
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - params.embed.size
+    causal = (
+        model.num_layers * model.num_heads * model.head_dim * tokens
+    )  # 2 products over half of the pairs
+    return seconds(call), 6 * rows * tokens * (weights + causal)
+
+
+def graphs(device: Device) -> Iterator[Row]:
+    """A plain round of one sequence with the XLA flags that this process was started with."""
+    if device.mesh.devices.flat[0].platform != "gpu":
+        return
+    engine, weights = engine_of(device, drafts=False)
+    spent = round_seconds(engine, weights, device, 1)
+    yield "plain, B 1", 1e3 * spent, 1 / spent, "tokens/s", 1.0, "", ""
+
+
+SECTIONS = {
+    "copies": copies, "decode": decode, "trees": trees, "attention": attention, "update": update, "noise": noise,
+    "graphs": graphs,
+}  # fmt: skip
+
+
+def run(child: str, shape: str, until: float, update_layers: int, csv: Path | None) -> int:
+    """Prints the rows of one section; exit code 124 when time is over before its end."""
+    process.set_environment(Config())
+    section, _, case = child.partition(": ")
+    device = Device(SHAPES[shape], meshes.make_mesh(1, 1), until, update_layers)
+    table = ResultTable(COLUMNS, csv)
+    try:
+        for row in SECTIONS[section](device):
+            named = f"{row[0]}, {case}" if case else row[0]
+            table.row(section, named, *row[1:])
+    except TimeIsOver:
+        return 124
+    return 0
