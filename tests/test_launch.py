@@ -8,10 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 ARGS = ["--config", "x.yaml", "--data.prompt_suffix", "two words; `a` $b"]
@@ -124,3 +127,22 @@ def test_the_job_set_runs_the_command_in_a_pod_for_each_host():
     x, y, z = map(int, topology.split("x"))
     assert job["parallelism"] == job["completions"] and job["parallelism"] * chips == x * y * z
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+
+
+@pytest.mark.parametrize("device", ["gpu", "tpu"])
+def test_an_image_is_well_formed_and_its_pins_are_what_the_package_asks_for(device):
+    done = subprocess.run(
+        ["hadolint", f"Dockerfile.{device}"], cwd=LAUNCH, capture_output=True, text=True,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    lines = (LAUNCH / f"requirements-{device}.txt").read_text().splitlines()[1:]
+    pins = dict(line.lower().replace("_", "-").split("==") for line in lines)
+    assert len(pins) == len(lines)
+    project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
+    python = default_environment() | {"python_version": "3.12", "python_full_version": "3.12.11"}
+    wanted = [*project["dependencies"], *project["optional-dependencies"][device]]
+    for one in map(Requirement, wanted):
+        if one.marker is None or one.marker.evaluate(python):
+            assert one.specifier.contains(pins[one.name.lower().replace("_", "-")]), one
