@@ -1,7 +1,8 @@
 """`python -m tlt_jax.plan`: compiles a configuration's programs, and reports whether they fit.
 
-For the local devices, or ahead of time for a TPU topology. Of each kind of program the largest is
-compiled; of drafting chunks one for each strategy, which includes extending the drafter's cache.
+For the local devices, or ahead of time for GPUs or a TPU topology that are not here. Of each kind of
+program the largest is compiled; of drafting chunks one for each strategy, which includes extending
+the drafter's cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed import launches, mesh as meshes, process, topology
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import (
     batch as drafter_batch,
@@ -31,7 +32,6 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
@@ -55,12 +55,13 @@ from tlt_jax.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A lowered program; `holds`: bytes by kind that a device holds while it runs."""
+    """A lowered program; `holds`: bytes by kind that a device holds while it runs; `layers`: those that a chunk runs."""
 
     name: str
     lowered: Any
     mesh: Mesh
     holds: dict[str, int]
+    layers: int = 0
 
 
 def lower(
@@ -146,13 +147,19 @@ def lower_rollout(
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
-        yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now)
+        layers = recipe.model.num_layers if isinstance(program, Decode) else 0
+        yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now, layers)
 
 
 def print_report(program: PlannedProgram, limit: int) -> bool:
     """Compiles a program and prints its memory and collectives; True when it fits."""
-    begin = time.perf_counter()
-    compiled = program.lowered.compile()
+    begin, one_round = time.perf_counter(), None
+    # What JAX reads from its cache is not compiled, and XLA writes nothing of it.
+    is_told = meshes.is_gpu(program.mesh) and not jax.config.jax_compilation_cache_dir
+    if program.layers and is_told:
+        compiled, one_round = launches.compile_and_read(program.lowered)
+    else:
+        compiled = program.lowered.compile()
     seconds = time.perf_counter() - begin
 
     memory = compiled.memory_analysis()
@@ -165,25 +172,28 @@ def print_report(program: PlannedProgram, limit: int) -> bool:
     print(f"  arguments    {donated}")
     for name, count in collectives(compiled.as_text(), program.mesh).items() or {"none": 0}.items():
         print(f"  collectives  {name}{f': {count}' if count else ''}")
+    if one_round:
+        print_round(one_round, program, launches.largest_copy(compiled.as_text()))
     print("  fits" if fits else f"  DOES NOT FIT: {advice(resident)}")
     return fits
 
 
-def topology_devices(name: str) -> Sequence[Any]:
-    """Device descriptions of a TPU topology, such as v5p:4x4x4.
-
-    Raises ConfigError when libtpu does not know it.
-    """
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    from jax.experimental import topologies
-
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--topology {name}: {reason}: name one such as v5p:2x2x2, and install tlt_jax[tpu]"
-        ) from error
+def print_round(one_round: launches.Round, program: PlannedProgram, copied: int) -> None:
+    """What a GPU runs in a round of a chunk, and the bytes of the largest copy beside what one layer keeps as keys."""
+    if one_round.is_one_graph:
+        print("  graphs       the chunk is one CUDA graph, with the loop in it")
+    else:
+        print(
+            f"  graphs       the host launches a round as {one_round.graphs} CUDA graphs and {one_round.outside} kernels "
+            f"beside them, and drives {one_round.host_loops} loops in it"
+        )
+    each, others = one_round.in_layers / program.layers, one_round.kernels - one_round.in_layers
+    print(
+        f"  kernels      {one_round.kernels} a round: {each:.1f} a layer, by the scopes of their last operations, and "
+        f"{others} others"
+    )
+    keys = program.holds["cache"] / program.layers / 2
+    print(f"  copies       at most {copied / 2**20:.2f} MiB; a layer's keys are {keys / 2**20:.2f}")
 
 
 def sizes(config: Config) -> ModelConfig:
@@ -198,55 +208,48 @@ def sizes(config: Config) -> ModelConfig:
 
 def main() -> int:
     """Exit code 0 when every program compiles and fits, 1 when one does not, 2 for a UserError."""
-    arguments, topology = sys.argv[1:], ""
+    arguments, name = sys.argv[1:], ""
     if "--topology" in arguments:
-        topology = cli.take(arguments, "--topology")
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        name = cli.take(arguments, "--topology")
+        jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
-    about = "--topology NAME: compile for this TPU topology (for example v5p:4x4x4) instead of the devices here; uses no cache"
+    about = (
+        "--topology NAME: compile for these devices instead of those here: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's "
+        "description of another) or a TPU topology (v5p:4x4x4); uses no cache"
+    )
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
-    if topology:  # the persistent cache cannot load programs for absent devices
+    if name:  # the persistent cache cannot load programs for absent devices
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
 
     with cli.prepared(config):
         model = sizes(config)
-        devices = topology_devices(topology) if topology else jax.devices()
-        validate.validate_model(config, model, len(devices))
+        if topology.is_gpu(name):  # as in a run that finds them
+            process.set_accelerator_flags(config)
+        found = topology.describe(name) if name else topology.Topology(jax.devices())
+        return 0 if all(report(config, model, found)) else 1
 
-        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, devices)
-        drafter = from_config.drafter_config(config, model)
-        directory = from_config.drafter_directory(config)
-        if directory and not directory.exists():
-            wanted = f"the {drafter.kind} drafter of `drafter_training`"
-            print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 
-        recipe, engine = (
-            Recipe.of(config, model, mesh, 1),
-            Engine(
-                config,
-                model,
-                mesh,
-                drafter=drafter,
-                captures_states=config.speculation.drafter == ADAPTIVE,
-            ),
-        )
-        limit, kinds = (
-            device_memory(mesh),
-            budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter),
-        )
+def report(config: Config, model: ModelConfig, found: topology.Topology) -> list[bool]:
+    """Compiles and reports every program for these devices: which of them fit."""
+    validate.validate_model(config, model, len(found.devices))
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, found.devices)
+    drafter = from_config.drafter_config(config, model)
+    directory = from_config.drafter_directory(config)
+    if directory and not directory.exists():
+        wanted = f"the {drafter.kind} drafter of `drafter_training`"
+        print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 
-        shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
-        print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each")
-        for kind, size in kinds.items():
-            print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
+    recipe, captures = Recipe.of(config, model, mesh, 1), config.speculation.drafter == ADAPTIVE
+    engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures)
+    limit = found.memory or device_memory(mesh)
+    kinds = budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
-        return (
-            0
-            if all(
-                [print_report(program, limit) for program in lower(config, recipe, engine, kinds)]
-            )
-            else 1
-        )
+    shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
+    share = f" ({topology.FRACTIONS[0]} of its memory)" if found.memory else ""
+    print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each{share}")
+    for kind, size in kinds.items():
+        print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
+    return [print_report(program, limit) for program in lower(config, recipe, engine, kinds)]
 
 
 if __name__ == "__main__":

@@ -471,6 +471,18 @@ def test_a_deterministic_run_asks_xla_for_sums_in_a_fixed_order_and_no_timed_cho
     assert run.stdout.split() == ["2.0"], run.stderr
 
 
+def test_planning_for_a_gpu_compiles_with_the_flags_of_a_run_that_finds_one(write, monkeypatch):
+    """Though it runs on a CPU; what the user gives goes before."""
+    name, own = process.ACCELERATOR_FLAGS[0].partition("=")[0], "=of_the_user"
+    monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": name + own})
+    config = parse([*write(), "--rollout.deterministic", "true"])
+    process.set_environment(config)
+    assert os.environ["XLA_FLAGS"] == name + own
+    process.set_accelerator_flags(config)
+    flags = [*process.ACCELERATOR_FLAGS[1:], *process.DETERMINISTIC_FLAGS]
+    assert os.environ["XLA_FLAGS"].split() == [name + own, *flags]
+
+
 def test_a_deterministic_run_trains_no_drafter_beside_a_rollout(write):
     words = ["--rollout.deterministic", "true", "--speculation.drafter", "adaptive"]
     with pytest.raises(ConfigError, match="use ngram, a drafter's directory or none"):

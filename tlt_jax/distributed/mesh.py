@@ -77,6 +77,11 @@ def is_tpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "tpu"
 
 
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether the devices are GPUs."""
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 def device_kind(mesh: Mesh) -> str:
     """The hardware of the devices by name, such as `TPU v5p`."""
     return mesh.devices.flat[0].device_kind

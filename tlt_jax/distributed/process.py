@@ -16,8 +16,12 @@ COUNT = "--xla_force_host_platform_device_count"
 # XLA flags of every run that may find accelerators; those of the environment and of mesh.xla_flags go before them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
 #   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is made anew.
+# - The loop of a rollout's chunk is a part of its CUDA graph: the host is not waited for in every round.
 # TPUs need none: their programs' collectives lie on rectangles of the mesh, and async collectives are on by default.
-ACCELERATOR_FLAGS = ("--xla_gpu_enable_nccl_comm_splitting=false",)
+ACCELERATOR_FLAGS = (
+    "--xla_gpu_enable_nccl_comm_splitting=false",
+    "--xla_gpu_enable_command_buffer=+WHILE",
+)
 # Of runs with rollout.deterministic: sums in a fixed order, and no choice of kernels by how fast they were at the start.
 DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 
@@ -36,12 +40,10 @@ def set_environment(config: Config) -> None:
         ]
         os.environ["JAX_PLATFORMS"] = "cpu"
     flags += [flag for flag in config.mesh.xla_flags.split() if flag not in flags]
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        given = {flag.partition("=")[0] for flag in flags}
-        wanted = ACCELERATOR_FLAGS + DETERMINISTIC_FLAGS * config.rollout.deterministic
-        flags += [flag for flag in wanted if flag.partition("=")[0] not in given]
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        set_accelerator_flags(config)
     wide = "float64" in (config.model.param_dtype, config.model.compute_dtype)
     precision = config.model.matmul_precision
     jax = sys.modules.get("jax")
@@ -60,6 +62,15 @@ def set_environment(config: Config) -> None:
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"
             )
+
+
+def set_accelerator_flags(config: Config) -> None:
+    """Adds to XLA_FLAGS what runs that may find accelerators have, but for what is set there; call as `set_environment`."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0] for flag in flags}
+    wanted = ACCELERATOR_FLAGS + DETERMINISTIC_FLAGS * config.rollout.deterministic
+    flags += [flag for flag in wanted if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def refuse_many(environment: Mapping[str, str]) -> None:

@@ -1,0 +1,157 @@
+"""What a GPU's program runs, read from texts as XLA writes them, shortened by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_jax.distributed import launches
+
+ONE_GRAPH = """\
+000: kCommandBuffer [source | sink]
+    001: kCopy         [source       | next=002 (1)] kCopy
+    002: kWhile        [prev=001 (1) | next=008 (2)]
+condition:
+        003: kCustomKernel [source       | sink] compare grid: [1, 1, 1]
+      body:
+        004: kCustomKernel [source       | next=005 (1)] gemm_fusion_dot_1 grid: [1, 1, 1]
+        005: kWhile        [prev=004 (1) | sink]
+condition:
+            006: kCustomKernel [source       | sink] compare grid: [1, 1, 1]
+          body:
+            007: kCustomKernel [source       | sink] search grid: [1, 1, 1]
+        008: kGemm         [prev=005 (1) | sink] gemm
+    009: kCopy         [prev=002 (2) | sink        ] kCopy
+"""
+FROM_THE_HOST = """\
+000: kCommandBuffer [source       | next=006 (1)]
+    001: kCopy         [source | sink] kCopy
+006: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+    007: kCustomKernel [source       | sink] compare grid: [1, 1, 1]
+  body:
+    011: kAsyncStart    [source       | next=000 (3)] stream=communication_stream[0], async_id=11
+        012: kAllReduce [source | sink] kAllReduce
+    014: kAsyncDone     [source        | sink        ] async_id=11
+    000: kCommandBuffer [prev=013 (2)  | next=028 (1)]
+        015: kCustomKernel [source       | next=016 (2)] fusion_1 grid: [1, 1, 1]
+        016: kCustomKernel [prev=015 (1) | sink] fusion_2 grid: [1, 1, 1]
+    020: kConditional   [prev=000 (1) | next=000 (1)]
+    021: kWhile         [prev=000 (1) | next=000 (1)]
+condition:
+        022: kCopy [source | sink] kCopy
+      body:
+        023: kCustomKernel [source | sink] search grid: [1, 1, 1]
+    000: kCommandBuffer [prev=023 (1)  | sink]
+        024: kCustomKernel [source       | sink] fusion_3 grid: [1, 1, 1]
+030: kCopy [prev=006 (1) | sink] kCopy
+"""
+METADATA = """\
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "command_buffer"
+  }
+  thunk_kind: "kCommandBuffer"
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "gemm_fusion_dot.1"
+    thunk_id: 4
+  }
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "search"
+    thunk_id: 7
+  }
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "gemm"
+    thunk_id: 8
+  }
+}
+"""
+NAMES = """
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %gemm_fusion_dot.1 = f32[4]{0} fusion(%p), calls=%dot, metadata={op_name="jit(f)/while/body/layer/mlp/dot"}
+  %search = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/player/search"}
+  ROOT %gemm = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/commit/scatter"}
+}
+"""
+
+
+def test_a_chunk_that_is_one_graph_has_its_loop_in_it():
+    found = launches.read_round(ONE_GRAPH, METADATA, NAMES)
+    # A round runs 4, the condition and the body of the inner loop, and 8; conditions of the chunk's own loop are not in it.
+    assert found == launches.Round(4, 2, outside=0, graphs=0, host_loops=0, is_one_graph=True)
+
+
+def test_what_stands_beside_the_graph_is_launched_by_the_host():
+    beside = ONE_GRAPH + "010: kCopy [prev=000 (1) | sink] kCopy\n"
+    assert not launches.read_round(beside, METADATA, NAMES).is_one_graph
+
+
+def test_a_loop_that_the_host_drives_launches_graphs_kernels_and_loops_in_every_round():
+    found = launches.read_round(FROM_THE_HOST, METADATA, NAMES)
+    kernels = {12, 15, 16, 22, 23, 24}
+    assert found.kernels == len(kernels) and found.in_layers == 0
+    assert (found.outside, found.graphs, found.host_loops) == (len({12, 22, 23}), 2, 2)
+    assert not found.is_one_graph
+
+
+@pytest.mark.parametrize("text", ["", "000: kCopy [source | sink] kCopy", ONE_GRAPH + ONE_GRAPH])
+def test_a_program_that_is_no_chunk_is_refused(text):
+    with pytest.raises(ValueError, match="have [02] loops, not one"):
+        launches.read_round(text, METADATA, NAMES)
+
+
+FUSED = {
+    "turned": """
+%turned (t: bf16[8,4]) -> bf16[4,8] {
+  %t = bf16[8,4]{1,0} parameter(0)
+  %turn = bf16[4,8]{1,0} transpose(%t), dimensions={1,0}
+  ROOT %cast = bf16[4,8]{0,1} bitcast(%turn)
+}
+""",
+    "joined": """
+%joined (j: bf16[4,8]) -> (f32[2], bf16[4,16]) {
+  %j = bf16[4,8]{1,0} parameter(0)
+  %both = bf16[4,16]{1,0} concatenate(%j, %j), dimensions={1}
+  %few = f32[2]{0} constant({1, 2})
+  ROOT %all = (f32[2]{0}, bf16[4,16]{1,0}) tuple(%few, %both)
+}
+""",
+    "kept": """
+%kept (k: bf16[4,8]) -> bf16[4,8] {
+  %k = bf16[4,8]{1,0} parameter(0)
+  %wide = bf16[4,800]{1,0} concatenate(%k, %k), dimensions={1}
+  ROOT %put = bf16[4,8]{1,0} scatter(%k, %wide, %k), to_apply=%later
+}
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("bf16[4,8]{1,0} copy(%p)", 4 * 8 * 2),
+        ("(bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[]) copy-start(%p)", 4 * 8 * 2),
+        ("pred[16]{0} copy(%q)", 16),
+        ("bf16[4,8]{1,0} negate(%p)", 0),
+        ("bf16[4,8]{0,1} fusion(%p), kind=kLoop, calls=%turned", 4 * 8 * 2),
+        ("(f32[2]{0}, bf16[4,16]{1,0}) fusion(%p), kind=kInput, calls=%joined", 4 * 16 * 2),
+        ("bf16[4,8]{1,0} fusion(%p), kind=kInput, calls=%kept", 0),
+    ],
+)
+def test_copies_are_what_is_written_and_not_what_a_kernel_reads_on_its_way(call, written):
+    fused = FUSED.get(call.partition("calls=%")[2], "")
+    main = f"""
+ENTRY %main (p: bf16[4,8], q: pred[16]) -> bf16[4,8] {{
+  %p = bf16[4,8]{{1,0}} parameter(0)
+  %q = pred[16]{{0}} parameter(1)
+  %c = {call}
+  ROOT %end = bf16[4,8]{{1,0}} negate(%p)
+}}
+"""
+    assert launches.largest_copy(fused + main) == written

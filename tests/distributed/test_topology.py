@@ -1,0 +1,74 @@
+"""Devices that are not here: their names, what is said of wrong ones, the memory that a run can use."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlt_jax.distributed import topology
+from tlt_jax.errors import ConfigError
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Versions of JAX's packages, with the plugin for GPUs there."""
+    versions = {"jax-cuda13-plugin": "1.2.3", "jaxlib": "1.2.3"}
+
+    def version(name):
+        if versions[name] is None:
+            raise topology.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(topology, "version", version)
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h300:8", "known are h100, h200"),
+        ("h200", "such as h200:8"),
+        ("h200:", "'' GPUs: give 1 to 8"),
+        ("h200:0", "'0' GPUs"),
+        ("h200:1x2", "'1x2' GPUs"),
+        ("h200:12", "'12' GPUs: give 1 to 8, or a multiple"),
+        ("nowhere.txtpb:8", "nowhere.txtpb: cannot be read"),
+    ],
+)
+def test_an_unknown_topology_is_told_the_known_ones(name, message):
+    with pytest.raises(ConfigError, match=message):
+        topology.describe(name)
+
+
+@pytest.mark.parametrize(
+    ("plugin_version", "message"),
+    [
+        (None, r'not installed: pip install -e "\.\[gpu-aot\]"'),
+        ("1.2.4", r'is 1\.2\.4 and jaxlib 1\.2\.3: pip install -e "\.\[gpu-aot\]"'),
+    ],
+)
+def test_a_plugin_that_is_missing_or_another_is_named(plugin, plugin_version, message):
+    plugin["jax-cuda13-plugin"] = plugin_version
+    with pytest.raises(ConfigError, match=message):
+        topology.describe("h200:8")
+
+
+@pytest.mark.parametrize("missing", topology.NEEDED)
+def test_a_description_without_what_graphs_depend_on_is_refused(tmp_path, missing):
+    text = topology.DESCRIPTION.format(**vars(topology.GPUS["h100"]))
+    path = tmp_path / "gpu.txtpb"
+    path.write_text(text)
+    assert topology.description(path) == text
+    path.write_text(text.replace(f"  {missing}:", "  other:"))
+    with pytest.raises(ConfigError, match=f"{missing} is missing"):
+        topology.description(path)
+
+
+def test_a_run_can_use_what_xlas_allocator_takes(monkeypatch):
+    for name in topology.FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
+    assert topology.usable(1000) == 750
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert topology.usable(1000) == 500
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(ConfigError, match="XLA_CLIENT_MEM_FRACTION is 'most'"):
+        topology.usable(1000)
