@@ -37,7 +37,9 @@ def attend(
     committed = (jnp.arange(S) < lengths[:, None])[:, None, None, None]
     flat = q.reshape(B, K, G * N, E)
     old = contract("bkqe,bkes->bkqs", flat, keys).reshape(B, K, G, N, S)
-    new = contract("bkqe,bkem->bkqm", flat, k).reshape(B, K, G, N, M)
+    # Without the barrier XLA makes one product of both, for which it copies all keys to join the nodes' to them.
+    apart = jax.lax.optimization_barrier(flat)
+    new = contract("bkqe,bkem->bkqm", apart, k).reshape(B, K, G, N, M)
     old, new = masked(scale * old, committed), masked(scale * new, ancestors[:, None, None])
     top = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
