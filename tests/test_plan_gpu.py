@@ -1,0 +1,104 @@
+"""Programs for GPUs that are not here: what a rollout's chunks run, of sizes that are used; whether the shipped ones fit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+# A 7B policy of two layers; its chunks alone, which take half of a minute on two cores, as the whole command one or two.
+SIZES = [
+    "--config", "configs/math_qwen2.5_7b_pod.yaml", "--mesh.data", "1", "--model.init.num_hidden_layers", "2",
+    "--rollout.max_new_tokens", "3072", "--rollout.cache_buckets", "[4096]", "--rollout.slots", "32",
+    "--speculation.strategies", "['4_2_8']",
+]  # fmt: skip
+CHUNKS = """
+import sys
+from tlt_jax import plan
+from tlt_jax.rollout.programs import Decode
+
+largest = plan.Engine.largest_programs
+plan.Engine.largest_programs = lambda *args: {
+    name: one for name, one in largest(*args).items() if isinstance(one, Decode)
+}
+plan.lower = plan.lower_rollout
+sys.exit(plan.main())
+"""
+PLAIN, TREE = "rollout chunk", "rollout chunk 4_2_8 of 32"
+# Kernels that a layer runs at most, of all versions of JAX in use. These only ever become less.
+MOST = {PLAIN: 20.5, TREE: 28.5}
+
+
+def planned(*command: str) -> dict[str, str]:
+    """What `plan` says of each program, by its name; XLA's flags are those that it sets itself."""
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, *command], env=inherited, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    parts = re.split(r"^(\S.*): compiled in .*\n", done.stdout, flags=re.M)
+    told = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert told and all(text.endswith("\n  fits\n") for text in told.values()), done.stdout
+    return told
+
+
+def number(pattern: str, text: str) -> float:
+    """The number in the one place of the text where the pattern is."""
+    (found,) = re.findall(pattern, text)
+    return float(found)
+
+
+def assert_no_cache_is_copied(text: str) -> None:
+    assert number(r"at most ([\d.]+) MiB", text) < 0.5 * number(r"keys are ([\d.]+)", text), text
+
+
+@pytest.mark.gpu
+def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache():
+    one = "--mesh.model", "1", "--topology", "h200:1", "--speculation.drafter", "ngram"
+    told = planned("-c", CHUNKS, *SIZES, *one)
+    assert set(told) == set(MOST)
+    for name, text in told.items():
+        assert "the chunk is one CUDA graph, with the loop in it" in text, text
+        assert "collectives  none" in text, text
+        assert number(r"([\d.]+) a layer", text) <= MOST[name], text
+        assert_no_cache_is_copied(text)
+
+
+@pytest.mark.gpu
+def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_host_drives():
+    """With a learned drafter, whose drafting also gathers: in the data group, as on a TPU."""
+    drafter = "--speculation.drafter", "runs/nowhere", "--drafter_training.kind", "eagle3"
+    two = "--mesh.model", "2", "--topology", "h200:2"
+    told = planned("-c", CHUNKS, *SIZES, *two, *drafter)
+    assert set(told) == set(MOST)
+    for name, text in told.items():
+        assert number(r"drives (\d+) loops", text) == 0, text
+        assert_no_cache_is_copied(text)
+        crossed = set(re.findall(r"collectives  (\S+ over .*): \d", text))
+        allowed = {"all-reduce"} | ({"all-gather", "reduce-scatter"} if name == TREE else set())
+        assert crossed and crossed <= {f"{one} over model" for one in allowed}, text
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides", "topology"),
+    [
+        ("gsm8k_qwen2.5_0.5b", (), "h200:1"),
+        ("gsm8k_qwen2.5_0.5b", (), "h100:1"),
+        ("math_qwen2.5_7b_pod", ("--mesh.data", "2", "--mesh.model", "4"), "h200:8"),
+    ],
+)
+def test_the_shipped_configurations_compile_and_fit_on_gpus(name, overrides, topology):
+    config = "--config", f"configs/{name}.yaml", "--topology", topology
+    told = planned("-m", "tlt_jax.plan", *config, *overrides)
+    chunks = [text for program, text in told.items() if program.startswith("rollout chunk")]
+    assert chunks and {"prefill", "admission", "policy gradients", "policy update"} <= set(told)
+    for text in chunks:
+        assert "over data" not in text, text
+        assert_no_cache_is_copied(text)
+        is_one_graph = "the chunk is one CUDA graph" in text
+        assert is_one_graph or number(r"drives (\d+) loops", text) == 0, text
