@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,24 +22,29 @@ SETTINGS = [  # pairwise over temperature, top-k, top-p
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_filter_keeps_what_a_sort_keeps(x64, setting):
+@pytest.mark.parametrize(
+    "setting, unrolls", [*((one, False) for one in SETTINGS), (SETTINGS[2], True)]
+)
+def test_filter_keeps_what_a_sort_keeps(x64, setting, unrolls):
     logits = np.round(
         np.random.default_rng(0).normal(size=(40, 11)), 1
     )  # rounded, so that there are ties
     logits[0] = [0.0, -0.0, 0.0, -1.0, 2.0, 0.0, -0.0, 1.0, -3.0, 0.5, 0.0]
-    found = sampling.filter(sampling.scale(jnp.asarray(logits), setting), setting)
+    scaled = sampling.scale(jnp.asarray(logits), setting)
+    found = jax.jit(partial(sampling.filter, sampling=setting, unrolls=unrolls))(scaled)
     for row, exact in zip(np.asarray(found), logits, strict=True):
         np.testing.assert_array_equal(
             row, references.filtered(exact, setting.temperature, setting.top_k, setting.top_p)
         )
 
 
-def test_filter_of_one_precision_keeps_as_many_as_asked():
+@pytest.mark.parametrize("unrolls", [False, True])
+def test_filter_of_one_precision_keeps_as_many_as_asked(unrolls):
     logits = jax.random.normal(jax.random.key(0), (5, 1000))
-    kept = jnp.isfinite(sampling.filter(logits, Sampling(1.0, 37, 1.0))).sum(-1)
+    filter = jax.jit(partial(sampling.filter, unrolls=unrolls), static_argnames="sampling")
+    kept = jnp.isfinite(filter(logits, sampling=Sampling(1.0, 37, 1.0))).sum(-1)
     np.testing.assert_array_equal(kept, 37)
-    nucleus = jnp.isfinite(sampling.filter(logits, Sampling(1.0, 0, 0.9)))
+    nucleus = jnp.isfinite(filter(logits, sampling=Sampling(1.0, 0, 0.9)))
     mass = (jnp.where(nucleus, jax.nn.softmax(logits), 0)).sum(-1)
     smallest = jnp.where(nucleus, jax.nn.softmax(logits), 1).min(-1)
     assert ((mass >= 0.9 - 1e-5) & (mass - smallest < 0.9 + 1e-5)).all()
@@ -85,22 +92,27 @@ def test_ties_go_to_the_lowest_id_whatever_the_sharding():
     assert "all-gather" not in choose.as_text(), "only maxima cross the shards"
 
 
-def test_sharded_filters_and_logprobs_equal_whole_ones():
-    setting, logits = Sampling(0.7, 20, 0.9), jax.random.normal(jax.random.key(1), (6, 1, 64))
+@pytest.mark.parametrize("unrolls", [False, True])
+def test_sharded_filters_and_logprobs_equal_whole_ones(unrolls):
+    setting, logits = Sampling(0.7, 20, 0.9), jax.random.normal(jax.random.key(1), (6, 1, 256))
     tokens = jnp.arange(6, dtype=jnp.int32)[:, None] * 11
 
     def both(logits):
         scaled = sampling.scale(logits, setting)
-        return jnp.isfinite(sampling.filter(scaled, setting)), sampling.logprob(scaled, tokens)
+        kept = jnp.isfinite(sampling.filter(scaled, setting, unrolls=unrolls))
+        return kept, sampling.logprob(scaled, tokens)
 
     placed = jax.device_put(
         logits, NamedSharding(meshes.make_mesh(1, 4), PartitionSpec(None, None, "model"))
     )
     compiled = jax.jit(both).lower(placed).compile()
     kept, logprobs = compiled(placed)
-    np.testing.assert_array_equal(kept, both(logits)[0])
-    np.testing.assert_allclose(logprobs, both(logits)[1], rtol=1e-6)
-    assert "[6,1,64]" not in compiled.as_text(), "logits are never gathered"
+    whole = jax.jit(both)(logits)
+    np.testing.assert_array_equal(kept, whole[0])
+    np.testing.assert_allclose(logprobs, whole[1], rtol=1e-6)
+    text = compiled.as_text()
+    assert "[6,1,256]" not in text and "[6,1,64,4]" not in text, "logits are never gathered"
+    assert "all-gather" not in text and (" while(" in text) != unrolls
 
 
 def test_recorded_logprobs_ignore_the_filters():
@@ -148,7 +160,9 @@ FILTERS = [
 ]  # fmt: skip
 
 
-def drawn(logits, wanted, setting: Sampling, looked: list | None = None) -> np.ndarray:
+def drawn(
+    logits, wanted, setting: Sampling, looked: list | None = None, unrolls: bool = False
+) -> np.ndarray:
     """The tokens of `draw`; `looked` gets how many ids noise was asked for, None for all."""
     batch, vocab = logits.shape
     keys = jnp.asarray(sequence_keys(5, 0, 0, np.arange(batch)))
@@ -162,7 +176,8 @@ def drawn(logits, wanted, setting: Sampling, looked: list | None = None) -> np.n
         return noise.gumbel_at(keys[rows], positions[rows], ids, logits.dtype)
 
     scaled = sampling.scale(jnp.asarray(logits), setting)
-    found = np.asarray(sampling.draw(scaled, jnp.asarray(wanted), setting, values))
+    draw = jax.jit(sampling.draw, static_argnums=(2, 3, 4))
+    found = np.asarray(draw(scaled, jnp.asarray(wanted), setting, values, unrolls))
     jax.effects_barrier()
     return found
 
@@ -193,6 +208,19 @@ def test_the_largest_blocks_give_the_token_of_the_whole_vocabulary(x64, setting,
     np.testing.assert_array_equal(found, chosen_from_all(logits, setting))
 
 
+def test_a_token_is_the_same_without_a_loop(x64):
+    setting = FILTERS[2]
+    logits = rows((PEAKED, FLAT) * 3)
+    found = drawn(logits, np.ones(6, bool), setting, unrolls=True)
+    np.testing.assert_array_equal(found, chosen_from_all(logits, setting))
+    shapes = jax.ShapeDtypeStruct(logits.shape, "float32"), jax.ShapeDtypeStruct((6,), bool)
+
+    def draw(scaled, wanted):
+        return sampling.draw(scaled, wanted, setting, lambda rows, ids: scaled[rows], unrolls=True)
+
+    assert "while" not in jax.jit(draw).lower(*shapes).as_text()
+
+
 def test_all_tokens_are_looked_at_only_for_a_wanted_row_that_may_keep_more(x64):
     setting, logits = Sampling(1.0, 0, 0.9), rows((PEAKED, FLAT, PEAKED))
     for wanted, expected in (((True, False, True), []), ((True, True, True), [1])):
@@ -201,11 +229,13 @@ def test_all_tokens_are_looked_at_only_for_a_wanted_row_that_may_keep_more(x64):
         assert looked == expected, "rows of which all tokens were looked at"
 
 
-def test_a_filtered_token_does_not_depend_on_the_other_rows():
+@pytest.mark.parametrize("unrolls", [False, True])
+def test_a_filtered_token_does_not_depend_on_the_other_rows(unrolls):
     logits = rows((PEAKED, PEAKED, FLAT, FLAT)).astype(np.float32)
-    together = drawn(logits, np.ones(4, bool), FILTERS[0])
+    together = drawn(logits, np.ones(4, bool), FILTERS[0], unrolls=unrolls)
     quiet = np.where(np.arange(4)[:, None] < 2, logits, rows((PEAKED,) * 4).astype(np.float32))
-    np.testing.assert_array_equal(drawn(quiet, np.ones(4, bool), FILTERS[0])[:2], together[:2])
+    alone = drawn(quiet, np.ones(4, bool), FILTERS[0], unrolls=unrolls)
+    np.testing.assert_array_equal(alone[:2], together[:2])
 
 
 def test_drawing_from_shards_gathers_no_logits():

@@ -224,7 +224,7 @@ def choose_at(
         keys, vocab = state.keys[rows], scaled.shape[1]
         return gumbel(keys, positions[rows][:, None], vocab, scaled.dtype)[:, 0]
 
-    tokens = sampling.draw(scaled, alive, sampling_, noise)
+    tokens = sampling.draw(scaled, alive, sampling_, noise, decoder.target.unrolls)
     logprobs = sampling.logprob(scaled, tokens)
     return verify.Visit(tokens, logprobs, sampling.is_broken(scaled, tokens, logprobs))
 
