@@ -11,6 +11,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Mesh, Rollout, Train
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
+from tlt_jax.data.segments import most_segments
 
 
 def random_examples(seed: int, count: int, longest: int) -> list[Example]:
@@ -75,6 +76,17 @@ def test_rows_are_well_filled_and_balanced(seed, count, rows, groups):
     per_group = tokens.reshape(len(tokens), groups, -1).sum(axis=(0, 2))
     assert per_group.max() - per_group.min() <= ROW
     assert packed.fill == pytest.approx(tokens.sum() / (len(packed.tokens) * rows * ROW))
+
+
+def test_a_row_takes_a_bounded_number_of_examples_and_none_is_lost():
+    """Answers of two tokens would fill a row with half as many examples as it has tokens."""
+    for row, count in ((48, 60), (4096, 100)):
+        most = most_segments(row)
+        examples = of_lengths(np.ones(count), np.ones(count))
+        packed = packing.pack(examples, row, rows=2)
+        assert packed.segments.max() == most < row // 2
+        assert (packed.segments > 0).sum() == 2 * count
+        assert len(packed.tokens) == -(-count // (2 * most))
 
 
 def of_lengths(prompts: np.ndarray, answers: np.ndarray) -> list[Example]:

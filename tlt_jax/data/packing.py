@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.config import Config
+from tlt_jax.data.segments import most_segments
 
 ROW_MULTIPLE = 128  # tokens
 
@@ -89,13 +90,14 @@ class Packed:
 def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1) -> Packed:
     """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step.
 
-    First-fit decreasing: longest first, equal lengths by uid. `groups` data groups get equal
-    numbers of rows. Raises ValueError as `check`.
+    First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) in a row. `groups`
+    data groups get equal numbers of rows. Raises ValueError as `check`.
     """
     check(examples, row_tokens, rows, groups)
 
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
-    filled = first_fit([examples[i].length for i in order], row_tokens)
+    lengths = [examples[i].length for i in order]
+    filled = first_fit(lengths, row_tokens, most_segments(row_tokens))
     tokens_per_row = [sum(examples[order[j]].length for j in row) for row in filled]
 
     steps = -(-len(filled) // rows)
@@ -150,8 +152,8 @@ def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) 
             )
 
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`: each, in order, in the first row with space for it."""
+def first_fit(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
+    """Rows of at most `most` indices into `lengths`: each, in order, in the first row with space for it."""
     free = np.full(len(lengths), capacity)
     rows: list[list[int]] = []
     for index, length in enumerate(lengths):
@@ -159,7 +161,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if row == len(rows):
             rows.append([])
         rows[row].append(index)
-        free[row] -= length
+        free[row] = free[row] - length if len(rows[row]) < most else 0
     return rows
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.data.packing import Packed
+from tlt_jax.data.segments import most_segments
 from tlt_jax.distributed.mesh import put, sharding
 
 
@@ -57,11 +58,17 @@ def make_batch(
     """The batch on the mesh.
 
     weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
-    ValueError for an example of more than `longest` tokens, for which the recipe was made.
+    ValueError for an example of more than `longest` tokens, for which the recipe was made, and for a row of more
+    examples than attention takes.
     """
     if longest is not None and packed.positions.max() >= longest:
         raise ValueError(
             f"an example has {packed.positions.max() + 1} tokens, the recipe's longest {longest}"
+        )
+    most = most_segments(packed.segments.shape[-1])
+    if packed.segments.max() > most:
+        raise ValueError(
+            f"a row has {packed.segments.max()} examples, attention takes {most}: pack them by packing.pack"
         )
     fields = {
         name: getattr(packed, name) for name in ("tokens", "positions", "segments", "targets")
