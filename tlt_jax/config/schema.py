@@ -293,7 +293,10 @@ class Train:
         1024, "tokens of a data group whose logits exist at once in the update", at_least=1
     )
     attention_block: int = knob(
-        128, "queries whose attention scores exist at once in the update", at_least=1
+        128,
+        "queries whose attention scores exist at once in the update, where attention is not a library's: on CPUs, "
+        "in float32, and in the drafter's update",
+        at_least=1,
     )
     max_nonfinite: int = knob(
         3, "stop after this many non-finite updates in a row (each one is skipped)", at_least=1

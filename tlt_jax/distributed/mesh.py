@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import jax
@@ -80,6 +81,13 @@ def is_tpu(mesh: Mesh) -> bool:
 def is_gpu(mesh: Mesh) -> bool:
     """Whether the devices are GPUs."""
     return mesh.devices.flat[0].platform == "gpu"
+
+
+def cuda_capability(mesh: Mesh) -> tuple[int, int]:
+    """CUDA compute capability of the devices, (9, 0) of an H200; (0, 0) when they are not NVIDIA GPUs."""
+    device = mesh.devices.flat[0]
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
 
 
 def device_kind(mesh: Mesh) -> str:

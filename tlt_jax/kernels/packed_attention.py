@@ -9,13 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from tlt_jax.distributed.mesh import cuda_capability, is_tpu, partition
+from tlt_jax.kernels import cudnn_attention
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.shapes import shaped
 
 # Names of what the backward pass of attention does not compute again.
 KEPT = "top of scores", "sum of weights", "weighted values"
+
+
+CUDNN, SPLASH, BLOCKS = "cudnn", "splash", "blocks"
 
 
 @jax.named_scope("attention")
@@ -30,11 +36,53 @@ def attend(
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None = None,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T K G E"]:
-    """Causal attention within segments (0 is padding), `block` queries at a time; memory grows linearly with T.
+    """Causal attention within segments (0 is padding, where the result is any finite number).
 
-    No segment has more than `longest` tokens (None: T): a block sees no keys further back. `own` are
-    J more keys and values of every token, which only it sees. `mesh`: where it runs; None: the default device.
+    Memory grows linearly with T. No segment has more than `longest` tokens (None: T): no key further back is looked
+    at. `own` are J more keys and values of every token, which only it sees. `mesh`: where it runs, rows over `data`
+    and heads over `model`; None: the default device, in blocks. `form` says which form is used; `block` is the number
+    of queries at a time of BLOCKS. For CUDNN the segments of a row are numbered from 1 in their order, at most
+    data.segments.most_segments(T), and padding is last.
     """
+    chosen = form(mesh, q.dtype, q.shape[-1], own is not None)
+    if chosen == BLOCKS:
+        return attend_in_blocks(q, k, v, segments, block, longest, own)
+    if chosen == CUDNN:
+        library = cudnn_attention.attend
+    else:
+        from tlt_jax.kernels import splash_attention  # Pallas takes time to import
+
+        library = partial(splash_attention.attend, longest=longest)
+    rows, heads = partition(("batch",), "train"), partition(("batch", None, "kv_heads"), "train")
+    specs = {"in_specs": (heads, heads, heads, rows), "out_specs": heads}
+    return jax.shard_map(library, mesh=mesh, **specs, check_vma=False)(q, k, v, segments)
+
+
+def form(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, has_own: bool) -> str:
+    """Which form of attention is used: of the rules, the first that holds.
+
+    BLOCKS without a mesh, with own keys, or in another dtype than bfloat16; SPLASH on TPUs; CUDNN on NVIDIA GPUs from
+    Hopper on, for heads of a width that cuDNN takes; BLOCKS elsewhere.
+    """
+    if mesh is None or has_own or dtype != jnp.bfloat16:
+        return BLOCKS
+    if is_tpu(mesh):
+        return SPLASH
+    fits = head_dim <= cudnn_attention.WIDEST and head_dim % cudnn_attention.EVEN_WIDTH == 0
+    return CUDNN if fits and cuda_capability(mesh) >= cudnn_attention.HOPPER else BLOCKS
+
+
+@shaped
+def attend_in_blocks(
+    q: Float[Array, "B T K G E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+    block: int,
+    longest: int | None,
+    own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
+) -> Float[Array, "B T K G E"]:
+    """`attend` in plain operations: the scores of `block` queries exist at once."""
     T = segments.shape[1]
     block = min(block, T)
     count = -(-T // block)

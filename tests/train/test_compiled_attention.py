@@ -1,0 +1,105 @@
+"""What the update and the prefill of a policy are compiled to where attention is a library's, without the device."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tlt_jax.distributed.collectives import collectives
+from tlt_jax.distributed.mesh import make_mesh, sharding
+from tlt_jax.kernels import packed_attention
+from tlt_jax.models import transformer
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.optimizer import Adam
+from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train.recipe import Objective, Recipe
+
+T, BLOCK = 2048, 640
+MODEL = ModelConfig(
+    family="qwen2", vocab_size=4096, hidden_size=768, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128,
+    mlp_dim=1536, max_positions=T, qkv_bias=True,
+)  # fmt: skip
+PLACES = [
+    pytest.param("h200:1", 1, 1, marks=pytest.mark.gpu),
+    pytest.param("h200:4", 2, 2, marks=pytest.mark.gpu),
+    pytest.param("v5p:2x2x1", 2, 2, marks=pytest.mark.tpu),
+]
+CALLS = {
+    "h200": ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"),
+    "v5p": ("splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"),
+}
+MOVED = re.compile(r" (all-gather|all-to-all|collective-permute)(-start)?\(")
+
+
+def compiled(topology: str, data: int, model: int):
+    """The program of an accumulation step with a row for every data group."""
+    from tlt_jax.distributed.topology import describe
+
+    mesh = make_mesh(data, model, describe(topology).devices)
+    recipe = Recipe(
+        MODEL, mesh, Adam(1e-3, 10), Objective(), "float32", "bfloat16", remat=True, logits_chunk=512,
+        attention_block=BLOCK,
+    )  # fmt: skip
+    rows = policy_batch.abstract_rows(mesh, data, T, ("recorded",))
+    sums, params = (
+        policy_update.abstract_sums(recipe, rows),
+        policy_update.abstract_state(recipe).params,
+    )
+    return policy_update.programs(recipe).accumulate.lower(sums, params, rows).compile()
+
+
+def scores(text: str) -> list[str]:
+    """Shapes of arrays that have an axis of T keys and one of a block of queries, of some heads, or of all queries."""
+    group = MODEL.num_heads // MODEL.num_kv_heads
+    queries = {BLOCK, group * BLOCK}
+    found = []
+    for shape in set(re.findall(r"(?:f32|bf16|pred)\[([\d,]+)\]", text)):
+        sizes = [int(size) for size in shape.split(",")]
+        if T in sizes and (queries & set(sizes) or sizes.count(T) > 1):
+            found.append(shape)
+    return found
+
+
+@pytest.mark.parametrize(("topology", "data", "model"), PLACES)
+def test_the_update_calls_the_library_and_gathers_no_activations(topology, data, model):
+    """Heads lie over `model` and rows over `data`: the library's call is one of every device's own."""
+    text = compiled(topology, data, model).as_text()
+    for call in CALLS[topology.split(":")[0]]:
+        assert call in text
+    assert scores(text) == []
+    results = [line[: call.start()] for line in text.splitlines() if (call := MOVED.search(line))]
+    assert bool(results) == (data > 1)  # weights
+    assert [result for result in results if re.search(rf"[\[,]{T}[\],]", result)] == []
+
+
+@pytest.mark.parametrize(("topology", "data", "model"), PLACES[::2])
+def test_without_the_library_scores_are_held_and_take_memory(topology, data, model, monkeypatch):
+    """So what the other test looks for is there to be found."""
+    library = compiled(topology, data, model).memory_analysis().temp_size_in_bytes
+    jax.clear_caches()
+    policy_update.programs.cache_clear()
+    monkeypatch.setattr(packed_attention, "form", lambda *_: packed_attention.BLOCKS)
+    plain = compiled(topology, data, model)
+    assert scores(plain.as_text()) != []
+    assert library < plain.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("topology", "data", "model"), PLACES)
+def test_prefill_calls_the_library_and_gathers_nothing(topology, data, model):
+    from tlt_jax.distributed.topology import describe
+
+    mesh = make_mesh(1, model, describe(topology).devices)
+    params = transformer.abstract(MODEL, mesh, "rollout", "bfloat16")
+    place = sharding(mesh, ("batch",), "rollout")
+    tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=place)
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=place)
+
+    def prefill(params, tokens, lengths):
+        return transformer.prefill(params, MODEL, tokens, lengths, mesh=mesh)
+
+    text = jax.jit(prefill).lower(params, tokens, lengths).compile().as_text()
+    assert CALLS[topology.split(":")[0]][0] in text
+    assert {name.split(" over ")[0] for name in collectives(text, mesh)} <= {"all-reduce"}

@@ -1,0 +1,110 @@
+"""cuDNN's fused attention over packed rows, on NVIDIA GPUs; knows no mesh.
+
+JAX has no public way to cuDNN's packed rows: the private primitives that this file binds are those of jax.nn's
+`implementation="cudnn"`, below their checks, which ask for a device that is absent when compiling ahead of time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jaxtyping import Array, Float, Int, Int32
+
+from tlt_jax.data.segments import most_segments
+from tlt_jax.shapes import shaped
+
+HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
+WIDEST = 128  # of a head; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
+EVEN_WIDTH = 8
+
+
+@shaped
+def attend(
+    q: Float[Array, "B T K G E"],
+    k: Float[Array, "B T K E"],
+    v: Float[Array, "B T K E"],
+    segments: Int[Array, "B T"],
+) -> Float[Array, "B T K G E"]:
+    """As packed_attention.attend, in bfloat16; 0 at padding.
+
+    `segments` of a row are numbered from 1 in their order, and padding is last. Tokens of a segment beyond
+    data.segments.most_segments(T) are NaN: a row that `packing.pack` made has none.
+    """
+    most = most_segments(segments.shape[1])
+    lengths, starts = layout(segments, most)
+    is_token = (segments > 0)[:, :, None, None]
+    # cuDNN writes nothing at padding, in results and gradients: what is there is not read.
+    flat, k, v = (
+        jnp.where(is_token, x, 0) for x in (q.reshape(*q.shape[:2], -1, q.shape[4]), k, v)
+    )
+    mixed = jnp.where(is_token, fused(flat, k, v, lengths, starts), 0)
+    return jnp.where((segments > most)[:, :, None, None], jnp.nan, mixed).reshape(q.shape)
+
+
+@shaped
+def layout(
+    segments: Int[Array, "B T"], most: int
+) -> tuple[Int32[Array, "B {most}"], Int32[Array, "B {most}+1"]]:
+    """Lengths of the segments of all rows, and their first tokens in the rows one after the other.
+
+    Both in order from the first place on, as cuDNN reads them; where no segment is left, 0 and B T.
+    """
+    B, T = segments.shape
+    lengths = jnp.sum(segments[:, :, None] == 1 + jnp.arange(most), axis=1, dtype=jnp.int32)
+    starts = jnp.cumsum(lengths, axis=1) - lengths + T * jnp.arange(B, dtype=jnp.int32)[:, None]
+    (there,) = jnp.nonzero(lengths.reshape(-1) > 0, size=B * most, fill_value=B * most)
+    lengths = jnp.take(lengths, there, fill_value=0).reshape(B, most)
+    starts = jnp.take(starts, there, fill_value=B * T)
+    return lengths, jnp.pad(starts, (0, B), constant_values=B * T).reshape(B, most + 1)
+
+
+@jax.custom_vjp
+def fused(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> Array:
+    """Attention of q [B, T, H, E] to k and v [B, T, K, E], causal within each segment."""
+    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(
+        *operands(q, k, v, lengths, starts), **options(q), is_training=False
+    )
+    return mixed
+
+
+def forward(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> tuple[Array, tuple]:
+    given = operands(q, k, v, lengths, starts)
+    mixed, stats = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
+    return mixed, (given, stats, mixed)
+
+
+def backward(kept: tuple, slope: Array) -> tuple:
+    given, stats, mixed = kept
+    slopes = cudnn._dot_product_attention_bwd_p.bind(
+        *given, stats, mixed, slope, **options(given[0])
+    )
+    return *slopes, None, None
+
+
+fused.defvjp(forward, backward)
+
+
+def operands(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> tuple[Array, ...]:
+    """The primitives' operands: no bias, no pages, and first tokens as places in memory.
+
+    Those of keys are multiples of K E: JAX 0.10 multiplies them as those of queries, by H E.
+    """
+    (H, E), K = q.shape[2:], k.shape[2]
+    none = jnp.zeros(0, q.dtype)
+    return q, k, v, none, lengths, lengths, starts * (H * E), starts * (K * E), none, none
+
+
+def options(q: Array) -> dict:
+    """The primitives' parameters: no dropout, no bias and no window."""
+    return {
+        "scale": 1 / math.sqrt(q.shape[-1]),
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.PADDING_CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
