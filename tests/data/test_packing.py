@@ -80,7 +80,7 @@ def test_rows_are_well_filled_and_balanced(seed, count, rows, groups):
 
 def test_a_row_takes_a_bounded_number_of_examples_and_none_is_lost():
     """Answers of two tokens would fill a row with half as many examples as it has tokens."""
-    for row, count in ((48, 60), (4096, 100)):
+    for row, count in ((96, 70), (16384, 200)):
         most = most_segments(row)
         examples = of_lengths(np.ones(count), np.ones(count))
         packed = packing.pack(examples, row, rows=2)

@@ -151,10 +151,10 @@ def test_what_cudnn_reads_and_writes_is_attention_within_segments(monkeypatch):
 
 def test_segments_beyond_the_bound_are_not_numbers(monkeypatch):
     monkeypatch.setattr(cudnn_attention, "cudnn", stand_in())
-    segments = segments_of([[2] * (most_segments(64) + 2)], 64)
-    mixed = np.asarray(cudnn_attention.attend(*operands(1, 8, 64), jnp.asarray(segments)))
-    assert np.isnan(mixed[:, 32:36]).all() and np.isfinite(mixed[:, :32]).all()
-    assert np.isfinite(mixed[:, 36:]).all()
+    segments = segments_of([[2] * (most_segments(128) + 2)], 128)
+    mixed = np.asarray(cudnn_attention.attend(*operands(1, 8, 128), jnp.asarray(segments)))
+    assert np.isnan(mixed[:, 64:68]).all() and np.isfinite(mixed[:, :64]).all()
+    assert np.isfinite(mixed[:, 68:]).all()
 
 
 def test_jax_has_what_is_used_of_its_private_module():

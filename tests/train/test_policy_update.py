@@ -382,8 +382,8 @@ def test_examples_that_are_longer_than_the_recipe_knows_are_refused(x64):
 
 def test_rows_of_more_examples_than_attention_takes_are_refused():
     packed = packing.pack(examples_of(), ROW, 4)
-    more = replace(packed, segments=packed.segments + 16 * (packed.segments > 0))
-    with pytest.raises(ValueError, match="examples, attention takes 16: pack them by packing.pack"):
+    more = replace(packed, segments=packed.segments + 32 * (packed.segments > 0))
+    with pytest.raises(ValueError, match="examples, attention takes 32: pack them by packing.pack"):
         policy_batch.make_batch(more, make_mesh(1, 1), None, np.ones(18), np.ones(18))
 
 

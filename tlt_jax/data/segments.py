@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-FEWEST, TOKENS_EACH = 16, 128
+FEWEST, TOKENS_EACH = 32, 256
 
 
 def most_segments(row_tokens: int) -> int:
-    """Examples that a row takes at most: one per 128 of its tokens, or 16 if that is more.
+    """Examples that a row takes at most: one per 256 of its tokens, or 32 if that is more.
 
     A library's attention needs a bound, and memory in proportion to it; rows are packed alike on every device.
     """
