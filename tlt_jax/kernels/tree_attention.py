@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from tlt_jax.distributed.mesh import partition
+from tlt_jax.kernels import triton_support
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.shapes import shaped
+
+DTYPES = (jnp.bfloat16, jnp.float32)  # of what the kernel was written for
 
 
 @jax.named_scope("attention")
@@ -29,8 +34,35 @@ def attend(
     """Attention of N tree nodes to the first `lengths` slots, which are committed, and to their ancestors among M nodes.
 
     `values` are [B, K, E, S] when their slots are last, [B, K, S, E] otherwise. `mesh`: where it runs; None: the
-    default device.
+    default device. In bfloat16 and float32 on a GPU it is one kernel and the merge of its splits, where Triton is.
     """
+    capability = None if mesh is None else triton_support.capability(mesh)
+    if capability is None or slots_last or q.dtype not in DTYPES:
+        return attend_in_xla(q, k, v, ancestors, keys, values, lengths, slots_last)
+    from tlt_jax.kernels import tree_attention_triton
+
+    heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
+    # Every device has its heads; XLA alone would gather the cache for a kernel that it does not know.
+    return jax.shard_map(
+        partial(tree_attention_triton.attend, capability=capability),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows, heads, heads, rows),
+        out_specs=heads,
+        check_vma=False,
+    )(q, k, v, ancestors, keys, values, lengths)
+
+
+def attend_in_xla(
+    q: Float[Array, "B K G N E"],
+    k: Float[Array, "B K E M"],
+    v: Float[Array, "B K M E"],
+    ancestors: Bool[Array, "B N M"],
+    keys: Float[Array, "B K E S"],
+    values: Float[Array, "B K _ _"],
+    lengths: Int[Array, " B"],
+    slots_last: bool,
+) -> Float[Array, "B K G N E"]:
+    """`attend` on any device: the scores of all slots, softmax, and the product with the values."""
     B, K, G, N, E = q.shape
     S, M = keys.shape[3], v.shape[2]
     scale = 1 / math.sqrt(E)

@@ -1,0 +1,23 @@
+"""Runs `tree_attention.attend` on the accelerator of this machine: a process of its own, since the tests have CPUs.
+
+Reads a pickled list of its arguments, and writes the platform, the capability that kernels are for, and the results.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import tree_attention, triton_support
+
+if __name__ == "__main__":
+    mesh = make_mesh(1, 1)
+    compiled = jax.jit(partial(tree_attention.attend, slots_last=False, mesh=mesh))
+    found = [np.asarray(compiled(*case)) for case in pickle.load(sys.stdin.buffer)]
+    about = jax.default_backend(), triton_support.capability(mesh)
+    pickle.dump((*about, found), sys.stdout.buffer)

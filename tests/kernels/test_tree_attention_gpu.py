@@ -1,0 +1,151 @@
+"""The tree attention kernels as an H200 would run them, compiled without one; and on the GPU of a machine that has one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from kernels.tree_cases import Arguments, Case, arguments, attend
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import tree_attention
+
+# Rows of a key/value head: plain decoding, trees of 4, 8 and 48 nodes, a drafter's extension.
+ROWS = [(7, 1, 1), (7, 4, 4), (7, 8, 8), (7, 48, 48), (1, 1, 9)]
+DTYPES = ["bfloat16", "float32"]
+HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("G", "N", "M"), ROWS)
+def test_no_kernel_spills_registers(G, N, M, width, dtype, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", reason="Triton: Python 3.12 and the gpu extra")
+    for source, options in sources(Case(4, G, N, width, M, 4224, dtype, (0, 0)), monkeypatch):
+        target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        code = triton.compile(source, target=target, options=options).asm["cubin"]
+        (tmp_path / "code").write_bytes(code)
+        usage = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "code"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
+
+
+def sources(case: Case, monkeypatch):
+    """The kernels that a call makes, as Triton's compiler takes them, and their options."""
+    import jax_triton
+    from triton.compiler import ASTSource
+
+    from tlt_jax.kernels import tree_attention_triton
+
+    made, letters = [], {"bfloat16": "bf16", "float32": "fp32", "int8": "i8", "int32": "i32"}
+
+    def call(*arrays, kernel, out_type, backend_options, num_warps, num_stages, **given):
+        leaves = [*arrays, *jax.tree.leaves(out_type)]
+        names = kernel.arg_names
+        signature = dict.fromkeys(names, "constexpr") | {
+            name: f"*{letters[leaf.dtype.name]}" for name, leaf in zip(names, leaves, strict=False)
+        }
+        constants = {name: given[name] for name in names if name in given}
+        aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(leaves))}
+        options = {"num_warps": num_warps, "num_stages": num_stages, **backend_options}
+        made.append((ASTSource(kernel, signature, constants, aligned), options))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out_type)
+
+    monkeypatch.setattr(jax_triton, "triton_call", call)
+    jax.eval_shape(partial(tree_attention_triton.attend, capability=90), *arguments(case))
+    return made
+
+
+def lowered(model: int, rounds: int) -> jax.stages.Lowered:
+    """A loop of attention that writes the cache it reads, for `model` of the GPUs of a host."""
+    from tlt_jax.distributed import topology
+
+    pytest.importorskip("jax_triton", reason="jax-triton: Python 3.12 and the gpu extra")
+    mesh = make_mesh(1, model, topology.describe("h200:8" if model > 1 else "h200:1").devices)
+    case = arguments(Case(4, 7, 8, 128, 8, 1152, "bfloat16", (5, 900)))
+
+    def loop(q, k, v, ancestors, keys, values, lengths):
+        def body(state):
+            i, q, values = state
+            q = tree_attention.attend(q, k, v, ancestors, keys, values, lengths, False, mesh)
+            return i + 1, q, values.at[:, :, i, :].set(q[:, :, 0, 0])
+
+        return jax.lax.while_loop(lambda state: state[0] < rounds, body, (0, q, values))[1:]
+
+    def described(name: str, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        whole = name in ("ancestors", "lengths")
+        place = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(None, "model"))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+
+    shapes = map(described, Arguments._fields, case)
+    return jax.jit(loop, donate_argnums=5).lower(*shapes)
+
+
+@pytest.mark.gpu
+def test_a_round_with_the_kernels_is_one_cuda_graph_and_copies_no_cache():
+    from tlt_jax.distributed import launches
+
+    compiled, found = launches.compile_and_read(lowered(model=1, rounds=3))
+    hlo = compiled.as_text()
+    assert hlo.count("triton_kernel_call") >= 2
+    assert (found.outside, found.host_loops) == (0, 0) and found.graphs <= 1
+    assert launches.largest_copy(hlo) < 2 * 4 * 1152 * 128 * 2
+
+
+@pytest.mark.gpu
+def test_no_device_gathers_the_heads_of_others():
+    hlo = lowered(model=4, rounds=3).compile().as_text()
+    assert hlo.count("triton_kernel_call") >= 2
+    assert "all-gather" not in hlo and "all-to-all" not in hlo
+
+
+def on_device(cases: list[Arguments]) -> list[np.ndarray]:
+    """The cases on the GPU of this machine."""
+    environment = {name: os.environ[name] for name in os.environ if name not in HIDES_DEVICES}
+    script, given = (
+        Path(__file__).with_name("device_attention.py"),
+        pickle.dumps([*map(tuple, cases)]),
+    )
+    done = subprocess.run(
+        [sys.executable, script], input=given, capture_output=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    platform, capability, results = pickle.loads(done.stdout)
+    if platform != "gpu":
+        pytest.skip(f"the device is a {platform}, the kernels are for GPUs")
+    assert capability is not None, done.stderr.decode()
+    return results
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_on_a_gpu_are_attention(dtype):
+    cases = [
+        Case(4, G, N, 128, M, 4224, dtype, (0, 1, 63, 64, 65, 2000, 4096, 4224)) for G, N, M in ROWS
+    ]
+    given = [arguments(case) for case in cases]
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    for one, result in zip(given, on_device(given), strict=True):
+        np.testing.assert_allclose(result.astype(float), attend(one), rtol=0, atol=tolerance)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_a_row_does_not_depend_on_its_neighbours(dtype):
+    given = arguments(Case(4, 7, 8, 128, 8, 4224, dtype, (0, 1, 63, 64, 65, 2000, 4096, 4224)))
+    alone = [Arguments(*(array[b : b + 1] for array in given)) for b in range(8)]
+    together, *rows = on_device([given, *alone])
+    for b, row in enumerate(rows):
+        assert together[b].tobytes() == row[0].tobytes()

@@ -1,0 +1,83 @@
+"""Which meshes Triton kernels run on, and what is said where a GPU does without."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import triton_support
+
+NEWEST = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.7.1+local"}
+
+
+def gpu(compute_capability: str):
+    """A mesh of one GPU, as far as it is asked for."""
+    device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+    return SimpleNamespace(devices=np.array([[device]]))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The versions that are there; nothing has been said."""
+    versions = dict(NEWEST)
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise triton_support.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(triton_support, "version", version)
+    triton_support.say.cache_clear()
+    yield versions
+    triton_support.say.cache_clear()
+
+
+def test_a_cpu_runs_none_and_nothing_is_said(installed, caplog):
+    installed.clear()
+    assert triton_support.capability(make_mesh(1, 1)) is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("compute_capability", "number"), [("8.0", 80), ("9.0", 90), ("10.0", 100)]
+)
+def test_a_gpu_with_the_packages_runs_them(installed, caplog, compute_capability, number):
+    assert triton_support.capability(gpu(compute_capability)) == number
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "message"),
+    [
+        ("jax-triton", None, "jax-triton 0.4.1 or newer is not installed: with Python 3.12"),
+        ("triton", "3.6.0", "triton is 3.6.0, they need 3.7 or newer"),
+        ("jax", "0.10.2", "jax is 0.10.2, they need 0.11 or newer: with Python 3.12"),
+    ],
+)
+def test_a_gpu_without_them_is_told_once_what_is_missing(
+    installed, caplog, monkeypatch, package, found, message
+):
+    monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)
+    del installed[package]
+    if found:
+        installed[package] = found
+    assert [triton_support.capability(gpu("9.0")) for _ in range(2)] == [None, None]
+    assert len(caplog.records) == 1 and message in caplog.text
+
+
+@pytest.mark.parametrize("other", ["7.5", "gfx942"])
+def test_a_gpu_that_they_are_not_for_is_named(installed, caplog, monkeypatch, other):
+    monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)
+    assert triton_support.capability(gpu(other)) is None
+    assert f"compute capability {other}, they need 8.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("0.12.0.1", (0, 12, 0)), ("3.8.0.dev1", (3, 8, 0)), ("4", (4,))]
+)
+def test_versions_are_compared_by_their_leading_numbers(text, numbers):
+    assert triton_support.numbers(text) == numbers

@@ -1,0 +1,66 @@
+"""Runs the tree attention kernels in Triton's interpreter, on NumPy: a process of its own, since Triton asks at import.
+
+Reads a pickled list of `attend`'s arguments, and writes the list of its results.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import jax_triton  # noqa: E402
+import numpy as np  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+EXACT_DOT = interpreter.InterpreterBuilder.create_dot
+
+
+class Pointer:
+    """An array as the interpreter takes it."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, str(array.dtype)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """A bfloat16 array, whose bits the interpreter keeps as integers, in float32."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def dot(builder, a, b, *rest):
+    """A product that accumulates in float32, of bfloat16 too."""
+    return EXACT_DOT(builder, widened(a), widened(b), *rest)
+
+
+def call(*arrays, kernel, out_type, grid, num_warps, num_stages, **given):
+    """What `jax_triton.triton_call` returns; results begin as NaN."""
+    names = kernel.arg_names
+    leaves, tree = jax.tree.flatten(out_type)
+    results = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]
+    pointers = [Pointer(array) for array in (*map(np.asarray, arrays), *results)]
+    kernel[grid](*pointers, **{name: given[name] for name in names if name in given})
+    return jax.tree.unflatten(tree, [jax.numpy.asarray(array) for array in results])
+
+
+if __name__ == "__main__":
+    interpreter.InterpreterBuilder.create_dot = dot
+    interpreter.GridExecutor._init_args_hst = lambda executor, arrays, sizes: (arrays, sizes)
+    interpreter.GridExecutor._restore_args_dev = lambda *same: None
+    jax_triton.triton_call = call
+    from tlt_jax.kernels import tree_attention_triton
+
+    cases = pickle.load(sys.stdin.buffer)
+    found = [np.asarray(tree_attention_triton.attend(*case, capability=90)) for case in cases]
+    pickle.dump(found, sys.stdout.buffer)
