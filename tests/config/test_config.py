@@ -465,8 +465,13 @@ def test_a_deterministic_run_asks_xla_for_sums_in_a_fixed_order_and_no_timed_cho
         flags = os.environ["XLA_FLAGS"].split()
         assert {one for one in flags if "deterministic" in one} == expected
         assert [one for one in flags if "autotune" in one] == words[3:] * bool(arguments)
+    assert_known(process.DETERMINISTIC_FLAGS)
+
+
+def assert_known(flags):
+    """XLA ends a process that it is given an unknown flag, also one without accelerators."""
     code = "import jax; print(jax.numpy.ones(2).sum())"
-    flags = {"XLA_FLAGS": " ".join(process.DETERMINISTIC_FLAGS), "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags)
     assert run.stdout.split() == ["2.0"], run.stderr
 
@@ -481,6 +486,23 @@ def test_planning_for_a_gpu_compiles_with_the_flags_of_a_run_that_finds_one(writ
     process.set_accelerator_flags(config)
     flags = [*process.ACCELERATOR_FLAGS[1:], *process.DETERMINISTIC_FLAGS]
     assert os.environ["XLA_FLAGS"].split() == [name + own, *flags]
+
+
+def test_loops_are_part_of_cuda_graphs_unless_the_user_says_which_commands_are(write, monkeypatch):
+    """XLA here knows the flags: it would end the process otherwise. A process for CPUs alone is given none."""
+    name = "--xla_gpu_enable_command_buffer"
+    ours, theirs = f"{name}=+WHILE", f"{name}=FUSION,CUBLAS"
+    for before, words, expected in (
+        ({}, [], [ours]),
+        ({"XLA_FLAGS": theirs}, [], [theirs]),
+        ({}, ["--mesh.xla_flags", theirs], [theirs]),
+        ({"JAX_PLATFORMS": "cpu"}, [], []),
+    ):
+        monkeypatch.setattr(os, "environ", before | {"PATH": os.environ["PATH"]})
+        process.set_environment(parse([*write(), *words]))
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        assert [one for one in flags if one.startswith(name)] == expected
+    assert_known(process.ACCELERATOR_FLAGS)
 
 
 def test_a_deterministic_run_trains_no_drafter_beside_a_rollout(write):

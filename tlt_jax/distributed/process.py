@@ -16,7 +16,11 @@ COUNT = "--xla_force_host_platform_device_count"
 # XLA flags of every run that may find accelerators; those of the environment and of mesh.xla_flags go before them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
 #   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is made anew.
-# - The loop of a rollout's chunk is a part of its CUDA graph: the host is not waited for in every round.
+# - A chunk of rounds is a loop. By default each round is a CUDA graph that the host launches and waits for; with WHILE
+#   beside XLA's own kinds of commands, a chunk on one GPU is one graph that holds the loop and all of its kernels (for an
+#   H200, plain and with trees, jax 0.10.2 and 0.11.2). Drivers too old for it get the default.
+# - COLLECTIVES would put those into the graph too, and hangs are reported (marin 5675, 8277): without it the host
+#   launches the rounds of tensor-parallel groups, in parts between collectives.
 # TPUs need none: their programs' collectives lie on rectangles of the mesh, and async collectives are on by default.
 ACCELERATOR_FLAGS = (
     "--xla_gpu_enable_nccl_comm_splitting=false",
