@@ -75,11 +75,21 @@ def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_ho
     told = planned("-c", CHUNKS, *SIZES, *two, *drafter)
     assert set(told) == set(MOST)
     for name, text in told.items():
-        assert number(r"drives (\d+) loops", text) == 0, text
+        assert number(r"and (\d+) loops in it", text) == 0, text
         assert_no_cache_is_copied(text)
         crossed = set(re.findall(r"collectives  (\S+ over .*): \d", text))
         allowed = {"all-reduce"} | ({"all-gather", "reduce-scatter"} if name == TREE else set())
         assert crossed and crossed <= {f"{one} over model" for one in allowed}, text
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(
+    strict=True, reason="largest_threshold searches in a loop, which the host drives"
+)
+def test_a_filter_adds_no_loop_that_the_host_drives():
+    filtered = "--rollout.top_p", "0.9", "--speculation.drafter", "none"
+    told = planned("-c", CHUNKS, *SIZES, *filtered, "--mesh.model", "2", "--topology", "h200:2")
+    assert number(r"and (\d+) loops in it", told[PLAIN]) == 0, told[PLAIN]
 
 
 @pytest.mark.gpu
@@ -101,4 +111,4 @@ def test_the_shipped_configurations_compile_and_fit_on_gpus(name, overrides, top
         assert "over data" not in text, text
         assert_no_cache_is_copied(text)
         is_one_graph = "the chunk is one CUDA graph" in text
-        assert is_one_graph or number(r"drives (\d+) loops", text) == 0, text
+        assert is_one_graph or number(r"and (\d+) loops in it", text) == 0, text

@@ -184,8 +184,8 @@ def print_round(one_round: launches.Round, program: PlannedProgram, copied: int)
         print("  graphs       the chunk is one CUDA graph, with the loop in it")
     else:
         print(
-            f"  graphs       the host launches a round as {one_round.graphs} CUDA graphs and {one_round.outside} kernels "
-            f"beside them, and drives {one_round.host_loops} loops in it"
+            f"  graphs       the host drives the loop: {one_round.graphs} CUDA graphs and {one_round.outside} kernels "
+            f"beside them a round, and {one_round.host_loops} loops in it"
         )
     each, others = one_round.in_layers / program.layers, one_round.kernels - one_round.in_layers
     print(

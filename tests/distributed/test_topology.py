@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from tlt_jax.distributed import topology
@@ -50,6 +51,16 @@ def test_a_plugin_that_is_missing_or_another_is_named(plugin, plugin_version, me
     plugin["jax-cuda13-plugin"] = plugin_version
     with pytest.raises(ConfigError, match=message):
         topology.describe("h200:8")
+
+
+def test_a_compiler_without_its_tools_is_said_so_before_programs_are_lowered(monkeypatch):
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: No ptxas. You can choose: many lines")
+
+    topology.check_compiler("h200:1", jax.devices()[0])
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(ConfigError, match=r"h200:1: UNAVAILABLE: No ptxas: pip install"):
+        topology.check_compiler("h200:1", jax.devices()[0])
 
 
 @pytest.mark.parametrize("missing", topology.NEEDED)

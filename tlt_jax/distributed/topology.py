@@ -122,6 +122,7 @@ def gpus(name: str) -> Topology:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--topology {name}: {reason}") from error
+    check_compiler(name, found[0])
     return Topology(found, usable(int(re.search(r"device_memory_size:\s*(\d+)", text)[1])))
 
 
@@ -153,6 +154,20 @@ def check_plugin(name: str) -> None:
         raise ConfigError(
             f"--topology {name}: jax-cuda13-plugin is {plugin} and jaxlib {jaxlib}: {INSTALL} brings its version"
         )
+
+
+def check_compiler(name: str, device: Any) -> None:
+    """ConfigError when XLA does not find ptxas or libdevice, without which it compiles nothing for a GPU."""
+    import jax
+
+    number = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(jax.numpy.sin).lower(number).compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).partition(". ")[0]
+        raise ConfigError(
+            f"--topology {name}: {reason}: {INSTALL} brings what is missing"
+        ) from error
 
 
 def usable(memory: int) -> int:
