@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compiled = lower(replace(recipe, longest=tokens), rows, tokens).compile()
             seconds = round(time.perf_counter() - start)
             moved = bytes_moved(compiled) / GIB
-            temporary = compiled.memory_analysis().temp_size_in_bytes / GIB
-            scores = largest_scores(compiled.as_text(), recipe, tokens) / MIB
+            temporary = f"{compiled.memory_analysis().temp_size_in_bytes / GIB:.2f}"
+            scores = largest_scores(compiled.as_text(), recipe, rows, tokens) / MIB
             table.row(args.topology, args.mesh, f"{rows} x {tokens}", form, moved, temporary, scores, seconds)  # fmt: skip
     return 0
 
@@ -114,15 +114,16 @@ def bytes_moved(compiled: jax.stages.Compiled) -> float:
     return whole(re.search(r"^ENTRY %?([\w.-]+) ", text, re.M)[1])
 
 
-def largest_scores(text: str, recipe: Recipe, tokens: int) -> int:
-    """Bytes of the largest float32 array of a block's scores: axes of keys, and of queries alone or of a head's group."""
+def largest_scores(text: str, recipe: Recipe, rows: int, tokens: int) -> int:
+    """Bytes of the largest float32 array with axes of keys and queries that holds a device's scores of a block."""
     model, block, largest = recipe.model, recipe.attention_block, 0
-    group = model.num_heads // model.num_kv_heads * block
+    data, parallel = recipe.mesh.devices.shape
+    fewest = rows // data * model.num_heads // parallel * block * tokens
+    queries = {block, model.num_heads // model.num_kv_heads * block}
     for shape in set(re.findall(r"f32\[([\d,]+)\]", text)):
-        sizes = [int(size) for size in shape.split(",") if size != "1"]
-        # Hidden states [tokens, width] have two axes, of which one may be as long as `group`.
-        is_scores = block in sizes or (group in sizes and len(sizes) > 2)
-        if sizes.count(tokens) > 1 or (tokens in sizes and is_scores):
+        sizes = [int(size) for size in shape.split(",")]
+        has_axes = tokens in sizes and (queries & set(sizes) or sizes.count(tokens) > 1)
+        if has_axes and math.prod(sizes) >= fewest:
             largest = max(largest, 4 * math.prod(sizes))
     return largest
 

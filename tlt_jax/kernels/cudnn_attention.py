@@ -33,15 +33,9 @@ def attend(
     `segments` of a row are numbered from 1 in their order, and padding is last. Tokens of a segment beyond
     data.segments.most_segments(T) are NaN: a row that `packing.pack` made has none.
     """
-    most = most_segments(segments.shape[1])
-    lengths, starts = layout(segments, most)
-    is_token = (segments > 0)[:, :, None, None]
-    # cuDNN writes nothing at padding, in results and gradients: what is there is not read.
-    flat, k, v = (
-        jnp.where(is_token, x, 0) for x in (q.reshape(*q.shape[:2], -1, q.shape[4]), k, v)
-    )
-    mixed = jnp.where(is_token, fused(flat, k, v, lengths, starts), 0)
-    return jnp.where((segments > most)[:, :, None, None], jnp.nan, mixed).reshape(q.shape)
+    mixed = fused(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments)
+    is_beyond = segments > most_segments(segments.shape[1])
+    return jnp.where(is_beyond[:, :, None, None], jnp.nan, mixed).reshape(q.shape)
 
 
 @shaped
@@ -62,37 +56,43 @@ def layout(
 
 
 @jax.custom_vjp
-def fused(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> Array:
-    """Attention of q [B, T, H, E] to k and v [B, T, K, E], causal within each segment."""
-    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(
-        *operands(q, k, v, lengths, starts), **options(q), is_training=False
-    )
-    return mixed
+def fused(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    """Attention of q [B, T, H, E] to k and v [B, T, K, E], causal within each segment; 0 at padding."""
+    given = operands(q, k, v, segments)
+    (mixed,) = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=False)
+    return at_tokens(mixed, segments)
 
 
-def forward(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> tuple[Array, tuple]:
-    given = operands(q, k, v, lengths, starts)
-    mixed, stats = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
-    return mixed, (given, stats, mixed)
+def forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, tuple]:
+    given = operands(q, k, v, segments)
+    mixed, sums = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
+    mixed = at_tokens(mixed, segments)
+    return mixed, (q, k, v, segments, sums, mixed)
 
 
 def backward(kept: tuple, slope: Array) -> tuple:
-    given, stats, mixed = kept
+    *given, segments, sums, mixed = kept
     slopes = cudnn._dot_product_attention_bwd_p.bind(
-        *given, stats, mixed, slope, **options(given[0])
+        *operands(*given, segments), sums, mixed, slope, **options(mixed)
     )
-    return *slopes, None, None
+    return *(at_tokens(slope, segments) for slope in slopes), None
 
 
 fused.defvjp(forward, backward)
 
 
-def operands(q: Array, k: Array, v: Array, lengths: Array, starts: Array) -> tuple[Array, ...]:
+def at_tokens(x: Array, segments: Array) -> Array:
+    """What cuDNN wrote, and 0 at padding, where it writes nothing."""
+    return jnp.where((segments > 0)[:, :, None, None], x, 0)
+
+
+def operands(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, ...]:
     """The primitives' operands: no bias, no pages, and first tokens as places in memory.
 
     Those of keys are multiples of K E: JAX 0.10 multiplies them as those of queries, by H E.
     """
     (H, E), K = q.shape[2:], k.shape[2]
+    lengths, starts = layout(segments, most_segments(segments.shape[1]))
     none = jnp.zeros(0, q.dtype)
     return q, k, v, none, lengths, lengths, starts * (H * E), starts * (K * E), none, none
 
