@@ -83,9 +83,6 @@ def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_ho
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(
-    strict=True, reason="largest_threshold searches in a loop, which the host drives"
-)
 def test_a_filter_adds_no_loop_that_the_host_drives():
     filtered = "--rollout.top_p", "0.9", "--speculation.drafter", "none"
     told = planned("-c", CHUNKS, *SIZES, *filtered, "--mesh.model", "2", "--topology", "h200:2")
