@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.distributed import launches
+from tlt_jax.distributed import launches, topology
+from tlt_jax.distributed.mesh import make_mesh
 
 ONE_GRAPH = """\
 000: kCommandBuffer [source | sink]
@@ -155,3 +159,16 @@ ENTRY %main (p: bf16[4,8], q: pred[16]) -> bf16[4,8] {{
 }}
 """
     assert launches.largest_copy(fused + main) == written
+
+
+@pytest.mark.gpu
+def test_a_program_too_small_for_a_graph_is_read_too():
+    """XLA writes its thunks once, since no pass makes other ones of them."""
+    mesh = make_mesh(1, 1, topology.describe("h200:1").devices)
+    shape = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def halved(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x[0] > 1, lambda x: jnp.cumsum(x[::-1]) / 2, x)
+
+    found = launches.compile_and_read(jax.jit(halved).lower(shape))[1]
+    assert found.kernels > 0 and found.graphs == 0 and not found.is_one_graph

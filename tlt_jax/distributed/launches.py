@@ -63,13 +63,17 @@ def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
     """A chunk compiled for a GPU, and its round. Raises ValueError when XLA writes other texts."""
     with TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        found = [
+        before, after, metadata = (
             sorted(Path(folder).glob(f"*.{name}.txt"))
-            for name in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
-        ]
-        if [len(paths) for paths in found] != [1, 1]:
-            raise ValueError(f"XLA {jax.__version__} wrote {found} of a program's thunks, not one")
-        thunks, metadata = (paths[0].read_text() for paths in found)
+            for name in ("thunk_sequence", "thunk_sequence_after_thunk_passes", "thunk_metadata")
+        )
+        thunks = (
+            after or before
+        )  # a program without any graph is not written again after the passes
+        if len(thunks) != 1 or len(metadata) != 1:
+            found = [path.name for path in thunks + metadata]
+            raise ValueError(f"XLA {jax.__version__} wrote of one program's thunks: {found}")
+        thunks, metadata = thunks[0].read_text(), metadata[0].read_text()
     return compiled, read_round(thunks, metadata, compiled.as_text())
 
 
