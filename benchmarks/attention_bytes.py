@@ -116,14 +116,14 @@ def bytes_moved(compiled: jax.stages.Compiled) -> float:
 
 
 def largest_scores(text: str, recipe: Recipe, rows: int, tokens: int) -> int:
-    """Bytes of the largest float32 array with axes of keys and queries that holds a device's scores of a block."""
+    """Bytes of the largest float32 array with axes of queries and, last, of keys that holds a device's scores of a block."""
     model, block, largest = recipe.model, recipe.attention_block, 0
     data, parallel = recipe.mesh.devices.shape
     fewest = rows // data * model.num_heads // parallel * block * tokens
     queries = {block, model.num_heads // model.num_kv_heads * block}
     for shape in set(re.findall(r"f32\[([\d,]+)\]", text)):
         sizes = [int(size) for size in shape.split(",")]
-        has_axes = tokens in sizes and (queries & set(sizes) or sizes.count(tokens) > 1)
+        has_axes = sizes[-1] == tokens and (queries & set(sizes) or sizes.count(tokens) > 1)
         if has_axes and math.prod(sizes) >= fewest:
             largest = max(largest, 4 * math.prod(sizes))
     return largest
