@@ -27,6 +27,7 @@ from result_table import ResultTable, add_csv
 from tlt_jax import plan
 from tlt_jax.config import load as configuration
 from tlt_jax.distributed.mesh import is_tpu, make_mesh
+from tlt_jax.distributed.topology import describe
 from tlt_jax.kernels import packed_attention
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.recipe import Recipe
@@ -52,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("MATH_TRAIN", "none")
     os.environ.setdefault("MATH_EVAL", "none")
     jax.config.update("jax_platforms", "cpu")
-    from tlt_jax.distributed.topology import describe
-
     config = configuration.parse(["--config", args.config])
     mesh = make_mesh(*map(int, args.mesh.split("x")), describe(args.topology).devices)
     recipe = Recipe.of(config, plan.sizes(config), mesh, 1)
