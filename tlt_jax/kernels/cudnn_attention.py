@@ -6,6 +6,7 @@ JAX has no public way to cuDNN's packed rows: the private primitives that this f
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import jax
@@ -19,6 +20,9 @@ from tlt_jax.shapes import shaped
 HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
 WIDEST = 128  # of a head; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
 EVEN_WIDTH = 8
+# JAX 0.12 lets a caller change scores; its primitives are told that nobody does.
+PARAMETERS = inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
+SCORES = {"score_mod_name": None, "score_mod_jaxpr": None} if "score_mod" in PARAMETERS else {}
 
 
 @shaped
@@ -107,4 +111,5 @@ def options(q: Array) -> dict:
         "mask_type": cudnn.MaskType.PADDING_CAUSAL,
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
+        **SCORES,
     }
