@@ -106,7 +106,7 @@ def told(engine: Engine, result) -> None:
     assert {line.strategy for line in lines} == {*ARMS, "off"}
 
 
-def forbidden(*_):
+def forbidden(*_, **__):
     raise AssertionError("the learned drafter is computed")
 
 
