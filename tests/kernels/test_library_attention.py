@@ -198,6 +198,6 @@ def test_the_form_follows_from_device_dtype_and_width(mesh, dtype, width, has_ow
 @pytest.mark.device
 def test_on_the_device_here_the_library_is_the_attention_in_blocks_up_to_rounding():
     """In a process of its own: this one is on the CPU."""
-    script = Path(__file__).with_name("on_device.py")
+    script = Path(__file__).with_name("packed_attention_on_device.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

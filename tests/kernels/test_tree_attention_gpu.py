@@ -115,7 +115,7 @@ def on_device(cases: list[Arguments]) -> list[np.ndarray]:
     """The cases on the GPU of this machine."""
     environment = {name: os.environ[name] for name in os.environ if name not in HIDES_DEVICES}
     script, given = (
-        Path(__file__).with_name("device_attention.py"),
+        Path(__file__).with_name("tree_attention_on_device.py"),
         pickle.dumps([*map(tuple, cases)]),
     )
     done = subprocess.run(
