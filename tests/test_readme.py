@@ -50,6 +50,7 @@ WHERE = {
     "./launch/test.sh": ".ci/run",
     'pip install -e ".[benchmarks]"': "launch/install.sh",
     'pip install -e ".[gpu]"': "launch/install.sh",
+    'pip install -e ".[gpu-aot]"': "launch/install.sh",
     'pip install -e ".[tpu]"': "launch/install.sh",
     'pip install -e ".[wandb]"': "launch/install.sh",
     "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
