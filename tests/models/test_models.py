@@ -337,6 +337,9 @@ def test_fewer_kv_heads_than_the_model_axis_are_repeated(directories):
     assert architecture.rollout_kv_heads(config, 4) == 4
     assert kv_cache.abstract(config, 2, 8, 0, "float32", mesh).keys[0].shape == (2, 4, 8, 8)
     weights, _ = rollout(params, config, mesh, "float32")
-    heads = np.asarray(weights.layers[1].k).reshape(4, 8, 32)
-    np.testing.assert_array_equal(heads[0], heads[1])
-    np.testing.assert_array_equal(heads[[0, 2]], np.asarray(params.layers.k[1]).reshape(2, 8, 32))
+    heads = np.asarray(weights.layers[1].qkv)  # of each KV head: its query, its key, its value
+    assert heads.shape == (4, 3, 8, 32)
+    q, k, v = (np.asarray(getattr(params.layers, name)[1]) for name in "qkv")
+    np.testing.assert_array_equal(heads[:, 0], q.reshape(4, 8, 32))
+    np.testing.assert_array_equal(heads[:, 1], np.repeat(k.reshape(2, 8, 32), 2, axis=0))
+    np.testing.assert_array_equal(heads[:, 2], np.repeat(v.reshape(2, 8, 32), 2, axis=0))

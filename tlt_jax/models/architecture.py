@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,14 +99,38 @@ class Layer:
 
 
 @struct.dataclass
+class JoinedLayer:
+    """Weights of one layer in the "rollout" layout, where one matrix gives q, k and v, and one gate and up.
+
+    `qkv` has, for each of the K KV heads, J = H / K + 2 heads: its queries, its key, its value.
+    """
+
+    attention_norm: Float[Array, " D"]
+    qkv: Float[Array, "K J E D"]
+    o: Float[Array, "D HE"]
+    qkv_bias: Float[Array, "K J E"] | None
+    o_bias: Float[Array, " D"] | None
+    q_norm: Float[Array, " E"] | None
+    k_norm: Float[Array, " E"] | None
+    mlp_norm: Float[Array, " D"]
+    gate_up: Float[Array, "2 F D"]
+    down: Float[Array, "D F"]
+    gate_up_bias: Float[Array, "2 F"] | None
+    down_bias: Float[Array, " D"] | None
+
+
+JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
+
+
+@struct.dataclass
 class Params:
-    """A policy. `layers` is one stacked Layer ("train") or a tuple of L Layers ("rollout"); V may be padded.
+    """A policy. `layers` is one stacked Layer ("train") or a tuple of L JoinedLayers ("rollout"); V may be padded.
 
     `head` is None when the model ties it to the embedding.
     """
 
     embed: Float[Array, "V D"]
-    layers: Layer | tuple[Layer, ...]
+    layers: Layer | tuple[JoinedLayer, ...]
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | None
 
@@ -177,8 +202,33 @@ def rollout_kv_heads(config: ModelConfig, model_axis: int) -> int:
     return max(config.num_kv_heads, model_axis)
 
 
+def joined(layer: Any, **matrices: Any) -> JoinedLayer:
+    """A JoinedLayer of these joined matrices, and of what else the Layer has."""
+    alike = {f.name: getattr(layer, f.name) for f in fields(JoinedLayer) if f.name not in JOINED}
+    return JoinedLayer(**alike, **matrices)
+
+
+def joined_weights(config: ModelConfig, model_axis: int) -> JoinedLayer:
+    """A Weight for every array of one layer in the "rollout" layout."""
+    D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
+    K = rollout_kv_heads(config, model_axis)
+    qkv = Weight((K, config.num_heads // K + 2, E, D), ("kv_heads", None, None, "embed"))
+    gate_up = Weight((2, F, D), (None, "mlp", "embed"))
+
+    def bias(wanted: bool, matrix: Weight) -> Weight | None:
+        return Weight(matrix.shape[:-1], matrix.axes[:-1], "zeros") if wanted else None
+
+    return joined(
+        layer_weights(config, K, "kv_heads"),
+        qkv=qkv,
+        qkv_bias=bias(config.qkv_bias, qkv),
+        gate_up=gate_up,
+        gate_up_bias=bias(config.mlp_bias, gate_up),
+    )
+
+
 def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Params:
-    """A Weight for every array of Params; "train" stacks the layers, "rollout" keeps a tuple."""
+    """A Weight for every array of Params; "train" stacks the layers, "rollout" keeps a tuple of joined ones."""
     V, D = padded_vocab(config, model_axis), config.hidden_size
     if layout == "train":
         kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
@@ -189,9 +239,7 @@ def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Para
 
         layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
     else:
-        layers = (
-            layer_weights(config, rollout_kv_heads(config, model_axis), "kv_heads"),
-        ) * config.num_layers
+        layers = (joined_weights(config, model_axis),) * config.num_layers
     vocab = Weight((V, D), ("vocab", "embed"), num_rows=config.vocab_size)
     return Params(
         embed=vocab,
@@ -234,12 +282,34 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
     )
 
 
+def join(layer: Layer, config: ModelConfig) -> JoinedLayer:
+    """The layer with its matrices joined; its KV heads are those of the rollout."""
+    E = config.head_dim
+    K = layer.k.shape[0] // E
+
+    def qkv(parts: tuple[jax.Array | None, ...]) -> jax.Array | None:
+        if parts[0] is None:
+            return None
+        return jnp.concatenate([part.reshape(K, -1, E, *part.shape[1:]) for part in parts], axis=1)
+
+    def gate_up(parts: tuple[jax.Array | None, ...]) -> jax.Array | None:
+        return None if parts[0] is None else jnp.stack(parts)
+
+    return joined(
+        layer,
+        qkv=qkv((layer.q, layer.k, layer.v)),
+        qkv_bias=qkv((layer.q_bias, layer.k_bias, layer.v_bias)),
+        gate_up=gate_up((layer.gate, layer.up)),
+        gate_up_bias=gate_up((layer.gate_bias, layer.up_bias)),
+    )
+
+
 def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
     """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
 
-    def unstack(index: int) -> Layer:
+    def unstack(index: int) -> JoinedLayer:
         layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
-        return repeat_kv(layer, config, mesh.shape["model"])
+        return join(repeat_kv(layer, config, mesh.shape["model"]), config)
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
     rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)

@@ -21,13 +21,13 @@ from tlt_jax.shapes import shaped
 
 
 @jax.custom_vjp
-def linear(x: Float[Array, "*A In"], weight: Float[Array, "Out In"]) -> Float[Array, "*A Out"]:
+def linear(x: Float[Array, "*A In"], weight: Float[Array, "*Out In"]) -> Float[Array, "*A *Out"]:
     """weight @ x for features on the last axis; its gradients are those that JAX would derive.
 
     XLA turns the first operand of a product over tokens round. For the weight's gradient that is x
     here; a CPU would compute the other operand, y's gradient, in turned order, which is slow.
     """
-    return jnp.einsum("...i,oi->...o", x, weight)
+    return jnp.tensordot(x, weight, (-1, -1))
 
 
 def linear_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -35,7 +35,7 @@ def linear_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Ar
     x, weight = operands
     tokens = tuple(range(x.ndim - 1))
     dweight = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))
-    return jnp.einsum("...o,oi->...i", dy, weight), dweight.T
+    return jnp.tensordot(dy, weight, weight.ndim - 1), jnp.moveaxis(dweight, 0, -1)
 
 
 linear.defvjp(lambda x, weight: (linear(x, weight), (x, weight)), linear_backward)
@@ -43,13 +43,16 @@ linear.defvjp(lambda x, weight: (linear(x, weight), (x, weight)), linear_backwar
 
 def project(
     x: Float[Array, "*A In"],
-    weight: Float[Array, "Out In"],
-    bias: Float[Array, " Out"] | None,
+    weight: Float[Array, "*Out In"],
+    bias: Float[Array, "*Out"] | None,
     axis: int,
-) -> Float[Array, "*A Out"]:
-    """weight @ x + bias for features on `axis` (0 or -1)."""
-    y = linear(x, weight) if axis == -1 else jnp.einsum("oi,i...->o...", weight, x)
-    return y if bias is None else y + along(bias, y.ndim, axis)
+) -> Float[Array, "*A *Out"]:
+    """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many features."""
+    if axis == -1:
+        y = linear(x, weight)
+        return y if bias is None else y + bias
+    y = jnp.tensordot(weight, x, (-1, 0))
+    return y if bias is None else y + bias.reshape(*bias.shape, *[1] * (x.ndim - 1))
 
 
 def along(vector: Float[Array, " D"], ndim: int, axis: int) -> Float[Array, "*ones D"]:

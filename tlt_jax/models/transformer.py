@@ -6,6 +6,7 @@ Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from tlt_jax.models import layers as ops
 from tlt_jax.models.architecture import (
     NORMED,
     Captures,
+    JoinedLayer,
     Layer,
     ModelConfig,
     Params,
@@ -43,7 +45,7 @@ __all__ = [
 
 
 def qkv(
-    layer: Layer,
+    layer: Layer | JoinedLayer,
     config: ModelConfig,
     x: Float[Array, "*A D"],
     cos: Float[Array, "*A 1 half"],
@@ -57,7 +59,7 @@ def qkv(
 
 
 def heads(
-    layer: Layer,
+    layer: Layer | JoinedLayer,
     config: ModelConfig,
     x: Float[Array, "*A In"],
     cos: Float[Array, "*A 1 half"],
@@ -65,7 +67,17 @@ def heads(
     axis: int,
 ) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
     """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, angles then [E/2, *A]."""
-    return queries(layer, config, x, cos, sin, axis), *keys_values(layer, config, x, cos, sin, axis)
+    if isinstance(layer, Layer):
+        q = queries(layer, config, x, cos, sin, axis)
+        return q, *keys_values(layer, config, x, cos, sin, axis)
+
+    with jax.named_scope("attention"):
+        y = ops.project(x, layer.qkv, layer.qkv_bias, axis)
+        at, G = 0 if axis == 0 else -3, layer.qkv.shape[1] - 2  # where K lies in y
+        parts = jnp.split(y, (G, G + 1), axis=at + 1)
+        q, k, v = (jax.lax.collapse(part, at, at + 2) for part in parts)
+        q = rotated(q, layer.q_norm, config, cos, sin, axis)
+        return q, rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
 @jax.named_scope("attention")
@@ -78,10 +90,8 @@ def queries(
     axis: int,
 ) -> Float[Array, "*A H E"]:
     """Rotated queries, as `heads` gives them."""
-    width = 1 if axis == 0 else -1
     q = by_head(ops.project(x, layer.q, layer.q_bias, axis), config, axis)
-    q = ops.rms_norm(q, layer.q_norm, config.rms_eps, width) if config.qk_norm else q
-    return ops.rotate(q, cos, sin, width)
+    return rotated(q, layer.q_norm, config, cos, sin, axis)
 
 
 @jax.named_scope("attention")
@@ -94,12 +104,9 @@ def keys_values(
     axis: int,
 ) -> tuple[Float[Array, "*A K E"], Float[Array, "*A K E"]]:
     """Rotated keys, and values, as `heads` gives them."""
-    width = 1 if axis == 0 else -1
     k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
-    k = ops.rms_norm(k, layer.k_norm, config.rms_eps, width) if config.qk_norm else k
-    return ops.rotate(k, cos, sin, width), by_head(
-        ops.project(x, layer.v, layer.v_bias, axis), config, axis
-    )
+    v = by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
+    return rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
 def by_head(x: Float[Array, "*A HE"], config: ModelConfig, axis: int) -> Float[Array, "*A H E"]:
@@ -110,8 +117,22 @@ def by_head(x: Float[Array, "*A HE"], config: ModelConfig, axis: int) -> Float[A
     return x.reshape(shape)
 
 
+def rotated(
+    x: Float[Array, "*A H E"],
+    norm: Float[Array, " E"] | None,
+    config: ModelConfig,
+    cos: Float[Array, "*A 1 half"],
+    sin: Float[Array, "*A 1 half"],
+    axis: int,
+) -> Float[Array, "*A H E"]:
+    """Queries or keys, normed where the policy has such a norm, then rotated."""
+    width = 1 if axis == 0 else -1
+    x = x if norm is None else ops.rms_norm(x, norm, config.rms_eps, width)
+    return ops.rotate(x, cos, sin, width)
+
+
 def finish(
-    layer: Layer,
+    layer: Layer | JoinedLayer,
     config: ModelConfig,
     x: Float[Array, "*A D"],
     attended: Float[Array, "*A HE"],
@@ -123,15 +144,33 @@ def finish(
 
     with jax.named_scope("mlp"):
         y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
-        gate = jax.nn.silu(ops.project(y, layer.gate, layer.gate_bias, axis))
-        gated = gate * ops.project(y, layer.up, layer.up_bias, axis)
-        return x + ops.project(gated, layer.down, layer.down_bias, axis)
+        gate, up = gate_up(layer, y, axis)
+        return x + ops.project(jax.nn.silu(gate) * up, layer.down, layer.down_bias, axis)
+
+
+def gate_up(
+    layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int
+) -> tuple[Float[Array, "*A F"], Float[Array, "*A F"]]:
+    """The two products of the MLP's input.
+
+    Joined matrices are read in one product for tree nodes (axis 0) alone: for all tokens of prompts
+    its result would be a large array more, and it saves no time.
+    """
+    if isinstance(layer, Layer):
+        gate = ops.project(y, layer.gate, layer.gate_bias, axis)
+        return gate, ops.project(y, layer.up, layer.up_bias, axis)
+    if axis == 0:
+        gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
+        return gate, up
+    biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
+    gate, up = map(partial(ops.project, y, axis=axis), layer.gate_up, biases)
+    return gate, up
 
 
 @jax.named_scope("layer")
 @shaped
 def packed_layer(
-    layer: Layer,
+    layer: Layer | JoinedLayer,
     config: ModelConfig,
     x: Float[Array, "B T D"],
     angles: tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]],
@@ -268,7 +307,7 @@ def prefill(
 @jax.named_scope("layer")
 @shaped
 def tree_layer(
-    layer: Layer,
+    layer: JoinedLayer,
     config: ModelConfig,
     x: Float[Array, "D BN"],
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
