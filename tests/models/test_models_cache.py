@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,9 +63,12 @@ def test_values_with_their_slots_last_decode_alike(nodes):
     config = hf.new_config(SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     params = transformer.init(config, mesh, jax.random.key(0), "float32")
-    params = transformer.to_rollout(params, config, mesh, "float32")
+    reshard = jax.jit(partial(transformer.to_rollout, config=config, mesh=mesh, dtype="float32"))
+    params = reshard(params)
+    forward = jax.jit(partial(transformer.tree_forward, params, config))
     prompts = jax.random.randint(jax.random.key(1), (2, 4), 0, 37)
-    prefilled = transformer.prefill(params, config, prompts, jnp.array([4, 3]))
+    prefill = jax.jit(partial(transformer.prefill, params, config))
+    prefilled = prefill(prompts, jnp.array([4, 3]))
     tokens = jax.random.randint(jax.random.key(2), (3, nodes), 0, 37)
     seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (3, nodes, nodes))
     path, found = jnp.tile(jnp.arange(nodes)[::-1], (3, 1)), []
@@ -78,24 +83,13 @@ def test_values_with_their_slots_last_decode_alike(nodes):
         cache = kv_cache.resize(cache, jnp.array([0, 1, 2]), 14)
         for _ in range(3):
             positions = lengths[:, None] + jnp.arange(nodes)
-            logits, scratch = transformer.tree_forward(
-                params, config, tokens, positions, seen, cache, lengths
-            )
+            logits, scratch = forward(tokens, positions, seen, cache, lengths)
             cache, lengths = kv_cache.commit(cache, scratch, path, lengths), lengths + 1
         found.append(logits)
     np.testing.assert_allclose(*found, atol=1e-5)
-    assert not jnp.allclose(
-        found[0],
-        transformer.tree_forward(
-            params,
-            config,
-            tokens,
-            positions,
-            seen,
-            jax.tree.map(jnp.zeros_like, cache),
-            lengths - 1,
-        )[0],
-    )  # it reads the cache
+    nothing = jax.tree.map(jnp.zeros_like, cache)
+    unseen = forward(tokens, positions, seen, nothing, lengths - 1)[0]
+    assert not jnp.allclose(found[0], unseen), "it reads the cache"
 
 
 def test_insert_fans_rows_out_and_resize_gathers_them():

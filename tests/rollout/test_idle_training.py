@@ -116,7 +116,8 @@ def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_lear
     adam = replace(ADAM, learning_rate=rate)
     recipe = replace(setting.recipe, mesh=trainer.groups[1], adam=adam)
     policy = setting.weights[1].target
-    expected, metrics = drafter_update.update(jax.device_get(state), policy, batch, recipe)
+    update = jax.jit(partial(drafter_update.update, recipe=recipe))
+    expected, metrics = update(jax.device_get(state), policy, batch)
     piece = trainer.piece(1, idle.FIRST_TOKENS)
     for learns, wanted in ((False, state), (True, expected)):
         copies = idle.merge.programs(setting.recipe).spread(state)
