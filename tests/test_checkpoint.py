@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -20,11 +23,12 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax import checkpoint
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint import Store, index, reading, store as store_module
+from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.distributed.process import Preemption
-from tlt_jax.errors import CheckpointError
+from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 
 
 @struct.dataclass
@@ -135,7 +139,7 @@ def test_metrics_that_come_later_are_added_and_the_arrays_stay(saved, monkeypatc
         for path in (saved / "checkpoints" / "2" / "policy").rglob("*")
     }
     with Store(saved, best_metric="eval/mean@1") as store:
-        monkeypatch.setattr(checkpoint.atomic, "write_text", killed)
+        monkeypatch.setattr(store_module.atomic, "write_text", killed)
         with pytest.raises(KeyboardInterrupt):
             store.save(
                 2, {"policy": state(make_mesh(4, 2), 9)}, {"config": "b"}, {"eval/mean@1": 0.5}
@@ -288,7 +292,7 @@ def test_an_event_loop_closes_after_its_tasks_and_the_tasks_that_they_start():
 
     factory = asyncio.new_event_loop
     with pytest.raises(ValueError, match="a file is missing"):
-        with checkpoint.all_reads_end():
+        with reading.all_reads_end():
             loop = asyncio.new_event_loop()
             try:
                 loop.run_until_complete(both())
@@ -316,9 +320,132 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_i
         assert_equal(store.restore(1, target).items["policy"], state(make_mesh(1, 1), 1))
 
 
+def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_line(saved):
+    """300 bits of all of its files, drawn by a seed; half of them in files that are no arrays."""
+    folder = saved / "checkpoints" / "2"
+    target, whole = {"policy": abstract(state(make_mesh(1, 1)))}, state(make_mesh(1, 1), 2)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    small = [path for path in files if path.parent.name != "d"]
+    draw, refused = random.Random(0), set()
+    with Store(saved) as store:
+        for number in range(300):
+            path = draw.choice(small if number % 2 else files)
+            content = path.read_bytes()
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            try:
+                found = store.restore(2, target)
+                assert_equal(found.items["policy"], whole)
+                assert found.meta == {"config": "a: 1"}
+            except DamagedCheckpoint as error:
+                refused.add(path.name)
+                said = str(error)
+                assert said.startswith(f"{folder} ") and "\n" not in said and "step 1" in said
+            path.write_bytes(content)
+        assert_equal(store.restore(2, target).items["policy"], whole)
+    assert {"metadata", "_METADATA", "manifest.ocdbt"} <= refused
+
+
+def test_an_index_without_a_digest_is_read_and_one_without_its_parts_refused(saved):
+    path = saved / "checkpoints" / "2" / "meta" / "metadata"
+    earlier = json.loads(path.read_text())
+    del earlier["digest"]  # as before there was one
+    target = {"policy": abstract(state(make_mesh(1, 1)))}
+    with Store(saved) as store:
+        path.write_text(json.dumps(earlier))
+        assert_equal(store.restore(2, target).items["policy"], state(make_mesh(1, 1), 2))
+        path.write_text(json.dumps(earlier).replace('"shape"', '"shapf"', 1))
+        with pytest.raises(DamagedCheckpoint, match="2 is corrupt .*metadata"):
+            store.restore(2, target)
+
+
+OTHERS = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.EIO, "Input/output error"),
+    ValueError("UNAVAILABLE: Error reading local file: connection reset"),
+    ValueError("PERMISSION_DENIED: Error opening local file"),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"),
+    MemoryError(),
+    RuntimeError("another process failed"),
+]
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_what_is_no_damage_is_not_called_so(error, saved, monkeypatch):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(reading, "read", fails)
+    with Store(saved) as store:
+        with pytest.raises((CheckpointError, type(error))) as found:
+            store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
+    assert not isinstance(found.value, DamagedCheckpoint)
+    if isinstance(error, (OSError, ValueError)):
+        assert "2 cannot be read" in str(found.value) and "it may be whole" in str(found.value)
+
+
+@pytest.mark.parametrize("first_reads", [True, False])
+def test_what_one_process_finds_wrong_all_raise_before_any_goes_on(saved, monkeypatch, first_reads):
+    """Two processes on a board; one's part of the arrays is damaged."""
+    board, read, sums, found = LocalBoard(), reading.read, [], {}
+    leaf_index = index.leaf_index
+
+    def part(folder, targets):
+        if threading.current_thread().name == ("1" if first_reads else "0"):
+            raise ValueError("DATA_LOSS: CRC-32C checksum verification failed")
+        return read(folder, targets)
+
+    monkeypatch.setattr(reading, "read", part)
+    monkeypatch.setattr(store_module, "leaf_index", lambda tree: sums.append(0) or leaf_index(tree))
+
+    def run(process):
+        with Store(saved, job=Job(process, 2, board)) as store:
+            try:
+                store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
+            except DamagedCheckpoint as error:
+                found[process] = str(error)
+                store.set_aside(2)
+                found[process, "left"] = store.steps()
+
+    threads = [threading.Thread(target=run, args=(i,), name=str(i)) for i in range(2)]
+    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+    assert found[0] == found[1] and "DATA_LOSS" in found[0]
+    assert found[0, "left"] == found[1, "left"] == [1]
+    assert not sums, "checksums are a program of all devices"
+
+
+def test_processes_that_see_other_checkpoints_are_told_so(saved, tmp_path_factory):
+    board, other, found = LocalBoard(), tmp_path_factory.mktemp("other"), []
+
+    def run(process):
+        try:
+            Store((saved, other)[process], job=Job(process, 2, board))
+        except CheckpointError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    [thread.start() for thread in threads], [thread.join(60) for thread in threads]
+    assert len(found) == 1 and "process 1 sees the checkpoints [] in " in found[0]
+    assert "process 0 [1, 2]: all processes need the same file system" in found[0]
+
+
+def test_a_process_that_fails_waits_for_its_saves_and_deletes_nothing(saved, monkeypatch):
+    """Deleting is a collective of the checkpoint library: the others would not take part."""
+    deleted = []
+    with pytest.raises(ZeroDivisionError), Store(saved, keep=1) as store:
+        monkeypatch.setattr(store._manager, "delete", lambda step: deleted.append(step))
+        store.save(3, {"policy": state(make_mesh(1, 1), 3)})
+        deleted.clear()
+        raise ZeroDivisionError
+    assert not deleted and (saved / "checkpoints" / "3").is_dir()
+
+
 def test_a_newer_format_another_shape_and_another_dtype_are_refused(saved):
     path = saved / "checkpoints" / "1" / "meta" / "metadata"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    later = {**json.loads(path.read_text()), "format": 99}
+    del later["digest"]
+    path.write_text(json.dumps(index.signed(later)))
     target = abstract(state(make_mesh(1, 1)))
     with Store(saved) as store:
         with pytest.raises(CheckpointError, match="format 99, this version reads up to 1"):
@@ -353,7 +480,6 @@ def test_an_absent_checkpoint_is_an_error_that_lists_the_others(saved, tmp_path)
 KILLED = """
 import sys
 import jax.numpy as jnp
-from tlt_jax import checkpoint
 from tlt_jax.checkpoint import Store
 
 store = Store(sys.argv[1], keep=3)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tlt_jax.config.schema import TENSORBOARD
 from tlt_jax.errors import ConfigError
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
+LOG = "log.txt"  # every message of the run, each compilation too
 # Folders that a run writes.
 PARTS = (
     "checkpoints",
@@ -86,6 +89,21 @@ def drafter_export(config: Config) -> Path:
 def is_exported(config: Config) -> bool:
     """True when the final policy is there, or is not wanted."""
     return not config.checkpoint.export or export(config).is_dir()
+
+
+def stopped(config: Config, checkpoint: Path | None) -> str:
+    """What a run says that SIGTERM has stopped: where it is saved (None: it had nothing to save), and how to go on."""
+    if checkpoint is None:
+        return f"{config.run} was stopped before its first step: the same command begins again"
+    return f"{config.run} was stopped, and is saved in {checkpoint}: the same command goes on from there"
+
+
+def record_failure(config: Config, text: str) -> None:
+    """Adds why the run failed to its log, where there is one."""
+    path = Path(config.run) / LOG
+    if path.exists():
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
 def summary(config: Config) -> str:

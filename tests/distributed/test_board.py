@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +15,13 @@ import pytest
 from tlt_jax import cli
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Processes
-from tlt_jax.distributed import job as jobs, mesh as meshes, process
+from tlt_jax.distributed import (
+    address,
+    job as jobs,
+    mesh as meshes,
+    process,
+    watch as watches_module,
+)
 from tlt_jax.distributed.board import LocalBoard, ServiceBoard
 from tlt_jax.distributed.job import Job, Place
 from tlt_jax.distributed.watch import BEAT_S, Watch
@@ -25,19 +31,27 @@ from tlt_jax.rollout.queue import WorkQueue
 
 
 @pytest.fixture(scope="module")
-def client():
-    """A coordination service with one process, and its client."""
+def service():
+    """The address of a coordination service for one process."""
     from jax._src.lib import _jax
 
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(address, 1)
-    client = _jax.get_distributed_runtime_client(address, 0, init_timeout=30)
+        place = f"localhost:{free.getsockname()[1]}"
+    running = _jax.get_distributed_runtime_service(place, 1)
+    yield place
+    running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    """The client of the service."""
+    from jax._src.lib import _jax
+
+    client = _jax.get_distributed_runtime_client(service, 0, init_timeout=30)
     client.connect()
     yield client
     client.shutdown()
-    service.shutdown()
 
 
 @pytest.fixture(params=["local", "service"])
@@ -46,7 +60,17 @@ def board(request):
     if request.param == "local":
         return LocalBoard()
     found = ServiceBoard(request.getfixturevalue("client"))
-    for folder in ("a/", "s/", "decided/", "facts/", "stop/", "beat/", "failed/"):
+    for folder in (
+        "a/",
+        "s/",
+        "decided/",
+        "facts/",
+        "met/",
+        "said/",
+        "beat/",
+        "watch/",
+        "traceback/",
+    ):
         found.delete(folder)
     return found
 
@@ -103,13 +127,77 @@ def test_all_processes_stop_together_when_one_wants_to(board):
 
     def run(job):
         for step, want in enumerate([False, False, True, True, True]):
-            if job.is_stopping(job.index == 1 and want):
+            if not job.meeting().goes_on(lambda want=want: job.index == 1 and want):
                 return step
             update.wait(30)
         return None
 
     ours, theirs = together(*(lambda job=job: run(job) for job in jobs_))
-    assert ours == theirs and ours in (2, 3), "at the same step: the one of the signal, or the next"
+    assert ours == theirs == 2, "at the step of the signal"
+
+
+def test_a_meeting_goes_on_only_when_all_have_come_whole(board):
+    """One process is told to stop at a random moment, also while others wait for it or after they came."""
+    for seed in range(30):
+        jobs_ = [Job(index, 3, board) for index in range(3)]
+        for job in jobs_:
+            job.met = 10 * seed  # keys of its own
+        moments = np.random.default_rng(seed).uniform(0, 0.004, 3)
+        told = threading.Event()
+
+        def run(job, works=moments, told=told):
+            def interrupted():
+                return job.index == 1 and told.is_set()
+
+            meeting, end = job.meeting(), time.monotonic() + works[job.index]
+            while time.monotonic() < end:  # scores come in
+                if meeting.stops(interrupted()):
+                    return "partial", meeting.goes_on(interrupted)
+            return "whole", meeting.goes_on(interrupted)
+
+        signal = threading.Timer(
+            float(np.random.default_rng(seed + 99).uniform(0, 0.005)), told.set
+        )
+        signal.start()
+        found = together(*(lambda job=job: run(job) for job in jobs_))
+        signal.cancel()
+        assert len({goes_on for _, goes_on in found}) == 1, "the same for all"
+        if found[0][1]:
+            assert [kind for kind, _ in found] == ["whole"] * 3, "nobody goes on with a part of it"
+
+
+def test_who_meets_hears_what_all_say(board):
+    jobs_ = [Job(index, 3, board) for index in range(3)]
+    texts = ["", "a shard is damaged", ""]
+    calls = [lambda job=job: job.meeting().heard(texts[job.index]) for job in jobs_]
+    assert together(*calls) == [{1: "a shard is damaged"}] * 3
+    calls = [lambda job=job: job.meeting().heard(str(job.index)) for job in jobs_]
+    assert together(*calls) == [{0: "0", 1: "1", 2: "2"}] * 3
+    assert not board.texts("met/1/") and not board.texts("said/1/"), "no key stays"
+    assert Job().meeting().heard("alone") == {0: "alone"} and Job().meeting().heard("") == {}
+
+
+def test_who_waits_is_alive(board):
+    first, second = (Job(index, 2, board) for index in range(2))
+    looks, enough = [], threading.Event()
+
+    def alive():
+        looks.append(0)
+        if len(looks) > 3:
+            enough.set()
+
+    first.alive = second.alive = alive
+    waits = {
+        "a decision": (lambda: second.decided(True), lambda: first.decided(True)),
+        "a meeting": (
+            lambda: first.meeting().goes_on(),
+            lambda: second.meeting().goes_on(),
+        ),
+    }
+    for what, (waiting, late) in waits.items():
+        looks.clear(), enough.clear()
+        found = together(waiting, lambda late=late: enough.wait(30) and late())
+        assert found == [True, True] and len(looks) > 3, what
 
 
 def test_a_process_with_other_facts_is_named_in_all_of_them(board):
@@ -349,20 +437,20 @@ def test_a_process_without_a_sign_of_life_is_named_with_its_phase(board):
         watch.beat()
     for clock.now in range(1, 21):
         three.beat()
-        assert one.wrong() == ("", 0)
+        assert one.wrong() is None
         one.beat()
     clock.now = 22
-    assert (
-        one.wrong()[0]
-        == "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
-    )
+    found = one.wrong()
+    lost = "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
+    assert (str(found), found.code) == (lost, 1)
+    assert three.wrong() == found, "the same reason everywhere, though process 0 alone looks at all"
 
 
 def test_a_process_that_never_beat_counts_from_the_start(board):
     clock, _, (one, *_) = watches(board, lost_s=20, stuck_s=100)
     one.beat()
     clock.now = 21
-    assert one.wrong()[0].startswith("process 1 was last heard of 21 s ago in phase start")
+    assert str(one.wrong()).startswith("process 1 was last heard of 21 s ago in phase start")
 
 
 def test_a_process_that_beats_but_makes_no_progress_hangs(board):
@@ -373,21 +461,128 @@ def test_a_process_that_beats_but_makes_no_progress_hangs(board):
             if watch is not three:
                 watch.alive("update")
             watch.beat()
-        assert one.wrong() == ("", 0)
+        assert one.wrong() is None
     clock.now = 111
-    assert one.wrong() == ("process 2 has hung for 111 s in phase update", 1)
+    assert str(one.wrong()) == "process 2 has hung for 111 s in phase update"
+    assert three.wrong() == one.wrong(), "its own thread ends it"
+
+
+def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
+    for stays_away, reason in ((True, "was last heard of 21 s ago"), (False, "has hung for 101 s")):
+        board.delete("watch/")
+        clock, _, (one, two, _) = watches(board, lost_s=20, stuck_s=100)
+        one.alive("save_checkpoint"), one.beat()
+        assert two.wrong() is None
+        for clock.now in range(1, 22 if stays_away else 102):
+            if not stays_away:
+                one.beat()
+            last = two.wrong()
+        assert str(last).startswith(f"process 0 {reason} in phase save_checkpoint")
+
+
+def test_the_messages_of_a_second_grow_with_the_processes_and_not_with_their_square():
+    board = LocalBoard()
+    read, texts = [], board.texts
+    board.texts = lambda prefix: read.append(len(found := texts(prefix))) or found
+    _, _, all_of_them = watches(board, count=100, lost_s=20, stuck_s=100)
+    for watch in all_of_them:
+        watch.beat()
+    read.clear()
+    for watch in all_of_them:
+        watch.wrong()
+    assert sum(read) <= 3 * 100
 
 
 def test_a_process_that_raised_is_named_with_its_error(board):
-    _, left, (one, two, _) = watches(board)
+    _, left, (one, two, three) = watches(board)
+    recorded = []
+    one.record = two.record = three.record = recorded.append
     two.alive("reward")
     with pytest.raises(ZeroDivisionError):
         two.fail(ZeroDivisionError("no\nmore"))
+    assert left == [("ZeroDivisionError: no\nmore", 1, 0.0)]
+    assert two.wrong() is None, "its own failure is no reason"
+    failure = one.wrong()
+    assert (
+        str(failure) == "process 1 failed in phase reward: ZeroDivisionError: no"
+        and failure == three.wrong()
+    )
+    one.end(failure), three.end(failure)
+    assert left[1] == (str(failure), 1, 2 * BEAT_S)
+    assert left[2] == ("process 1 failed in phase reward: process 0 and log.txt say why", 1, 0.0)
+    assert len(recorded) == 1 and recorded[0].startswith(str(failure)), "once, by process 0"
+    assert "Traceback" in recorded[0] or "ZeroDivisionError: no\nmore" in recorded[0]
+
+
+def test_what_others_raise_after_the_first_failure_is_not_the_reason(board, capsys):
+    _, left, (one, two, three) = watches(board)
     with pytest.raises(ConfigError):
-        one.fail(ConfigError("train.rows 3: use 2"))
-    assert left == [("ZeroDivisionError: no\nmore", 1, 0.0), ("train.rows 3: use 2", 2, 2 * BEAT_S)]
-    assert json.loads(board.texts("failed/")["failed/1"]) == ["reward", "ZeroDivisionError: no", 1]
-    board.delete("failed/")
-    board.write("failed/1", json.dumps(("reward", "ZeroDivisionError: no", 7)))
-    assert one.wrong() == ("process 1 failed in phase reward: ZeroDivisionError: no", 7)
-    assert two.wrong() == ("", 0), "its own failure is no reason"
+        three.fail(ConfigError("train.rows 3: use 2"))
+    with pytest.raises(RuntimeError):
+        one.fail(RuntimeError("a collective was broken off"))
+    with pytest.raises(RuntimeError):
+        two.fail(RuntimeError("a collective was broken off"))
+    reason = "process 2 failed in phase start: train.rows 3: use 2"
+    assert "Traceback" not in capsys.readouterr().err, "of what only followed"
+    assert [(said, code) for said, code, _ in left[:2]] == [("train.rows 3: use 2", 2), (reason, 2)]
+
+
+def test_a_broken_collective_is_not_the_reason_when_a_process_was_killed(monkeypatch):
+    """The others' collective fails at once, the death of the process is known `lost_s` later."""
+    monkeypatch.setattr(watches_module, "BEAT_S", 0.02)
+    board, left, gone = LocalBoard(), [], threading.Event()
+
+    def leave(said, code, _):
+        left.append((said, code))
+        gone.set()
+        threading.Event().wait(1)  # as one who leaves, it does not come back
+
+    broken = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: connection closed by peer")
+    watch = Watch(Job(0, 2, board), lost_s=0.3, leave=leave)
+    watch.alive("update")
+    board.write("beat/1", '[1, 1, "update"]')
+    watch.thread.start()
+    failing = threading.Thread(target=lambda: together(lambda: watch.fail(broken)), daemon=True)
+    failing.start()
+    assert gone.wait(30)
+    assert "process 1 was last heard of 0 s ago in phase update: it died" in left[0][0]
+    for own in ("RESOURCE_EXHAUSTED: Out of memory", "INVALID_ARGUMENT: shapes"):
+        assert not watches_module.is_consequence(jax.errors.JaxRuntimeError(own))
+    assert not watches_module.is_consequence(RuntimeError("UNKNOWN: x"))
+
+
+# The port of process 0
+
+
+def test_a_port_that_another_program_has_is_named_by_process_0_and_by_those_who_reach_it(
+    monkeypatch,
+):
+    with socket.create_server(("localhost", 0)) as other:
+        taken = f"localhost:{other.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=f"port .* of process 0 .{taken}. is taken by another"
+        ):
+            address.check_free(taken)
+        monkeypatch.setattr(address, "ANSWER_S", 0.3)
+        monkeypatch.setattr(address, "PREFACE", b"?")
+        monkeypatch.setattr(address, "LOOK_S", 0.01)
+        threading.Thread(
+            target=lambda: [other.accept()[0].sendall(b"SSH-2.0 ") for _ in range(99)], daemon=True
+        ).start()
+        with pytest.raises(ConfigError, match=f"another program than process 0 answers at {taken}"):
+            address.await_service(taken, 60)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    address.check_free(place)
+    address.await_service(place, 0.1)  # nobody is there: JAX says so, when its own time is over
+    for wrong in ("localhost", "localhost:", "localhost:99999999", ":1"):
+        with pytest.raises(ConfigError, match="write HOST:PORT"):
+            address.split(wrong)
+    assert address.split("[::1]:80") == ("::1", 80)
+
+
+def test_a_coordination_service_is_known_by_its_answer(service):
+    began = time.monotonic()
+    address.await_service(service, 30)
+    assert time.monotonic() - began < 20

@@ -121,8 +121,11 @@ def test_a_job_of_two_that_is_stopped_and_killed_ends_as_one_process_does(
     config = configure(tmp_path / "two", KNOBS)
     with Job(2, config) as job:
         assert job.signalled(1, signal.SIGTERM, step=1) == cli.PREEMPTED
+        said = job.said
     assert 1 <= max(saved_steps(config)) < STEPS, "it saved, and went no further"
     before = max(saved_steps(config))
+    stopped = f"[0] {config.run} was stopped, and is saved in {config.run}/checkpoints/{before}: the same command goes on"
+    assert said.count(stopped) == said.count("was stopped") == 1
 
     with Job(2, config) as job:
         pause = float(np.random.default_rng().uniform(0, 1))  # anywhere in a step

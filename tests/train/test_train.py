@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -30,7 +31,7 @@ from training_runs import (
 )
 
 from tlt_jax import cli, eval, run_folder
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint import Store, reading
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
@@ -140,7 +141,9 @@ def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
 @pytest.mark.parametrize(
     "where", ["rollout", "evaluation", "last evaluation", "warm start", "rewards"]
 )
-def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, where):
+def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(
+    whole, tmp_path, monkeypatch, capsys, where
+):
     function, number = {
         "rollout": ((loop, "roll_out"), 3),
         "evaluation": ((evaluation, "evaluate"), 2),
@@ -155,10 +158,14 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(whole, tmp_path, mon
     with monkeypatch.context() as patch:
         raise_at(patch, *function, number, preempt)
         assert loop.train(config) == cli.PREEMPTED
+    shown = capsys.readouterr().out
     if where == "warm start":
         assert saved_steps(config) == []
+        assert f"{config.run} was stopped before its first step: the same command begins" in shown
         return
     saved = {"rollout": 2, "evaluation": 2, "last evaluation": 4, "rewards": 1}
+    place = Path(config.run) / "checkpoints" / str(saved[where])
+    assert f"was stopped, and is saved in {place}: the same command goes on from there" in shown
     assert saved_steps(config)[-1] == saved[where]
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
@@ -187,7 +194,8 @@ def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_p
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (cli.PREEMPTED, "")
+    said_so = "stopped before the run began: the same command begins again\n"
+    assert (process.returncode, said) == (cli.PREEMPTED, said_so)
 
 
 def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
@@ -600,6 +608,47 @@ def test_a_damaged_checkpoint_is_an_error_or_set_aside(whole, tmp_path, caplog):
     assert "it is set aside" in caplog.text and (saved / "damaged" / "3").is_dir()
     assert_equal(state_of(good), state_of(whole))
     assert completions(good) == completions(whole)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What is in a run folder, but for the messages of attempts."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if name not in ("log.txt", "config.yaml")
+    }
+
+
+@pytest.mark.parametrize("kind", ["all damaged", "set aside by hand", "a file system that fails"])
+def test_a_run_that_had_checkpoints_never_begins_anew_by_itself(whole, tmp_path, monkeypatch, kind):
+    config = stopped_after(2, whole, tmp_path / "run")
+    config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
+    saved = Path(config.run) / "checkpoints"
+    if kind == "all damaged":
+        for path in saved.glob("*/policy/**/d/*"):
+            path.write_bytes(b"damaged")
+    elif kind == "set aside by hand":
+        (saved / "damaged").mkdir()
+        for path in saved.glob("[0-9]*"):
+            path.rename(saved / "damaged" / path.name)
+    else:
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr(reading, "read", lambda *_: (_ for _ in ()).throw(stale))
+    before = files_of(Path(config.run))
+    expected = {
+        "all damaged": "/0 is corrupt .*: there is no other checkpoint, and a new run needs another run folder",
+        "set aside by hand": "holds damaged checkpoints alone: a new run needs another run folder",
+        "a file system that fails": "/2 cannot be read .*Stale file handle.: it may be whole",
+    }[kind]
+    for _ in range(2):  # the same command again says the same
+        with pytest.raises(CheckpointError, match=expected):
+            loop.train(config)
+    after = files_of(Path(config.run))
+    moved = {
+        name.replace("checkpoints/damaged/", "checkpoints/"): file for name, file in after.items()
+    }
+    assert (moved if kind == "all damaged" else after) == before, "nothing is deleted or written"
 
 
 def test_other_rows_behind_the_same_path_are_noticed(whole, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,14 +15,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tlt_jax.config import Config
-from tlt_jax.distributed import process
+from tlt_jax.distributed import address, process
 from tlt_jax.distributed.board import Board, LocalBoard, ServiceBoard
+from tlt_jax.distributed.meeting import Meeting
 from tlt_jax.errors import ConfigError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 START_S = 300  # seconds that processes may take to start, and to say what they run
 JAX_LOST_S = 100  # what JAX's coordination service waits for a heartbeat, at least
-POLL_S = 0.02  # from one look at the board to the next of a process that waits for others
+# From one look at the board to the next of a process that waits for others: soon at first, and no more than this.
+SOONEST_S, LATEST_S = 0.002, 0.5
 
 T = TypeVar("T")
 
@@ -45,7 +48,9 @@ class Job:
     index: int = 0
     count: int = 1
     board: Board = field(default_factory=LocalBoard)
+    alive: Callable[[], None] = lambda: None  # told at every look while this process waits
     asked: int = 0  # calls of `decided` so far
+    met: int = 0  # meetings so far
 
     @property
     def is_first(self) -> bool:
@@ -56,6 +61,7 @@ class Job:
         """The bytes of every process, in order of its index: a collective over all devices."""
         if self.count == 1:
             return [data]
+        self.meeting().goes_on()  # what waits in a collective cannot say that it is alive
         sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
         width = 1 << max(int(sizes.max()) - 1, 1).bit_length()  # few shapes, each a program
         padded = np.zeros(width, np.uint8)
@@ -97,24 +103,25 @@ class Job:
         if self.is_first:
             self.board.write(key + "is", str(int(wanted)))
             return wanted
-        return self.wait(lambda: self.board.texts(key) or None, None, "")[key + "is"] == "1"
+        return self.wait(lambda: self.board.texts(key) or None)[key + "is"] == "1"
 
-    def is_stopping(self, wanted: bool) -> bool:
-        """Whether a process wants to stop, the same for all; in loops whose steps all take together."""
-        if wanted and self.count > 1:
-            self.board.write(f"stop/{self.index}", "")
-        is_told = self.is_first and self.count > 1 and bool(self.board.texts("stop/"))
-        return self.decided(wanted or is_told)
+    def meeting(self) -> Meeting:
+        """The next point at which all processes meet; each of them makes it."""
+        return Meeting(self)
 
-    def wait(self, look: Callable[[], T | None], seconds: float | None, what: str) -> T:
-        """What `look` finds, asked until it is something. Raises ConfigError after so many seconds."""
+    def wait(self, look: Callable[[], T | None], seconds: float = math.inf, what: str = "") -> T:
+        """What `look` finds, asked until it is something. Raises ConfigError after so many seconds.
+
+        Looks less often the longer it takes, and is `alive` at each.
+        """
         begin = time.monotonic()
         while (found := look()) is None:
-            if seconds is not None and time.monotonic() - begin > seconds:
+            self.alive()
+            if (waited := time.monotonic() - begin) > seconds:
                 raise ConfigError(
                     f"not all of {self.count} processes have {what} in {seconds:.0f} s: see their output"
                 )
-            time.sleep(POLL_S)
+            time.sleep(min(max(waited / 10, SOONEST_S), LATEST_S))
         return found
 
 
@@ -129,6 +136,10 @@ def join(config: Config) -> Job:
     if place is None or place.count == 1:
         return Job()
     process.share_devices(config, place.count)
+    if place.index == 0:
+        address.check_free(place.address)
+    else:
+        address.await_service(place.address, START_S)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
     try:
         jax.distributed.initialize(
@@ -189,11 +200,11 @@ def detected() -> Place | None:
     kind = next((kind for kind in kinds if kind.is_env_present()), None)
     if kind is None or kind.get_process_count() == 1:
         return None
-    address, count, index, local = ClusterEnv.auto_detect_unset_distributed_params(
+    where, count, index, local = ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, START_S
     )
     is_alone = processes_of_this_machine(os.environ) == 1
-    return Place(address, count, index, None if is_alone or not local else local[0])
+    return Place(where, count, index, None if is_alone or not local else local[0])
 
 
 def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:

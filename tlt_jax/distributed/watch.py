@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,9 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from jax.errors import JaxRuntimeError
 
@@ -23,11 +24,39 @@ from tlt_jax.errors import FAILED, MISTAKE, UserError
 BEAT_S = 1.0  # from one beat to the next
 
 
+# Of process 0, as the others see it.
+UNREACHABLE = (
+    "cannot be reached, and all others talk to each other by it: it died, or its machine did"
+)
+
+
+class Failure(NamedTuple):
+    """What is wrong with a process: an error that it raised in a phase, or, with an empty phase, what others see."""
+
+    process: int
+    phase: str
+    reason: str  # one line
+    code: int  # the exit code of all
+
+    def __str__(self) -> str:
+        did = f"failed in phase {self.phase}: " if self.phase else ""
+        return f"process {self.process} {did}{self.reason}"
+
+    @property
+    def pointer(self) -> str:
+        """The same in the output of a process that is neither the failed one nor process 0: no reason stands there N times."""
+        if not self.phase or self.process == 0:
+            return str(self)
+        return f"process {self.process} failed in phase {self.phase}: process 0 and log.txt say why"
+
+
 class Watch:
     """Tells the others of a job where this process is, and looks where they are, in a thread of its own.
 
     A process whose beats stay away for `lost_s` seconds is dead; one that beats, but was not told
-    to be `alive` for `stuck_s` seconds, hangs.
+    to be `alive` for `stuck_s` seconds, hangs. Process 0 looks at all others, and these at process 0
+    alone, so that the messages of a second grow with the processes, not with their square. What is
+    wrong first is written once, and is the reason that every process leaves with.
     """
 
     def __init__(
@@ -37,13 +66,16 @@ class Watch:
         stuck_s: float = math.inf,
         leave: Callable[[str, int, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        record: Callable[[str], None] = lambda text: None,
     ):
         self.job, self.lost_s, self.stuck_s = job, lost_s, stuck_s
-        self.leave, self.clock = leave or leave_at_once, clock
-        self.phase, self.steps, self.beats = "start", 0, 0
-        # Of the others: what they told last, and when that changed, for beats and for progress.
+        self.leave, self.clock, self.record = leave or leave_at_once, clock, record
+        self.phase, self.steps, self.beats, self.has_failed = "start", 0, 0, False
+        job.alive = self.alive
+        # Of the processes that this one looks at: what they told last, and when that changed, for beats and for progress.
+        watched = range(job.count) if job.is_first else range(1)
         self.told: dict[int, tuple[int, int, str]] = {}
-        self.heard: dict[int, float] = dict.fromkeys(range(job.count), clock())
+        self.heard: dict[int, float] = dict.fromkeys(watched, clock())
         self.moved = dict(self.heard)
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
@@ -57,59 +89,95 @@ class Watch:
         while not self.closing.wait(BEAT_S):
             try:
                 self.beat()
-                reason, code = self.wrong()
+                failure = self.wrong()
             except JaxRuntimeError:
-                reason = "process 0, which all others talk to, cannot be reached: it died, or its machine did"
-                code = FAILED
-            if reason and not self.closing.is_set():
-                self.leave(reason, code, self.pause)
+                failure = Failure(0, "", UNREACHABLE, FAILED)
+            if failure and not self.closing.is_set():
+                self.end(failure)
 
     def beat(self) -> None:
         """Tells the others."""
         self.beats += 1
         told = json.dumps((self.beats, self.steps, self.phase))
-        self.job.board.write(f"beat/{self.job.index}", told)
+        place = "watch/first" if self.job.is_first else f"beat/{self.job.index}"
+        self.job.board.write(place, told)
 
-    def wrong(self) -> tuple[str, int]:
-        """What is wrong with another process and where it was, empty when nothing is; the exit code for it."""
+    def wrong(self) -> Failure | None:
+        """What is wrong with another process, the same for all; None when nothing is, or this one has failed itself."""
+        found = self.job.board.texts("watch/")
+        if self.has_failed:
+            return None
+        if "watch/failure" in found:
+            return Failure(*json.loads(found["watch/failure"]))
+        if self.job.is_first:
+            self.hear({self.job.index: found.get("watch/first", "")})
+            beats = self.job.board.texts("beat/")
+            self.hear({int(key.rpartition("/")[2]): text for key, text in beats.items()})
+        elif "watch/first" in found:
+            self.hear({0: found["watch/first"]})
+        failure = self.silent()
+        return failure and Failure(*json.loads(self.first(failure)))
+
+    def hear(self, beats: Mapping[int, str]) -> None:
+        """Notes what processes told, and when it changed."""
         now = self.clock()
-        for key, text in self.job.board.texts("failed/").items():
-            index = int(key.rpartition("/")[2])
-            if index != self.job.index:
-                phase, message, code = json.loads(text)
-                return f"process {index} failed in phase {phase}: {message}", code
-        for key, text in self.job.board.texts("beat/").items():
-            index, (beats, steps, phase) = int(key.rpartition("/")[2]), json.loads(text)
+        for index, text in beats.items():
+            if not text:
+                continue
+            count, steps, phase = json.loads(text)
             before = self.told.get(index, (-1, -1, ""))
-            self.told[index] = beats, steps, phase
-            if beats != before[0]:
+            self.told[index] = count, steps, phase
+            if count != before[0]:
                 self.heard[index] = now
             if steps != before[1]:
                 self.moved[index] = now
-        for index in range(self.job.count):
+
+    def silent(self) -> Failure | None:
+        """The first process that is dead or hangs."""
+        now = self.clock()
+        for index in self.heard:
             phase = self.told.get(index, (0, 0, "start"))[2]
-            if now - self.heard[index] > self.lost_s:
-                ago = f"{now - self.heard[index]:.0f} s ago in phase {phase}"
-                return (
-                    f"process {index} was last heard of {ago}: it died, or its machine did",
-                    FAILED,
-                )
-            if now - self.moved[index] > self.stuck_s:
-                hung = f"{now - self.moved[index]:.0f} s in phase {phase}"
-                return f"process {index} has hung for {hung}", FAILED
-        return "", 0
+            if (ago := now - self.heard[index]) > self.lost_s:
+                reason = f"was last heard of {ago:.0f} s ago in phase {phase}: it died, or its machine did"
+                return Failure(index, "", reason, FAILED)
+            if (ago := now - self.moved[index]) > self.stuck_s:
+                return Failure(index, "", f"has hung for {ago:.0f} s in phase {phase}", FAILED)
+        return None
+
+    def first(self, failure: Failure) -> str:
+        """The failure that was written first, as JSON: this one, unless another one stands."""
+        return self.job.board.first("watch/failure", json.dumps(failure))
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tells the others of an error, and ends this process with its message."""
-        is_mistake = isinstance(error, UserError)
-        message = str(error) if is_mistake else f"{type(error).__name__}: {error}"
-        first = (message.strip().splitlines() or [""])[0]
-        code = MISTAKE if is_mistake else FAILED
-        self.job.board.write(f"failed/{self.job.index}", json.dumps((self.phase, first, code)))
-        if not is_mistake:
-            traceback.print_exception(error)
+        """Tells the others of an error, and ends this process with the first one of the job."""
+        if is_consequence(error) and self.lost_s < math.inf:
+            # A process that was killed breaks the collectives of the others at once, and is found to be gone later: its
+            # fate is the reason, with which the thread of this watch ends the process meanwhile.
+            self.closing.wait(self.lost_s + 2 * BEAT_S)
+        self.has_failed = True
+        message, trace = described(error)
+        line = (message.strip().splitlines() or [""])[0]
+        code = MISTAKE if isinstance(error, UserError) else FAILED
+        own = first = Failure(self.job.index, self.phase, line, code)
+        with contextlib.suppress(JaxRuntimeError):  # process 0 is gone: the error is said here
+            # The traceback before the failure, on which process 0 looks for it.
+            self.job.board.write(f"traceback/{own.process}", trace)
+            first = Failure(*json.loads(self.first(own)))
+        if first != own:
+            self.end(first)
+        print(trace, end="", file=sys.stderr)
+        if self.job.is_first:
+            self.record(f"{own}\n{trace}")
         self.leave(message, code, self.pause)
         raise error
+
+    def end(self, failure: Failure) -> None:
+        """Ends this process for what is wrong with another one; process 0 says and records it in full."""
+        if self.job.is_first:
+            traces = self.job.board.texts("traceback/")
+            self.record(f"{failure}\n{traces.get(f'traceback/{failure.process}', '')}")
+        said = str(failure) if self.job.is_first else failure.pointer
+        self.leave(said, failure.code, self.pause)
 
     @property
     def pause(self) -> float:
@@ -123,15 +191,20 @@ class Watch:
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[Watch]:
+def joined(config: Config, record: Callable[[str], None] = lambda text: None) -> Iterator[Watch]:
     """Context of the processes of this command, which end together; before JAX makes its devices.
 
-    Raises ConfigError as `job.join` does.
+    `record` keeps why the job failed, once, in process 0. Raises ConfigError as `job.join` does.
     """
     job = jobs.join(config)
-    watch = Watch(job, config.processes.lost_s, config.processes.stuck_s)
+    watch = Watch(job, config.processes.lost_s, config.processes.stuck_s, record=record)
     if job.count == 1:
-        yield watch
+        try:
+            yield watch
+        except Exception as error:
+            message, trace = described(error)
+            record(f"failed in phase {watch.phase}: {message}\n{trace}")
+            raise
         return
     watch.thread.start()
     try:
@@ -142,8 +215,26 @@ def joined(config: Config) -> Iterator[Watch]:
     watch.close()
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether the error may come from another process that is gone: one of a collective, not of this process's memory."""
+    return isinstance(error, JaxRuntimeError) and not str(error).startswith(
+        ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")
+    )
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """The message of an error, and its traceback, which one that the user can correct does not need."""
+    if isinstance(error, UserError):
+        return str(error), ""
+    return f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+
+
+LEAVING = threading.Lock()  # the main thread and that of the watch may both want to: one is heard
+
+
 def leave_at_once(message: str, code: int, pause: float) -> NoReturn:
     """Ends the process after so many seconds, without waiting for others as JAX's own exit would."""
+    LEAVING.acquire()
     print(f"error: {message}", file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_jax import atomic
+from tlt_jax import atomic, run_folder
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.schema import TENSORBOARD, WANDB
@@ -22,7 +22,6 @@ from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
-LOG = "log.txt"  # every message of the run, each compilation too
 COMPLETIONS = "completions"
 SPECULATION = "speculation"
 TIMELINE = "timeline"
@@ -91,7 +90,7 @@ class Writer:
                     path.unlink()
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = logging.FileHandler(self._folder / LOG, encoding="utf-8", delay=True)
+        self._log = logging.FileHandler(self._folder / run_folder.LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
         is_detailed = config.log.level == "debug"

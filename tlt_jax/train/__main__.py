@@ -5,22 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
+from typing import NoReturn
 
-from tlt_jax import cli
+from tlt_jax import cli, run_folder
 from tlt_jax.config import load as configuration
 
 
 def main() -> int:
     """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
     # Nothing is lost before the loop begins, which takes the signal from there on. At once: half imported extensions crash.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(cli.PREEMPTED))
+    signal.signal(signal.SIGTERM, stop)
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings, is_one_of_many=True):
         from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared
         from tlt_jax.train import loop
 
-        with watch.joined(settings) as watching:
+        with watch.joined(settings, partial(run_folder.record_failure, settings)) as watching:
             return loop.train(settings, watching)
+
+
+def stop(*_) -> NoReturn:
+    """Ends the process at once."""
+    os.write(2, b"stopped before the run began: the same command begins again\n")
+    os._exit(cli.PREEMPTED)
 
 
 if __name__ == "__main__":

@@ -61,19 +61,22 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context whose seconds belong to timing_s/name."""
+        """Context whose seconds belong to timing_s/name; one that raises stays the phase that `tell` heard of last."""
         outer = self.turn_to(name)
         try:
             yield
-        finally:
-            self.turn_to(outer)
+        except BaseException:
+            self.turn_to(outer, is_told=False)
+            raise
+        self.turn_to(outer)
 
-    def turn_to(self, name: str) -> str:
+    def turn_to(self, name: str, is_told: bool = True) -> str:
         """Ends the phase, and begins the named one; the name of the ended one."""
         before, now = self.phase_name, self.clock()
         self.phases.append((before, Span(self.since, now)))
         self.phase_name, self.since = name, now
-        self.tell(name)
+        if is_told:
+            self.tell(name)
         return before
 
     def lap(self) -> dict[str, float]:

@@ -93,10 +93,12 @@ def collected(
 ) -> tuple[dict[int, Score], dict[int, str]]:
     """The scores and texts of all processes' answers, by uid; waits for them.
 
-    `texts`: of the answers that this process has submitted. Raises Interrupted, in all processes.
+    `texts`: of the answers that this process has submitted. All processes go on once each has all of its
+    scores; when one is `interrupted` before, all raise Interrupted.
     """
-    scores = scorer.collect(interrupted)
-    if job.is_stopping(interrupted()):
+    meeting = job.meeting()
+    scores = scorer.collect(lambda: meeting.stops(interrupted()))
+    if not meeting.goes_on(interrupted):
         raise Interrupted("the step was interrupted before its update")
     if job.count == 1:
         return scores, texts

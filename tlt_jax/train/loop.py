@@ -91,12 +91,14 @@ def train(config: Config, watching: Watch | None = None) -> int:
     if job.is_first:
         run_folder.enter(config)
     job.decided(True)  # the others see it
+    watching.alive("resume")
     with (
         Store(
             config.run,
             config.checkpoint.keep,
             config.checkpoint.best_metric,
             identity=run_folder.identity(config, dataset.digest()),
+            job=job,
         ) as store,
         Preemption() as preempted,
         Scorer(config) as scorer,
@@ -108,7 +110,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
 
         last = store.latest()
         is_finished = last is not None and last >= steps and run_folder.is_exported(config)
-        if is_finished and not lacks_evaluation(config, store, last, steps):
+        is_finished = is_finished and not lacks_evaluation(config, store, last, steps)
+        if job.decided(is_finished):
             if job.is_first:
                 print(
                     f"{config.run} is finished: it has all {last} steps. Another run needs another folder."
@@ -126,6 +129,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
         ):
             try:
                 if state is None:
+                    watching.alive("warm_start")
                     state = begin(
                         config,
                         recipe,
@@ -139,6 +143,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
                 else:
                     log.info("%s goes on from step %d", config.run, state.step)
             except Interrupted:
+                writer.say(run_folder.stopped(config, None))
                 return PREEMPTED
             if trainer:
                 engine.use_learned(state.drafter is not None)
@@ -206,7 +211,10 @@ def train(config: Config, watching: Watch | None = None) -> int:
                     with watch.phase("reward"):
                         scores, texts = evaluation.collected(job, scorer, texts, interrupted)
                 except Interrupted:
-                    run_state.save(store, state, engine.basis, measured)
+                    with watch.phase("save_checkpoint"):
+                        run_state.save(store, state, engine.basis, measured)
+                        store.wait()
+                    writer.say(run_folder.stopped(config, store.folder / str(state.step)))
                     return PREEMPTED
 
                 drafting = {}
@@ -259,6 +267,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
                         print(f"error: step {state.step}: {problem}", file=sys.stderr)
                     return DIVERGED
 
+        watching.alive("export")
         if config.checkpoint.export:
             params, dtype = state.policy.params, config.model.param_dtype
             hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)

@@ -15,7 +15,7 @@ from tlt_jax.checkpoint import Store
 from tlt_jax.config import Config
 from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
-from tlt_jax.errors import DamagedCheckpoint
+from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
@@ -100,7 +100,8 @@ def resume(
 ) -> RunState | None:
     """The state of the newest checkpoint, with the drafter of this recipe if it was saved; None without a checkpoint.
 
-    With checkpoint.resume last_good damaged ones are set aside. Raises CheckpointError.
+    With checkpoint.resume last_good damaged ones are set aside, but for the last one: a run that had
+    checkpoints never begins anew by itself. Raises CheckpointError.
     """
     while (step := store.latest()) is not None:
         try:
@@ -108,10 +109,14 @@ def resume(
             like = abstract(step, policy, drafter if has_drafter else None)
             return restore(store, like, tuner, basis)
         except DamagedCheckpoint as error:
-            if config.checkpoint.resume != LAST_GOOD:
+            if config.checkpoint.resume != LAST_GOOD or len(store.steps()) == 1:
                 raise
             log.warning("%s; it is set aside", error)
             store.set_aside(step)
+    if store.has_set_aside():
+        raise CheckpointError(
+            f"{store.folder} holds damaged checkpoints alone: a new run needs another run folder"
+        )
     return None
 
 

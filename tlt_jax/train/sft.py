@@ -68,7 +68,7 @@ def warm_start(
     programs = policy_update.programs(recipe)
     begin, tokens, said = time.perf_counter(), 0, -math.inf
     for step in range(config.sft.steps):
-        if job.is_stopping(interrupted()):
+        if not job.meeting().goes_on(interrupted):
             raise Interrupted("the warm start was interrupted")
         solutions = dataset.solutions(step, config.sft.batch)
         tokens += sum(len(solution) for _, solution in solutions)

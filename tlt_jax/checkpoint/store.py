@@ -1,32 +1,31 @@
-"""Asynchronous, atomic checkpoints of a run, the latest and the best; only this file uses orbax."""
+"""Asynchronous, atomic checkpoints of a run, the latest and the best."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from tlt_jax import atomic
+from tlt_jax.checkpoint import reading
+from tlt_jax.checkpoint.index import FORMAT, compare, digest, has_all, leaf_index, signed
+from tlt_jax.checkpoint.reading import is_damage, one_line
+from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 
-FORMAT = 1
 FOLDER = "checkpoints"
 META = "meta"
-DELETED, DAMAGED = (
-    "deleted",
-    "damaged",
-)  # folders beside the steps: what is being deleted, and what was set aside
+# Folders beside the steps: what is being deleted, and what was set aside.
+DELETED, DAMAGED = "deleted", "damaged"
+ABANDON_S = 20.0  # seconds that a process that has failed waits for its saves
+LOOK_S = 0.02  # from one look at a save to the next
 
 
 class Restored(NamedTuple):
@@ -45,7 +44,9 @@ class Store:
     deleted once the next one is whole, at its next save or when the store is closed. Saving returns
     once the arrays are copied to the host; an interrupted save or deletion leaves nothing that
     `restore` finds. `identity`: what every checkpoint of the run has in common, by name; one with
-    another value is not restored. Raises CheckpointError when there is no folder and `create` is False.
+    another value is not restored. Every process of the `job` makes one, and calls its methods in the same
+    order: but for what only reads an index they are collectives. Raises CheckpointError when there is no
+    folder and `create` is False, or when processes see other checkpoints there.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Store:
         best_metric: str = "",
         create: bool = True,
         identity: Mapping[str, str] | None = None,
+        job: Job | None = None,
     ):
-        self.identity = dict(identity or {})
+        self.identity, self.job = dict(identity or {}), job or Job()
         self.folder = Path(run).absolute() / FOLDER
         self.keep, self.best_metric, self.is_owner = keep, best_metric, create
         self._amended: dict[
@@ -73,12 +75,16 @@ class Store:
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._empty_deleted()
+        self._see_the_same()
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
     def save(
         self,
@@ -112,7 +118,9 @@ class Store:
         try:
             self._manager.save(
                 step,
-                args=ocp.args.Composite(**arguments, **{META: ocp.args.JsonSave(described)}),
+                args=ocp.args.Composite(
+                    **arguments, **{META: ocp.args.JsonSave(signed(described))}
+                ),
             )
         except OSError as error:
             raise CheckpointError(
@@ -121,6 +129,9 @@ class Store:
 
     def wait(self) -> None:
         """Waits until every save is on disk. Raises CheckpointError when writing fails."""
+        while self._manager.is_saving_in_progress():
+            self.job.alive()
+            time.sleep(LOOK_S)
         try:
             self._manager.wait_until_finished()
         except OSError as error:
@@ -133,6 +144,20 @@ class Store:
         self.wait()
         self._prune()
         self._manager.close()
+
+    def abandon(self) -> None:
+        """Waits for this process's saves, and takes part in nothing: for a process that has failed.
+
+        Deleting, or a new save, would wait for the others, which do something else.
+        """
+
+        def settle() -> None:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self._manager.wait_until_finished()
+
+        saving = threading.Thread(target=settle, name="abandoned saves", daemon=True)
+        saving.start()
+        saving.join(ABANDON_S if self.job.count > 1 else None)
 
     def steps(self) -> list[int]:
         """The saved steps, oldest first."""
@@ -188,6 +213,12 @@ class Store:
             raise DamagedCheckpoint(
                 f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}"
             )
+        if described.pop("digest", None) not in (None, digest(described)):
+            raise DamagedCheckpoint(
+                f"{folder} is corrupt ({path} changed on disk): {self._remedy(step)}"
+            )
+        if not has_all(described):
+            raise DamagedCheckpoint(f"{folder} is corrupt ({path}): {self._remedy(step)}")
         if described["format"] > FORMAT:
             raise CheckpointError(
                 f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
@@ -201,10 +232,33 @@ class Store:
     def restore(self, step: int | None, targets: Mapping[str, Any]) -> Restored:
         """The items of a step (None: the latest), with the shardings of the abstract pytrees.
 
-        The mesh may differ from the one at saving. Raises CheckpointError when the checkpoint does
-        not exist, is damaged, is of another run, or has other shapes or dtypes.
+        The mesh may differ from the one at saving. What is wrong in one process is raised in all,
+        before any goes on. Raises CheckpointError when the checkpoint does not exist, is of another
+        run, has other shapes or dtypes, or cannot be read; DamagedCheckpoint when it is damaged.
         """
         step = self.latest() if step is None else step
+        try:
+            items, wrong = self._read(step, targets), ("", "")
+        except CheckpointError as error:
+            items, wrong = {}, (type(error).__name__, str(error))
+        said = self.job.meeting().heard(json.dumps(wrong) if wrong[0] else "")
+        for kind, message in map(json.loads, said.values()):
+            raise (DamagedCheckpoint if kind == DamagedCheckpoint.__name__ else CheckpointError)(
+                message
+            )
+
+        folder, described = self.folder / str(step), self.index(step)
+        for name, tree in items.items():
+            for leaf, entry in leaf_index(tree).items():
+                if entry["checksum"] != described["items"][name][leaf]["checksum"]:
+                    raise DamagedCheckpoint(
+                        f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}"
+                    )
+
+        return Restored(step, items, described["meta"])
+
+    def _read(self, step: int | None, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """The items that this process reads; no collective. Raises as `restore`."""
         folder = self.folder / str(step)
         if step is None or step not in self.steps():
             raise CheckpointError(f"{folder.parent} has no checkpoint{f' {step}' if step is not None else ''}; "
@@ -222,37 +276,46 @@ class Store:
             compare(folder, name, described["items"].get(name), target)
 
         try:
-            arguments = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
-            with all_reads_end():
-                restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
-        except Exception as error:  # of whatever kind, of the libraries below
-            raise DamagedCheckpoint(
-                f"{folder} is corrupt ({one_line(error.__cause__ or error)}): {self._remedy(step)}"
-            ) from error
-
-        items = {name: restored[name] for name in targets}
-        for name, tree in items.items():
-            for leaf, entry in leaf_index(tree).items():
-                if entry["checksum"] != described["items"][name][leaf]["checksum"]:
-                    raise DamagedCheckpoint(
-                        f"{folder} is corrupt ({name}{leaf} changed on disk): {self._remedy(step)}"
-                    )
-
-        return Restored(step, items, described["meta"])
+            return reading.read(folder, targets)
+        except Exception as error:  # of whatever kind, of the libraries below: told apart here
+            cause = error.__cause__ or error
+            if is_damage(cause):
+                raise DamagedCheckpoint(
+                    f"{folder} is corrupt ({one_line(cause)}): {self._remedy(step)}"
+                ) from error
+            if isinstance(cause, (OSError, ValueError)):
+                raise CheckpointError(
+                    f"{folder} cannot be read ({one_line(cause)}): it may be whole; mend the file system, and start again"
+                ) from error
+            raise
 
     def _is_ranked(self, metrics: Mapping[str, float] | None) -> bool:
         return bool(self.best_metric) and self.best_metric in (metrics or {})
 
     def set_aside(self, step: int) -> None:
-        """Moves a checkpoint to a folder where nothing looks for it; all processes take part."""
-        if jax.process_index() == 0:
+        """Moves a checkpoint to a folder where nothing looks for it."""
+        if self.job.is_first:
             place = self.folder / DAMAGED / str(step)
             shutil.rmtree(place, ignore_errors=True)
             place.parent.mkdir(exist_ok=True)
             (self.folder / str(step)).rename(place)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
+        self.job.decided(True)  # the others see it
         self._manager.reload()
+        self._see_the_same()
+
+    def has_set_aside(self) -> bool:
+        """Whether there are damaged checkpoints that were set aside."""
+        return any((self.folder / DAMAGED).glob("[0-9]*"))
+
+    def _see_the_same(self) -> None:
+        """Raises CheckpointError in a process that sees other checkpoints than process 0."""
+        if self.job.count > 1:
+            seen = self.job.meeting().heard(json.dumps(self.steps()) if self.job.is_first else "")
+            if json.loads(seen[0]) != self.steps():
+                raise CheckpointError(
+                    f"process {self.job.index} sees the checkpoints {self.steps()} in {self.folder}, process 0 "
+                    f"{seen[0]}: all processes need the same file system"
+                )
 
     def _amend(self, step: int, metrics: Mapping[str, float], meta: Mapping[str, Any]) -> None:
         """Adds metrics to a checkpoint, and replaces its meta."""
@@ -260,9 +323,9 @@ class Store:
             "metrics": {name: float(value) for name, value in metrics.items()},
             "meta": dict(meta),
         }
-        if jax.process_index() == 0:
+        if self.job.is_first:
             path = self.folder / str(step) / META / "metadata"
-            atomic.write_text(path, json.dumps(self.index(step) | added))
+            atomic.write_text(path, json.dumps(signed(self.index(step) | added)))
         self._amended[step] = added
 
     def _prune(self) -> None:
@@ -276,7 +339,7 @@ class Store:
             self._empty_deleted()
 
     def _empty_deleted(self) -> None:
-        if self.is_owner and jax.process_index() == 0:
+        if self.is_owner and self.job.is_first:
             shutil.rmtree(self.folder / DELETED, ignore_errors=True)
 
     def _score(self, step: int) -> float | None:
@@ -288,107 +351,6 @@ class Store:
 
     def _remedy(self, step: int) -> str:
         others = [other for other in self.steps() if other != step]
-        return f"set checkpoint.resume last_good to go on from {f'step {max(others)}' if others else 'the start'}"
-
-
-class PatientLoop(asyncio.SelectorEventLoop):
-    """An event loop whose tasks end before it closes."""
-
-    def close(self) -> None:
-        while tasks := asyncio.all_tasks(self):  # a task may start others
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        super().close()
-
-
-@contextmanager
-def all_reads_end() -> Iterator[None]:
-    """Context in which orbax waits for all reads, though one has failed.
-
-    It closes its event loop at the first failure; the reads that end later would find it closed, and
-    TensorStore print a traceback for each.
-    """
-    factory, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = factory
-
-
-def leaf_index(tree) -> dict[str, dict[str, Any]]:
-    """Path of each leaf -> dtype, shape and checksum."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    places = defaultdict(dict)  # one program per set of devices: JAX cannot mix them
-    for path, leaf in leaves:
-        devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
-        places[devices][jax.tree_util.keystr(path)] = leaf
-
-    sums = jax.device_get([checksums(place) for place in places.values()])
-    sums = {name: int(one) for place in sums for name, one in place.items()}
-
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return {
-        name: {**signature(leaf), "checksum": sums[name]}
-        for name, (_, leaf) in zip(names, leaves, strict=True)
-    }
-
-
-def signature(leaf) -> dict[str, Any]:
-    """Dtype and shape as JSON, as in the index of a checkpoint."""
-    return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-
-
-@jax.jit
-def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """uint32 checksum of each array, the same on every mesh.
-
-    The sum, modulo 2^32, of its words (1, 2 or 4 bytes) times 2 * position + 1, an odd number.
-    """
-    return {name: checksum(array) for name, array in arrays.items()}
-
-
-def checksum(array: jax.Array) -> jax.Array:
-    """See checksums.
-
-    Computed where the shards are, so that only one word per array is transferred to the host.
-    """
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    words = jax.lax.bitcast_convert_type(
-        array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
-    )
-
-    weight = jnp.ones((), jnp.uint32)
-    stride = 1
-    for axis in reversed(range(words.ndim)):
-        weight = weight + 2 * np.uint32(stride % 2**32) * jax.lax.broadcasted_iota(
-            jnp.uint32, words.shape, axis
-        )
-        stride *= words.shape[axis]
-
-    return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
-
-
-def compare(folder: Path, name: str, saved: Mapping[str, Any] | None, target) -> None:
-    """Raises CheckpointError when an item is missing, or a leaf differs in shape or dtype."""
-    if saved is None:
-        raise CheckpointError(f"{folder} has no item {name!r}: it was saved without it")
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(target)
-    wanted = {jax.tree_util.keystr(path): signature(leaf) for path, leaf in leaves}
-    for leaf in [*wanted, *saved]:
-        ours, theirs = wanted.get(leaf), saved.get(leaf)
-        if ours is None or theirs is None or any(ours[key] != theirs[key] for key in ours):
-            raise CheckpointError(
-                f"{folder} holds another model: {name}{leaf} is {spell(theirs)} there and {spell(ours)} here: "
-                "use the configuration that it was saved with"
-            )
-
-
-def spell(entry: Mapping[str, Any] | None) -> str:
-    """A leaf as text: float32[8,4], or missing."""
-    return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]" if entry else "missing"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if not others:
+            return "there is no other checkpoint, and a new run needs another run folder"
+        return f"set checkpoint.resume last_good to go on from step {max(others)}"

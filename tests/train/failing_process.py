@@ -1,0 +1,62 @@
+"""`python -m tlt_jax.train`, but process FAILS_AS raises where phase FAILS_IN begins for the FAILS_NTHth time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from tlt_jax import cli
+from tlt_jax.train import __main__ as command
+
+REASON = "the card has fallen off the bus"
+
+
+def main() -> int:
+    """The command, with the failure in it if this is the process for it."""
+    prepared = cli.prepared
+
+    @contextmanager
+    def with_failure(*arguments, **named):
+        with prepared(*arguments, **named):  # JAX may be imported from here on
+            if os.environ["JAX_PROCESS_ID"] == os.environ["FAILS_AS"]:
+                break_down(os.environ["FAILS_IN"], int(os.environ["FAILS_NTH"]))
+            yield
+
+    cli.prepared = with_failure
+    return command.main()
+
+
+def break_down(phase: str, nth: int) -> None:
+    """Makes the phase raise: a rollout while its answers come in, every other one where it begins."""
+    from tlt_jax.data import dataset as datasets
+    from tlt_jax.distributed.watch import Watch
+    from tlt_jax.train import evaluation
+
+    alive, submit, begun = Watch.alive, evaluation.submit, []
+
+    def fail() -> None:
+        Path(os.environ["FAILS_MARK"]).write_text(str(time.time()))
+        raise RuntimeError(REASON)
+
+    def watched(watch: Watch, name: str = "") -> None:
+        alive(watch, name)
+        if name == phase:
+            begun.append(name)
+            if len(begun) == nth and phase != "rollout":
+                fail()
+
+    def submitted(*arguments) -> str:
+        if phase == "rollout" and len(begun) >= nth:
+            fail()
+        return submit(*arguments)
+
+    Watch.alive, evaluation.submit = watched, submitted
+    if phase == "start":
+        datasets.load = lambda *_: fail()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The scores of all processes are whole whenever a step goes on, whenever one of them is told to stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from tlt_jax.distributed.board import LocalBoard
+from tlt_jax.distributed.job import Job
+from tlt_jax.errors import Interrupted
+from tlt_jax.rewards import Score
+from tlt_jax.train import evaluation
+
+
+class Slow:
+    """A scorer whose scores come one after another."""
+
+    def __init__(self, uids: list[int], seconds: float):
+        self.uids, self.seconds = uids, seconds
+
+    def collect(self, interrupted) -> dict[int, Score]:
+        """As rewards.Scorer.collect."""
+        found = {}
+        for uid in self.uids:
+            if interrupted():
+                break
+            time.sleep(self.seconds)
+            found[uid] = Score(float(uid))
+        return found
+
+
+class Together(Job):
+    """A process among threads: what is gathered goes by the board."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """As Job.gather."""
+        said = self.meeting().heard(data.decode())
+        return [said[index].encode() for index in range(self.count)]
+
+
+def test_scores_are_whole_whenever_a_step_goes_on():
+    """60 steps of three processes; one is told to stop at a moment from before the first score to after the last."""
+    outcomes = []
+    for seed in range(60):
+        draw, board, found = np.random.default_rng(seed), LocalBoard(), {}
+        told, signalled = threading.Event(), int(draw.integers(3))
+
+        def run(index, draw=draw, board=board, found=found, told=told, signalled=signalled):
+            uids = [10 * index + i for i in range(3)]
+            texts = {uid: f"text {uid}" for uid in uids}
+            scorer = Slow(uids, 0.001 * (index + 1))
+            job = Together(index, 3, board)
+            try:
+                found[index] = evaluation.collected(
+                    job, scorer, texts, lambda: index == signalled and told.is_set()
+                )
+            except Interrupted:
+                found[index] = None
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+        signal = threading.Timer(float(draw.uniform(0, 0.02)), told.set)
+        [one.start() for one in [*threads, signal]]
+        [one.join(60) for one in threads]
+        signal.cancel()
+        assert len(found) == 3, "none has failed"
+        if found[0] is None:
+            assert found == dict.fromkeys(range(3)), "all stop, or none does"
+        else:
+            scores, texts = found[0]
+            assert found[1] == found[2] == found[0]
+            assert sorted(scores) == sorted(texts) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+        outcomes.append(found[0] is None)
+    assert 5 < sum(outcomes) < 55, "both ways are tried"

@@ -1,0 +1,136 @@
+"""The table of failures in docs/pods.md with real processes: one raises, and all end soon, saying who, where and why."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from failing_process import REASON
+from training_runs import stopped_after
+
+from tlt_jax import cli
+from tlt_jax.config import Config, load as configuration
+from tlt_jax.train import loop
+
+MOST_S = 30.0  # from the failure to the end of the last process
+# Phases, and after how many steps: with checkpoint.keep 1 the second save is the first that has something to delete.
+EARLY, LATE = 1, 3
+PHASES = ("start", "resume", "rollout", "reward", "update", "save_checkpoint", "eval", "export")
+# What the tests of every day run; the rest is `-m slow`.
+DAILY = {
+    (2, "start", EARLY), (2, "resume", LATE), (2, "rollout", LATE), (2, "reward", EARLY), (2, "update", LATE),
+    (2, "save_checkpoint", LATE), (2, "eval", EARLY), (2, "export", LATE), (4, "rollout", EARLY), (4, "export", LATE),
+}  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.slow])
+    for case in [(n, phase, at) for n in (2, 4) for phase in PHASES for at in (EARLY, LATE)]
+    if case[1:] != ("export", EARLY)  # it comes once, at the end
+]
+
+
+def started(
+    config: Config, processes: int, port: int | None = None, **environment: str
+) -> list[subprocess.Popen]:
+    """The command as so many processes, each on its own as on a pod; what each prints is in RUN.INDEX.log."""
+    path = Path(f"{config.run}.yaml")
+    path.write_text(configuration.to_yaml(config))
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+    found = []
+    for index in range(processes):
+        own = {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(index),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        module = "failing_process" if "FAILS_IN" in environment else "tlt_jax.train"
+        with Path(f"{config.run}.{index}.log").open("w") as out:
+            command = [sys.executable, "-m", module, "--config", str(path)]
+            found.append(
+                subprocess.Popen(
+                    command, env=os.environ | own | environment, stdout=out, stderr=out
+                )
+            )
+    return found
+
+
+def ended(processes: list[subprocess.Popen], seconds: float = 240.0) -> list[int]:
+    """The exit codes of all; those that do not end are killed, and have none."""
+    until = time.monotonic() + seconds
+    try:
+        return [one.wait(max(0.1, until - time.monotonic())) for one in processes]
+    except subprocess.TimeoutExpired:
+        return [one.poll() for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+
+
+def said(config: Config, index: int) -> str:
+    """What a process has printed."""
+    return Path(f"{config.run}.{index}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(configure, shared):
+    """A finished run of one process, every step saved."""
+    knobs = {
+        "checkpoint.export": True,
+        "mesh.data": 4,
+        "mesh.fake_devices": 4,
+        "rollout.prompts": 4,
+    }
+    config = configure(shared / "whole", knobs)
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+@pytest.mark.parametrize(("processes", "phase", "at"), CASES)
+def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
+    processes, phase, at, whole, tmp_path
+):
+    config = replace(whole, run=str(tmp_path / "run"), checkpoint=replace(whole.checkpoint, keep=1))
+    nth = at
+    if phase == "resume" or (phase == "start" and at == LATE):
+        stopped_after(2, whole, tmp_path / "run")  # and two checkpoints, of which one is too many
+        nth = 1
+    elif phase == "eval":
+        nth = 1 if at == EARLY else 3  # before the first step, and after the last one
+    elif phase == "export":
+        nth = 1
+    fails, mark = at % processes, tmp_path / "mark"
+    running = started(
+        config, processes, FAILS_AS=str(fails), FAILS_IN=phase, FAILS_NTH=str(nth), FAILS_MARK=str(mark),
+    )  # fmt: skip
+    codes = ended(running)
+    seconds = time.time() - float(mark.read_text())
+    outputs = [said(config, index) for index in range(processes)]
+    assert codes == [cli.DIVERGED] * processes, outputs
+    assert seconds < MOST_S, outputs
+
+    why = f"failed in phase {phase}: RuntimeError: {REASON}"
+    assert (
+        outputs[fails].count(f"error: RuntimeError: {REASON}") == 1
+        and "Traceback" in outputs[fails]
+    )
+    for index in set(range(processes)) - {fails}:
+        where = f"error: process {fails} failed in phase {phase}: "
+        assert outputs[index].count(where) == 1 and "Traceback" not in outputs[index], outputs[
+            index
+        ]
+        assert (REASON in outputs[index]) == (0 in (index, fails))
+    log = tmp_path / "run" / "log.txt"
+    if log.exists():
+        text = log.read_text()
+        assert text.count(f"process {fails} {why}") == 1 and text.count("Traceback") == 1, text
+    else:
+        assert phase in ("start", "resume"), "nothing had begun"
