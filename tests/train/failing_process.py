@@ -1,4 +1,7 @@
-"""`python -m tlt_jax.train`, but process FAILS_AS raises where phase FAILS_IN begins for the FAILS_NTHth time."""
+"""`python -m tlt_jax.train`, but process FAILS_AS raises where phase FAILS_IN begins for the FAILS_NTHth time.
+
+FAILS_IN damage: what it reads of the checkpoint of step FAILS_NTH is damaged.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tlt_jax import cli
@@ -31,6 +35,7 @@ def main() -> int:
 
 def break_down(phase: str, nth: int) -> None:
     """Makes the phase raise: a rollout while its answers come in, every other one where it begins."""
+    from tlt_jax.checkpoint import reading
     from tlt_jax.data import dataset as datasets
     from tlt_jax.distributed.watch import Watch
     from tlt_jax.train import evaluation
@@ -56,6 +61,15 @@ def break_down(phase: str, nth: int) -> None:
     Watch.alive, evaluation.submit = watched, submitted
     if phase == "start":
         datasets.load = lambda *_: fail()
+    if phase == "damage":
+        reading.read = partial(damaged, reading.read, nth)
+
+
+def damaged(read, step: int, folder: Path, targets):
+    """Reads a checkpoint, of which this step is damaged for this process."""
+    if folder.name == str(step):
+        raise ValueError("DATA_LOSS: Error reading: CRC-32C checksum verification failed")
+    return read(folder, targets)
 
 
 if __name__ == "__main__":

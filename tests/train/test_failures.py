@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from failing_process import REASON
-from training_runs import stopped_after
+from training_runs import completions, saved_steps, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration
@@ -134,3 +136,51 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
         assert text.count(f"process {fails} {why}") == 1 and text.count("Traceback") == 1, text
     else:
         assert phase in ("start", "resume"), "nothing had begun"
+
+
+def test_a_port_that_another_program_has_ends_all_with_a_line_that_names_it(whole, tmp_path):
+    config = replace(whole, run=str(tmp_path / "run"))
+    began = time.monotonic()
+    with socket.create_server(("localhost", 0)) as other:  # it takes connections, and says nothing
+        port = other.getsockname()[1]
+        codes = ended(started(config, 2, port), 90)
+    assert time.monotonic() - began < 60 and codes == [cli.MISTAKE] * 2
+    place = f"localhost:{port}"
+    expected = (
+        f"error: port {port} of process 0 ({place}) is taken by another program: name another"
+    )
+    assert said(config, 0).count(expected) == 1
+    expected = (
+        f"error: another program than process 0 answers at {place}: name another port for all"
+    )
+    assert said(config, 1).count(expected) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_set_a_damaged_checkpoint_aside_together_and_go_on(whole, tmp_path):
+    """One of the two alone finds it damaged, as it does when the damage is in its own part of the arrays."""
+    config = stopped_after(3, whole, tmp_path / "run")
+    config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
+    knobs = {"FAILS_AS": "1", "FAILS_IN": "damage", "FAILS_NTH": "3", "FAILS_MARK": ""}
+    assert ended(started(config, 2, **knobs)) == [cli.DONE] * 2, [said(config, i) for i in range(2)]
+    assert "3 is corrupt (DATA_LOSS: " in said(config, 0) and "it is set aside" in said(config, 0)
+    assert (tmp_path / "run" / "checkpoints" / "damaged" / "3").is_dir()
+    assert saved_steps(config) == [1, 2, 3, 4] and completions(config) == completions(whole)
+
+
+def test_a_signal_while_another_process_waits_for_scores_loses_no_score(whole, tmp_path):
+    """To one of two, while its own rewards, which take longest, still run: the step is saved as it was before it."""
+    config = replace(whole, run=str(tmp_path / "run"))
+    running = started(config, 2, TOY_REWARD_SECONDS="0.5")
+    until = time.monotonic() + 120
+    while "step 1/" not in said(config, 0) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(
+        float(np.random.default_rng().uniform(0.2, 2.0))
+    )  # 12 answers a step: most of it is the reward phase
+    running[1].send_signal(signal.SIGTERM)
+    assert ended(running) == [cli.PREEMPTED] * 2, [said(config, i) for i in range(2)]
+    step = max(saved_steps(config))
+    assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in said(config, 0)
+    assert ended(started(config, 2)) == [cli.DONE] * 2
+    assert completions(config) == completions(whole)

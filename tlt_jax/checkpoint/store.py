@@ -24,7 +24,7 @@ FOLDER = "checkpoints"
 META = "meta"
 # Folders beside the steps: what is being deleted, and what was set aside.
 DELETED, DAMAGED = "deleted", "damaged"
-ABANDON_S = 20.0  # seconds that a process that has failed waits for its saves
+ABANDON_S = 10.0  # seconds that a process that has failed waits for its saves
 LOOK_S = 0.02  # from one look at a save to the next
 
 
