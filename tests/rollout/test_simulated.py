@@ -11,8 +11,9 @@ import pytest
 import toys
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout import driver, simulated, simulated_rounds
-from tlt_jax.rollout.events import Harvested
+from tlt_jax.rollout import driver, savings, simulated, simulated_rounds
+from tlt_jax.rollout.buckets import doubling
+from tlt_jax.rollout.events import Decided, Harvested
 from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
@@ -505,6 +506,61 @@ def test_a_chunk_that_fills_more_than_its_cache_is_noticed(monkeypatch):
             batches=(1,),
             slots=(64, 256),
         )
+
+
+def random_world(seed: int):
+    """(request, planner's arguments, programs, groups): anything that a configuration may ask for."""
+    draw = np.random.default_rng(seed)
+    chunk, in_flight = int(draw.choice([1, 2, 4, 16])), int(draw.integers(1, 4))
+    depth, topk = int(draw.integers(1, 25)), int(draw.integers(1, 9))
+    most = topk + (depth - 1) * topk**2 + 1  # nodes of such a tree
+    tree = Strategy(depth, topk, int(draw.integers(min(depth + 1, most), min(most, 48) + 1)))
+    tuner = [
+        fixed.fixed(tree),
+        fixed.threshold([tree], int(draw.integers(1, 64))),
+        goodput.goodput([tree, *ARMS[:1]]),
+    ][seed % 3]
+    first = int(draw.choice([32, 64, 256]))
+    limit = int(draw.choice([16, 200, 900]))
+    prompts = draw.integers(2, 60, int(draw.integers(1, 7))).tolist()
+    slots = tuple(doubling(first, max(first, limit + max(prompts))))
+    request = simulated.request(
+        prompts,
+        int(draw.integers(1, 5)),
+        limit,
+        seed=seed,
+        capacity=int(draw.choice([1, 4, 16])),
+        rounds=chunk,
+        in_flight=in_flight,
+    )
+    seconds = float(draw.choice([0.0, 0.01, 3.0]))  # of compiling
+    programs = in_world(
+        World(worlds.gpu, float(draw.uniform(0, 0.95)), seed=seed),
+        simulated.long_tailed(limit + 20),
+        lambda _: seconds,
+    )
+    rest = savings.Savings()
+    rest.begin(float(draw.choice([0.0, 3.0, 1e4])), len(request.keys))
+    return request, (slots, tuner, rest), programs, int(draw.integers(1, 4))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
+    """Random strategies, also with paths longer than a chunk; chunks, caches, tuners, groups and prices of compiling."""
+    request, (slots, tuner, rest), programs, groups = random_world(seed)
+    decided = []
+
+    def watched(look):
+        decided.extend(e.decision for e in look.events if isinstance(e, Decided))
+        tokens = len(request.keys) * request.max_new_tokens[0]
+        assert len(decided) < 200 + 2 * tokens, "it never ends"
+        assert all(one.rounds >= 1 for one in decided[-4:]), "a chunk that does nothing"
+
+    planner = Planner((1, 4, 16), slots, tuner, None, rest, groups=groups)
+    contexts = simulated.contexts(programs, request, planner, groups)
+    rollout = driver.start(contexts, [watched], clock=programs.clock)
+    result = simulated.simulate(rollout, programs)
+    assert len(result.completions) == len(request.keys)
 
 
 def test_a_rollout_that_waits_for_nothing_is_noticed():

@@ -12,7 +12,7 @@ from tlt_jax.rollout.deterministic import Pricing
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.savings import Savings, smallest
 from tlt_jax.rollout.state import GroupView, Offers
-from tlt_jax.spec_decode.strategy import PLAIN, name
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
 
 # Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
@@ -85,7 +85,7 @@ class Planner:
             arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
             there = [cell for cell in there if cell.strategy in arms]
             if not there:
-                return Cell(*self.first(view)[:2], arms[0])
+                return self.first(view, arms[0])
         if not is_due:
             return None
 
@@ -127,6 +127,8 @@ class Planner:
                 batch, slots, arm = next((c for c in there if c.strategy == PLAIN), there[0])
                 reason = f"{reason}, while {name(choice.strategy)} is compiled"
                 choice = choice._replace(strategy=arm, predicted=math.nan, is_exploring=False)
+            else:
+                batch, slots, _ = self.first(view, choice.strategy)
 
         # The rows move on when they fit fewer that are there; those that hold them now were not chosen.
         below = min(batch, view.live)
@@ -194,22 +196,23 @@ class Planner:
             and (cell.batch != view.batch or cell.slots >= view.slots)
         ]
 
-    def least(self, view: GroupView) -> tuple[int, int]:
-        """The smallest buckets that hold the live rows and a chunk of plain decoding."""
+    def least(self, view: GroupView, strategy: Strategy = PLAIN) -> tuple[int, int]:
+        """The smallest buckets that hold the live rows, a chunk of plain decoding and a few rounds of the strategy."""
         batch = smallest(self.batches, view.live)
         kept = view.slots if batch == view.batch else 0
-        return batch, smallest(self.slots, max(view.need(PLAIN), kept))
+        needed = max(view.need(PLAIN), view.need(strategy, FEW), kept)
+        return batch, smallest(self.slots, needed)
 
-    def first(self, view: GroupView) -> Cell:
-        """The cell of plain decoding to begin with: with slots for all sequences, or the fewest where these pay.
+    def first(self, view: GroupView, strategy: Strategy = PLAIN) -> Cell:
+        """The cell of a strategy to begin with: with slots for all sequences, or the fewest where these pay.
 
         How long rollouts take is not known yet; one takes about half as long as compiling a chunk.
         """
-        batch, slots = self.least(view)
+        batch, slots = self.least(view, strategy)
         most = max(slots, smallest(self.slots, max(self.longest, view.limit)))
         speed, _ = self.speeds([Cell(batch, slots, PLAIN), Cell(batch, most, PLAIN)])
         share = 1 - math.exp(speed[1] - speed[0])
-        return Cell(batch, slots if share * self.savings.left > LASTS else most, PLAIN)
+        return Cell(batch, slots if share * self.savings.left > LASTS else most, strategy)
 
     def shape(self, cells: Sequence[Cell]) -> tuple[int, int]:
         """Rows and slots of the cell with the highest predicted speed."""
@@ -238,7 +241,16 @@ def nearest(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def rounds_that_fit(view: GroupView, slots: int, choice: Choice) -> int:
-    """Rounds of the chunk: those of the choice, or as many as the slots are sure to hold."""
+    """Rounds of the chunk: those of the choice, or as many as the slots are sure to hold.
+
+    At least one, since every cell that is chosen holds a few: a rollout of chunks without rounds would never end. A caller
+    that breaks this is told so.
+    """
     if view.need(choice.strategy, choice.rounds) <= slots:
         return choice.rounds
-    return (slots - view.tokens) // choice.strategy.path
+    rounds = (slots - view.tokens) // choice.strategy.path
+    if rounds < 1:
+        raise AssertionError(
+            f"a cache of {slots} slots has no room for a round of {name(choice.strategy)} after {view.tokens} tokens"
+        )
+    return rounds
