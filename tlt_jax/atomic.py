@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-TEMPORARY = ".tmp"  # suffix of a file that is being written
+# Suffixes of a file and of a directory that are being written; what a killed process left has them too.
+TEMPORARY, PARTIAL = ".tmp", ".partial"
+
+
+def unique(path: Path, suffix: str) -> Path:
+    """A name beside the path that no other process has: of this host, and random, since in containers every process id is 1."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}{suffix}")
 
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Context with a path to write to, which replaces `path` when the block ends without an error.
+    """Context with a path to write to, which replaces `path` when the block ends without an error, and else is removed.
 
     `temporary` must be on the same file system; by default it is beside `path`.
     """
-    temporary = temporary or path.with_suffix(TEMPORARY)
-    yield temporary
-    temporary.replace(path)
+    temporary = temporary or unique(path, TEMPORARY)
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,10 +45,24 @@ def write_text(path: Path, text: str) -> None:
 def write_directory(directory: Path, write: Callable[[Path], None], is_owner: bool = True) -> None:
     """Calls `write` with a temporary path beside the directory, which then replaces the directory.
 
-    Of several processes that write together only the one with `is_owner` renames it.
+    Of several processes that take part only the one with `is_owner` writes and renames.
     """
-    temporary = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
-    write(temporary)
-    if is_owner:
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
+    temporary = unique(directory, PARTIAL)
+    try:
+        write(temporary)
+        if is_owner:
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_left(*folders: Path) -> None:
+    """Removes from these folders what writes that were killed have left."""
+    for folder in folders:
+        for left in folder.glob(f"*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
+        for left in folder.glob(f"*{TEMPORARY}"):
+            if left.is_file():
+                left.unlink(missing_ok=True)

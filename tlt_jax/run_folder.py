@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,8 +42,7 @@ def enter(config: Config) -> None:
                 f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
                 "another run folder"
             )
-    for left in (*path.parent.glob("*.partial"), *path.parent.glob("*/*.partial")):
-        shutil.rmtree(left, ignore_errors=True)  # of an export that was killed
+    atomic.remove_left(path.parent, *(one for one in path.parent.glob("*") if one.is_dir()))
     for name in PARTS:
         part = Path(config.run) / name
         if part.exists() and not (part.is_dir() and os.access(part, os.W_OK)):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections import Counter
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import toys
+from jax.experimental.compilation_cache import compilation_cache
 
+from tlt_jax import atomic
 from tlt_jax.rollout import executables, portable, prices, shelf
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.ports import Program
@@ -207,7 +213,9 @@ def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compil
 def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_damaged(tmp_path):
     def made():
         first = toys.executables(2, V, toys.table_drafter())
-        programs = executables.Executables(first.shapes, lambda compiled: None, tmp_path / "kept")
+        programs = executables.Executables(
+            first.shapes, lambda compiled: None, shelf.Shelf(tmp_path / "kept")
+        )
         rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
         result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
         return answers(result), sum(not one.is_loaded for one in programs.compiles)
@@ -244,7 +252,7 @@ def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little()
 def test_what_an_earlier_run_compiled_costs_a_later_one_little_before_it_is_lowered(tmp_path):
     def run(**rest) -> executables.Executables:
         group = toys.executables(2, V, **rest).shapes
-        return executables.Executables(group, lambda compiled: None, tmp_path)
+        return executables.Executables(group, lambda compiled: None, shelf.Shelf(tmp_path))
 
     start, fewer = (Start(StateShape(1, rows, 64)) for rows in (2, 4))
     first = run()
@@ -269,3 +277,113 @@ def test_what_is_known_of_an_earlier_run_ends_with_the_sources_it_was_made_by(
     monkeypatch.setattr(shelf, "sources", lambda: "changed")
     assert shelf.Shelf(tmp_path).seconds("chunk") is None
     assert shelf.Shelf(None).seconds("chunk") is None
+
+
+# The folder of programs
+
+
+@pytest.fixture
+def jax_cache():
+    """JAX's own cache as it was, afterwards."""
+    names = ("dir", "min_compile_time_secs", "min_entry_size_bytes")
+    knobs = ["jax_compilation_cache_dir", *(f"jax_persistent_cache_{name}" for name in names[1:])]
+    before = {name: getattr(jax.config, name) for name in knobs}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def full(*_, **__):
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(jax_cache, caplog):
+    for _ in range(2):
+        kept = executables.use_compile_cache("/proc/nowhere")
+        assert kept.folder is None and jax.config.jax_compilation_cache_dir != "/proc/nowhere"
+        kept.note("chunk", 1.0)
+    expected = "compiled programs are not kept, since /proc/nowhere cannot be written ("
+    said = [one.getMessage() for one in caplog.records if expected in one.getMessage()]
+    assert len(said) == 2 and "set rollout.compile_cache to a folder of yours, or to off" in said[0]
+
+
+def test_a_folder_that_is_only_readable_is_read(jax_cache, tmp_path, monkeypatch, caplog):
+    executables.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
+    x = jax.numpy.arange(3.0)
+    jax.jit(lambda x: x * 3 + 1)(x)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    assert any(name.startswith("jit") for name in before)
+    monkeypatch.setattr(shelf, "unwritable", lambda folder: "Read-only file system")
+    kept = executables.use_compile_cache(str(tmp_path))
+    kept.note("another", 1.0)
+    jax.jit(lambda x: x * 5 + 1)(x)
+    assert kept.seconds("chunk") == 2.5 and len(caplog.records) == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    hits = len(executables.CACHE_HITS)
+    jax.clear_caches()
+    jax.jit(lambda x: x * 3 + 1)(x)
+    assert len(executables.CACHE_HITS) > hits
+
+
+def test_a_quota_that_is_reached_in_a_run_is_said_once_and_training_goes_on(
+    tmp_path, monkeypatch, caplog
+):
+    kept = shelf.Shelf(tmp_path)
+    kept.note("chunk", 2.5)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for name in ("one", "two", "three"):
+        kept.note(name, 1.0)
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert "Disk quota exceeded" in caplog.text and kept.seconds("chunk") == 2.5
+    assert not list(tmp_path.rglob(f"*{atomic.TEMPORARY}"))
+
+
+def test_two_containers_that_write_one_file_both_write_it_whole(tmp_path, monkeypatch):
+    """In containers every process id is 1: the second to rename found nothing to rename."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    path = tmp_path / "program"
+    with atomic.replacing(path) as one:
+        one.write_bytes(b"one")
+        with atomic.replacing(path) as two:
+            two.write_bytes(b"two")
+        assert one != two and path.read_bytes() == b"two"
+    assert path.read_bytes() == b"one" and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+    def fails(at: Path):
+        at.mkdir(exist_ok=True)
+        (at / "weights").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError), atomic.replacing(tmp_path / "file") as temporary:
+        temporary.write_bytes(b"half")
+        full()
+    with pytest.raises(OSError):
+        atomic.write_directory(tmp_path / "folder", fails)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_uses_is_deleted_and_of_the_rest_what_was_used_longest_ago(
+    tmp_path, monkeypatch
+):
+    now, day = 1e9, 86400.0
+
+    def file(name, days, size, folder="rollout"):
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * size)
+        os.utime(path, (now - days * day, now - 100 * day))  # read then, written long ago
+        return path
+
+    monkeypatch.setattr(shelf, "MOST_BYTES", 100)
+    new, other = file("new", 0, 40), file("other", 1, 40, "seconds")
+    file("long ago", 31, 1), file("a temporary one.tmp", 2, 1)
+    writing = file("being written.tmp", 0.1, 1)
+    shelf.prune(tmp_path, now)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {new, other, writing}
+    bigger = file("bigger", 0.5, 60)
+    shelf.prune(tmp_path, now)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == {new, writing}, bigger
+    shelf.prune(tmp_path / "nothing", now)

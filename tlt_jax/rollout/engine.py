@@ -86,7 +86,7 @@ class Engine:
         captures_states: bool = False,
         job: Job | None = None,
     ):
-        folder = use_compile_cache(config.rollout.compile_cache)
+        kept = use_compile_cache(config.rollout.compile_cache)
         self.config, self.model_config, self.mesh = config, model_config, mesh
         self.stops = stops
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
@@ -101,7 +101,7 @@ class Engine:
 
         self.arms = make.arms(speculation)
         self.learned, self.captures_states = drafter, captures_states
-        self.programs = Executables(self.shapes(drafter), log_compile, folder)
+        self.programs = Executables(self.shapes(drafter), log_compile, kept)
         self.draft_seconds: dict[Shape, float] = {}
         # What is decoded by counts alone remembers nothing that a resumed run has lost, or that another group says.
         by_counts, is_cpu = config.rollout.deterministic, meshes.is_cpu(mesh)

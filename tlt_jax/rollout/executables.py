@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.rollout import portable
+from tlt_jax.rollout import portable, shelf
 from tlt_jax.rollout.portable import PortabilityError, Portable
 from tlt_jax.rollout.ports import Program
 from tlt_jax.rollout.prices import KEPT, LOADING, Prices
@@ -30,6 +30,7 @@ MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
 # Kernels of the rollout's programs run as fast (0.98 to 1.05) with less of LLVM's optimization, and
 # compile in four fifths of the time: what takes their time is matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+NEVER_S = 1e9  # no compilation takes so long
 BACKGROUND = 0.3  # what a compilation costs a rollout that goes on meanwhile, over one that waits
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Executables:
 
     `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
 
-    A program that another group has, or an earlier run left in `folder`, is loaded from there where
+    A program that another group has, or an earlier run has `kept`, is loaded from there where
     the backend can do that. Others are compiled in the background, one at a time, on accelerators,
     whose host is free, and on a CPU with more cores than devices; elsewhere compiling takes the
     rollout's own cores, and is waited for.
@@ -77,14 +78,14 @@ class Executables:
         self,
         shapes: Sequence[GroupShapes],
         log: Callable[[Compiled], None],
-        folder: Path | None = None,
+        kept: Shelf | None = None,
     ):
         self.shapes, self.log = tuple(shapes), log
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
         self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
-        self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), Shelf(folder)
+        self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), kept or Shelf()
         self.portables: dict[Program, Portable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
         self.sizes = sizes_of(shapes[0])
@@ -315,17 +316,26 @@ def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> 
     return median(spent[1:])
 
 
-def use_compile_cache(folder: str) -> Path | None:
+def use_compile_cache(folder: str) -> Shelf:
     """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all.
 
-    The folder for the rollout's own executables, in it.
+    The rollout's own executables are in a folder in it. It is pruned first. One that cannot be written is only read, or
+    not used at all, which one line says.
     """
     if folder == "off":
-        return None
+        return Shelf()
     path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+    if reason := shelf.unwritable(path):
+        log.warning(shelf.UNWRITABLE, path, reason)
+        if not os.access(path, os.R_OK | os.X_OK):
+            return Shelf()
+    else:
+        shelf.prune(path, time.time())
     if jax.config.jax_compilation_cache_dir != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
         compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # What takes less is not written: everything is, or nothing.
+    least = NEVER_S if reason else 0.0
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return path / "rollout"
+    return Shelf(path / "rollout", is_writable=not reason)

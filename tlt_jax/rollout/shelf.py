@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,10 @@ from tlt_jax import atomic
 from tlt_jax.rollout.portable import PortabilityError, Portable, loaded
 
 SECONDS = "seconds"  # the folder of what compilations took, by what they were asked for
+KEPT_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # of programs that nobody uses, and of all
+ABANDONED_S = 86400.0  # after which nobody is still writing a file
+PROBE_BYTES = 4096
+UNWRITABLE = "compiled programs are not kept, since %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or to off"
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +34,8 @@ class Shelf:
     it does from JAX's own compilation cache.
     """
 
-    def __init__(self, folder: Path | None):
-        self.folder = folder
+    def __init__(self, folder: Path | None = None, is_writable: bool = True):
+        self.folder, self.is_writable = folder, is_writable
         self.found: dict[str, float | None] = {}
 
     def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
@@ -46,11 +52,13 @@ class Shelf:
         path = self.path(lowered, options) if self.folder else None
         if path is None or not path.exists():
             return None
-        head, _, data = path.read_bytes().partition(b"\n")
         try:
+            head, _, data = path.read_bytes().partition(b"\n")
+            with contextlib.suppress(OSError):
+                os.utime(path)  # what is used is pruned last
             portable = Portable(data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree)
             return loaded(portable, devices), portable
-        except (PortabilityError, ValueError, TypeError) as error:
+        except (PortabilityError, OSError, ValueError, TypeError) as error:
             log.info("%s is not used, and compiled again: %s", path, error)
             return None
 
@@ -60,7 +68,7 @@ class Shelf:
         """Keeps the executable."""
         if self.folder:
             head = json.dumps(portable.devices).encode()
-            write(self.path(lowered, options), head + b"\n" + portable.data)
+            self.write(self.path(lowered, options), head + b"\n" + portable.data)
 
     def seconds(self, asked: str) -> float | None:
         """What compiling took an earlier run that was asked for the same; None when none was.
@@ -79,7 +87,19 @@ class Shelf:
     def note(self, asked: str, seconds: float) -> None:
         """Keeps what a compilation took, for `seconds` of later runs: its executable is in this folder or in JAX's own."""
         if self.folder:
-            write(self.note_path(asked), f"{seconds:.3f}".encode())
+            self.write(self.note_path(asked), f"{seconds:.3f}".encode())
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Writes a file atomically, with the folder it is in; after one that cannot be written no more is tried."""
+        if not self.is_writable:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.replacing(path) as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:
+            self.is_writable = False
+            log.warning(UNWRITABLE, self.folder, error.strerror or error)
 
     def note_path(self, asked: str) -> Path:
         """Where it is said what a compilation took."""
@@ -106,8 +126,34 @@ def sources() -> str:
     return digest(*(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
 
 
-def write(path: Path, content: bytes) -> None:
-    """Writes a file atomically, with the folder it is in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(path, path.with_name(f"{path.name}.{os.getpid()}")) as temporary:
-        temporary.write_bytes(content)
+def unwritable(folder: Path) -> str:
+    """Why nothing can be written to a folder, which is made if need be; empty when it can be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic.replacing(folder / "probe") as temporary:
+            temporary.write_bytes(b"0" * PROBE_BYTES)
+        (folder / "probe").unlink(missing_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def prune(folder: Path, now: float) -> None:
+    """Deletes what nobody has used for KEPT_S, and of the rest what was used longest ago, until MOST_BYTES are left.
+
+    `now` is in seconds of time.time. Other processes may do the same, and read or write meanwhile: each file is
+    there whole or not at all.
+    """
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another process has deleted it
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                files.append((max(status.st_mtime, status.st_atime), status.st_size, path))
+    left = MOST_BYTES
+    for used, size, path in sorted(files, key=lambda file: file[0], reverse=True):
+        left -= size
+        is_abandoned = path.suffix == atomic.TEMPORARY and now - used > ABANDONED_S
+        if left < 0 or now - used > KEPT_S or is_abandoned:
+            with contextlib.suppress(OSError):
+                path.unlink()
