@@ -303,9 +303,9 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(jax_cach
         kept = executables.use_compile_cache("/proc/nowhere")
         assert kept.folder is None and jax.config.jax_compilation_cache_dir != "/proc/nowhere"
         kept.note("chunk", 1.0)
-    expected = "compiled programs are not kept, since /proc/nowhere cannot be written ("
+    expected = "programs are not kept, since /proc/nowhere cannot be written ("
     said = [one.getMessage() for one in caplog.records if expected in one.getMessage()]
-    assert len(said) == 2 and "set rollout.compile_cache to a folder of yours, or to off" in said[0]
+    assert len(said) == 2 and "set rollout.compile_cache to a folder of yours, or off" in said[0]
 
 
 def test_a_folder_that_is_only_readable_is_read(jax_cache, tmp_path, monkeypatch, caplog):

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tlt_jax.distributed.job import Job
+from tlt_jax.distributed.board import Board
+
+
+class Job(Protocol):
+    """The part of distributed.job.Job that a meeting uses."""
+
+    index: int
+    count: int
+    board: Board
+    met: int  # meetings so far
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def wait(self, look: Callable[[], bool | None]) -> bool: ...
 
 
 class Meeting:

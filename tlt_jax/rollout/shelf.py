@@ -22,7 +22,7 @@ SECONDS = "seconds"  # the folder of what compilations took, by what they were a
 KEPT_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # of programs that nobody uses, and of all
 ABANDONED_S = 86400.0  # after which nobody is still writing a file
 PROBE_BYTES = 4096
-UNWRITABLE = "compiled programs are not kept, since %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or to off"
+UNWRITABLE = "programs are not kept, since %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or off"
 
 log = logging.getLogger(__name__)
 
