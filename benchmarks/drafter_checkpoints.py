@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from drafter_setup import arguments, new_drafter
 from result_table import ResultTable
 
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from drafter_setup import arguments
 
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.packing import Example

@@ -23,7 +23,8 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tlt_jax.checkpoint import Store, index, reading, store as store_module
+from tlt_jax.checkpoint import index, reading, store as store_module
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import make_mesh
@@ -480,7 +481,7 @@ def test_an_absent_checkpoint_is_an_error_that_lists_the_others(saved, tmp_path)
 KILLED = """
 import sys
 import jax.numpy as jnp
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 
 store = Store(sys.argv[1], keep=3)
 print("ready", flush=True)

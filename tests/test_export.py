@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax import export
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes

@@ -105,7 +105,7 @@ def sizes(config: Config) -> tuple[Any, Any]:
 
 def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tuple[int, Any]:
     """The step that is meant, and its item with the shardings of the target."""
-    from tlt_jax.checkpoint import Store
+    from tlt_jax.checkpoint.store import Store
 
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()

@@ -20,7 +20,7 @@ from training_runs import (
 )
 
 from tlt_jax import cli, run_folder
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.optimizer import Adam, create
 from tlt_jax.train import run_state

@@ -31,7 +31,8 @@ from training_runs import (
 )
 
 from tlt_jax import cli, eval, run_folder
-from tlt_jax.checkpoint import Store, reading
+from tlt_jax.checkpoint import reading
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes

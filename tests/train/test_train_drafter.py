@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from training_runs import assert_equal, events, preempt, raise_at, saved_steps
 
 from tlt_jax import cli
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.dataset import Encoder

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes

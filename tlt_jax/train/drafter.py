@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from tlt_jax import atomic, cli, keys, run_folder
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse, validate
 from tlt_jax.data import dataset as datasets, packing

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tlt_jax import run_folder
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, parse, validate
 from tlt_jax.config.schema import ADAPTIVE

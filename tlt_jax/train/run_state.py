@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import struct
 
-from tlt_jax.checkpoint import Store
+from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
 from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
