@@ -10,11 +10,10 @@ from pathlib import Path
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.config.schema import TENSORBOARD
+from tlt_jax.config.schema import LOG, TENSORBOARD
 from tlt_jax.errors import ConfigError
 
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
-LOG = "log.txt"  # every message of the run, each compilation too
 # Folders that a run writes.
 PARTS = (
     "checkpoints",

@@ -18,6 +18,7 @@ RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older ve
 # Of speculation.drafter; other values name a directory.
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 DROP = "drop"  # of data.duplicates
+LOG = "log.txt"  # of a run folder: every message, each compilation too
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # of log.trackers
 LATEST, LAST_GOOD = "latest", "last_good"  # of checkpoint.resume
 PPO = "ppo"  # of algorithm.loss

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_jax import atomic, run_folder
+from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
-from tlt_jax.config.schema import TENSORBOARD, WANDB
+from tlt_jax.config.schema import LOG, TENSORBOARD, WANDB
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
@@ -90,7 +90,7 @@ class Writer:
                     path.unlink()
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = logging.FileHandler(self._folder / run_folder.LOG, encoding="utf-8", delay=True)
+        self._log = logging.FileHandler(self._folder / LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
         is_detailed = config.log.level == "debug"
