@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ class Work:
     def is_ready(self, group: int) -> bool:
         return self.markers[group].is_ready()
 
-    def done(self, group: int, seconds: float) -> None:
-        self.finished.append((seconds, group))
+    def done(self, group: int, least: float, most: float) -> None:
+        self.finished.append((least, most, group))
 
     def failed(self, group: int, error: Exception) -> None:
         self.errors.append((group, str(error)))
@@ -155,6 +156,29 @@ def test_what_raises_ends_the_work_of_its_group_alone():
     assert sum(group == work.fails for _, group in work.dispatched) == 3
     others = {group for _, group in work.dispatched} - {work.fails}
     assert others and answers(result) == answers(plain) and beside.is_done
+
+
+def test_how_long_a_piece_took_is_known_to_two_polls_and_a_stall_of_the_host_is_no_part_of_what_it_took_at_least():
+    """The clock jumps to just before each piece is done; then the host is away for seconds, lowering a program."""
+    programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(1200))
+    work, clock = Work(programs), programs.clock
+    idle = SimpleNamespace(
+        clock=clock,
+        listeners=[],
+        states={0: GroupState()},
+        is_idle=lambda group: True,
+        is_done=lambda: False,
+    )
+    beside = IdleDriver(idle, work, 5, 2, 0.0, lambda: math.inf)
+    beside.poll()
+    for away in (0.0, 0.0, 3.0, 0.0):
+        clock.sleep(PIECE / 2)
+        beside.poll()
+        clock.sleep(PIECE / 2 + 1e-6 + away)
+        beside.poll()
+    least, most = np.array([one[:2] for one in work.finished]).T
+    np.testing.assert_allclose(least, PIECE / 2)
+    np.testing.assert_allclose(most, PIECE + np.array([0, 0, 3, 0]), atol=1e-5)
 
 
 def test_a_group_without_work_stays_idle():

@@ -163,12 +163,52 @@ def test_a_micro_step_is_expected_to_compile_longer_than_a_chunk_the_more_it_unr
 def test_the_size_of_a_micro_step_follows_its_seconds():
     trainer = Setting().trainer
     trainer.bound = 0.1
-    assert trainer.sized(256, 0.05) == 256
-    assert trainer.sized(256, 0.15) == 128
-    assert trainer.sized(2048, 0.9) == 128  # 1024 in 0.45 s, 512 in 0.225, 256 in 0.11
-    assert trainer.sized(256, 0.02) == 512
-    assert trainer.sized(256, 1e-9) == idle.MOST_TOKENS
-    assert trainer.sized(idle.LEAST_TOKENS, 9.0) == idle.LEAST_TOKENS
+
+    def sized(tokens, seconds):
+        return trainer.sized(tokens, seconds, seconds)
+
+    assert sized(256, 0.05) == 256
+    assert sized(256, 0.15) == 128
+    assert sized(2048, 0.9) == 128  # 1024 in 0.45 s, 512 in 0.225, 256 in 0.11
+    assert sized(256, 0.02) == 512
+    assert sized(256, 1e-9) == idle.MOST_TOKENS
+    assert sized(idle.LEAST_TOKENS, 9.0) == idle.LEAST_TOKENS
+    # The host was away: it took between 0.05 s and 4 s, of which nothing follows. Between 0.3 and 4 it was too long.
+    assert trainer.sized(2048, 0.05, 4.0) == 2048
+    assert trainer.sized(2048, 0.3, 4.0) == 512
+    assert trainer.sized(256, 0.0, 0.02) == 512
+
+
+def test_what_a_broken_group_learned_is_left_out_and_that_of_the_others_counts(caplog, monkeypatch):
+    """Group 1 of 2 raises in its second micro-step of every step: the merge is group 0's copy, and training goes on."""
+    setting, merges, merged = Setting(), [], idle.merge.merged
+    trainer = setting.trainer
+    done = trainer.done
+
+    def fails(group, least, most):
+        if group == 1 and trainer.copies[1].steps == 1:
+            jax.tree.map(lambda leaf: leaf.delete(), trainer.copies[1].state)
+            raise jax.errors.JaxRuntimeError("INTERNAL: a card fell off the bus")
+        done(group, least, most)
+
+    def recorded(copies, tokens, recipe):
+        merges.append((jax.device_get(copies[0]), tokens))
+        return merged(copies, tokens, recipe)
+
+    monkeypatch.setattr(idle.merge, "merged", recorded)
+    trainer.done = fails
+    for _ in range(4):
+        setting.step()
+        if merges:
+            copy, tokens = merges[-1]
+            assert tokens[0] > 0 and tokens[1] == 0
+            assert same(setting.state, jax.tree.map(lambda leaf: leaf[0], copy))
+    assert len(merges) == 3 and all(one["drafter/steps"] >= 3 for one in setting.metrics[1:])
+    failed = [metrics.get("drafter/failed_groups", 0) for metrics in setting.metrics]
+    assert failed == [0, 1, 1, 0], "after two steps in a row it is left out of the run"
+    assert trainer.is_active and not any("drafter/failures" in one for one in setting.metrics)
+    assert caplog.text.count("a card fell off the bus") == 2
+    assert caplog.text.count("data groups [1] are left out of idle training from here on") == 1
 
 
 @pytest.mark.parametrize("tokens, share", [(512, 0.5), (2048, 1.0), (8192, 1.0)])

@@ -207,12 +207,12 @@ def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
 ):
     done = IdleTraining.done
 
-    def broken(self, group, seconds):
+    def broken(self, group, least, most):
         copy = self.copies[group]
         if copy.steps == 1:
             copy.metrics = copy.metrics | {"loss": jax.numpy.float32(np.nan)}
             copy.state = jax.tree.map(lambda leaf: leaf * 0, copy.state)
-        done(self, group, seconds)
+        done(self, group, least, most)
 
     monkeypatch.setattr(IdleTraining, "done", broken)
     config = configure(tmp_path / "run", ADAPTIVE)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -39,7 +40,9 @@ FIRST_TOKENS = (
 # Accept length of the last RECENT steps over the best of these means that counts as fallen; what a step leaves of the best.
 # That of a single step varies by a tenth where its answers are few.
 FALLEN, MEMORY, RECENT = 0.9, 0.99, 8
-FAILURES = 2  # RL steps in a row in which idle work raised, after which there is no more
+# RL steps in a row in which the idle work of a group raised, after which it is left out; the same of all work, after which
+# there is no more.
+FAILURES = 2
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,9 @@ class IdleTraining:
         self.budget = Budget()
         self.copies: dict[int, Copy] = {}
         self.policies: dict[int, Any] = {}
-        self.is_broken, self.failures = False, 0
+        self.broken: set[int] = set()  # groups whose work raised in this step
+        self.broke: dict[int, int] = {}  # group -> steps in a row in which it did
+        self.failures = 0  # steps in a row in which a group's did, and none trained
         self.pays_off = self.is_stopped = False
 
     def beside_rollout(self) -> dict[str, Any]:
@@ -136,7 +141,7 @@ class IdleTraining:
 
         What its micro-steps need is compiled here, and nowhere else.
         """
-        self.copies, self.is_broken = {}, False
+        self.copies, self.broken = {}, set()
         if not self.is_active:
             return
         self.resize(self.seconds * (request.rollouts_left + 1))
@@ -183,7 +188,7 @@ class IdleTraining:
     def dispatch(self, group: int) -> bool:
         """The next micro-step of a group, or an evaluation on held-out windows."""
         copy, piece = self.copies.get(group), self.piece(group, self.tokens)
-        if copy is None or self.is_broken or self.programs.price(piece):
+        if copy is None or self.is_left_out(group) or self.programs.price(piece):
             return False
         evaluates = copy.pieces % EVALUATE_EVERY == 0
         replay, batch = self.replays[group], None
@@ -202,12 +207,16 @@ class IdleTraining:
         copy.pieces, copy.draws = copy.pieces + 1, copy.draws + 1
         return True
 
+    def is_left_out(self, group: int) -> bool:
+        """Whether a group does no work: in this step, or any more."""
+        return group in self.broken or self.broke.get(group, 0) >= FAILURES
+
     def is_ready(self, group: int) -> bool:
         """Whether the group's piece is done."""
         return self.copies[group].metrics["loss"].is_ready()
 
-    def done(self, group: int, seconds: float) -> None:
-        """The piece is done, and took so long."""
+    def done(self, group: int, least: float, most: float) -> None:
+        """The piece is done, and took between so many seconds."""
         copy = self.copies[group]
         metrics, copy.metrics = jax.device_get(copy.metrics), None
         if not np.isfinite(metrics["loss"]):
@@ -219,30 +228,26 @@ class IdleTraining:
             copy.after = copy.depths[0]
             copy.before = copy.after if copy.before is None else copy.before
         if not self.programs.is_first_run(copy.piece):
-            self.wanted = self.sized(self.tokens, seconds)
+            self.wanted = self.sized(self.tokens, least, most)
 
-    def sized(self, tokens: int, seconds: float) -> int:
-        """Tokens of the next micro-steps, when one of so many took these seconds: it is to stay below the bound.
+    def sized(self, tokens: int, least: float, most: float) -> int:
+        """Tokens of the next micro-steps, when one of so many took between these seconds: it is to stay below the bound.
 
         A size is a program: it changes only by powers of two, upwards only where less than a quarter
-        of the bound is used.
+        of the bound is used. Where the host did not look for long nothing is known, and nothing changes.
         """
-        while seconds > self.bound and tokens > LEAST_TOKENS:
-            tokens, seconds = tokens // 2, seconds / 2
-        while seconds < self.bound / 4 and tokens < MOST_TOKENS:
-            tokens, seconds = tokens * 2, seconds * 2
+        while least > self.bound and tokens > LEAST_TOKENS:
+            tokens, least, most = tokens // 2, least / 2, most / 2
+        while most < self.bound / 4 and tokens < MOST_TOKENS:
+            tokens, most = tokens * 2, most * 2
         return tokens
 
     def failed(self, group: int, error: Exception) -> None:
-        """A piece raised: this step's training is lost, and the last good drafter stays."""
-        if not self.is_broken:
-            log.warning(
-                "idle training of group %d failed in this step: %s: %s",
-                group,
-                type(error).__name__,
-                error,
-            )
-        self.is_broken = True
+        """A piece raised: what this group learned in this step is lost, that of the others counts."""
+        level = logging.DEBUG if self.broken else logging.WARNING  # one line a step
+        kind = type(error).__name__
+        log.log(level, "idle training of group %d failed in this step: %s: %s", group, kind, error)
+        self.broken.add(group)
 
     def keep_alive(self, accept_length: float) -> None:
         """Every group makes the micro-steps that it has to after a rollout that drafted with this accept length.
@@ -263,9 +268,26 @@ class IdleTraining:
                 while copy.steps < least and self.dispatch(group):
                     began = time.perf_counter()
                     jax.block_until_ready(copy.metrics["loss"])
-                    self.done(group, time.perf_counter() - began)
+                    self.done(group, *2 * [time.perf_counter() - began])
             except Exception as error:  # idle work never ends a run
                 self.failed(group, error)
+
+    def leave_out(self) -> None:
+        """Of a group that failed in this step nothing counts: its copy is as one that was not trained.
+
+        Its arrays may be those of a program that failed, or be gone.
+        """
+        for group in list(self.copies):
+            if group not in self.broken:
+                if not self.is_left_out(group):
+                    self.broke[group] = 0
+            else:
+                self.broke[group] = self.broke.get(group, 0) + 1
+                blank = jax.tree.map(
+                    lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+                    merge.abstract_copy(self.recipe, self.groups[group]),
+                )
+                self.copies[group] = Copy(blank)
 
     def end(
         self,
@@ -287,6 +309,7 @@ class IdleTraining:
             log.info("the drafter is trained from here on")
             self.pays_off = True
         self.keep_alive(accept_length)
+        self.leave_out()
         copies, self.copies, self.policies = self.copies, {}, {}
         self.depths = []
         trained = [
@@ -294,8 +317,8 @@ class IdleTraining:
             for group, one in copies.items()
         ]
         replays = [replay.metrics() for replay in self.replays.values()] if copies else []
-        report = reports.exchanged(self.job, trained, self.is_broken, replays)
-        if report.is_broken:
+        report = reports.exchanged(self.job, trained, len(self.broken), replays)
+        if report.is_failed:
             self.failures += 1
             if self.failures >= FAILURES and not self.is_stopped:
                 self.is_stopped = True
@@ -304,6 +327,8 @@ class IdleTraining:
                     self.failures,
                 )
             return state, report.training | {"drafter/failures": float(self.failures)}
+        if out := [group for group in sorted(self.broken) if self.broke[group] == FAILURES]:
+            log.warning("data groups %s are left out of idle training from here on", out)
         self.failures, self.depths = 0, report.depths
         self.known_depths = report.depths or self.known_depths
         if report.seen:

@@ -29,11 +29,16 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Of all data groups, in their order; whether training failed in one; the metrics of their replays."""
+    """Of all data groups, in their order; how many of them failed; the metrics of their replays."""
 
     trained: list[Trained]
-    is_broken: bool
+    broken: int
     replays: list[dict[str, float]]
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether groups failed, and no other trained."""
+        return self.broken > 0 and not sum(self.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -71,20 +76,22 @@ class Report:
                 found[f"drafter/acceptance_{name}"] = float(np.mean(values))
         if sum(self.tokens):
             found["drafter/merge_weight_max"] = max(self.tokens) / sum(self.tokens)
+        if self.broken:
+            found["drafter/failed_groups"] = float(self.broken)
         return found
 
 
 def exchanged(
     job: Job,
     trained: Sequence[Trained],
-    is_broken: bool,
+    broken: int,
     replays: Sequence[Mapping[str, float]],
 ) -> Report:
     """The report of all processes, of which each tells its own; all call it."""
-    told = json.dumps((trained, is_broken, replays)).encode()
+    told = json.dumps((trained, broken, replays)).encode()
     parts = [json.loads(part) for part in job.gather(told)]
     return Report(
         sorted(Trained(*one) for every, *_ in parts for one in every),
-        any(broken for _, broken, _ in parts),
+        sum(broken for _, broken, _ in parts),
         [one for *_, many in parts for one in many],
     )

@@ -349,6 +349,11 @@ NAMES = tuple(
             "scalar",
             "steps in a row in which idle training failed, and the drafter stayed as it was",
         ),
+        (
+            "drafter/failed_groups",
+            "scalar",
+            "data groups whose idle training failed in the step and counts for nothing, while that of others does",
+        ),
         # pictures and texts
         (
             "rollout/timeline",

@@ -51,8 +51,8 @@ class IdleWork(Protocol):
     def is_ready(self, group: int) -> bool:
         """Whether the piece that was dispatched last is done."""
 
-    def done(self, group: int, seconds: float) -> None:
-        """It is done, and took so long."""
+    def done(self, group: int, least: float, most: float) -> None:
+        """It is done, and took between so many seconds: until it was seen at work last, and until it was seen done."""
 
     def failed(self, group: int, error: Exception) -> None:
         """One of the above raised this."""
@@ -80,7 +80,8 @@ class IdleDriver:
         self.is_over = is_over or rollout.is_done
         self.state: Coordinator = coordinator.begin(step, groups, least_seconds)
         self.is_shared = groups > len(rollout.states)  # others want to know what is expected here
-        self.running: dict[int, tuple[int, float]] = {}  # group -> number and start of its piece
+        # group -> number and start of its piece, and when it was seen at work last
+        self.running: dict[int, tuple[int, float, float]] = {}
         self.pieces = dict.fromkeys(rollout.states, 0)
         self.used = dict.fromkeys(rollout.states, 0.0)
         self.asked, self.over_at, self.delay = -math.inf, math.nan, 0.0
@@ -130,11 +131,15 @@ class IdleDriver:
 
     def retire(self, group: int, now: float) -> list[Event]:
         """The piece that runs, if it is done."""
-        if group not in self.running or not self.work.is_ready(group):
+        if group not in self.running:
             return []
-        number, start = self.running.pop(group)
+        number, start, seen = self.running[group]
+        if not self.work.is_ready(group):
+            self.running[group] = number, start, now
+            return []
+        del self.running[group]
         self.used[group] += now - start
-        self.work.done(group, now - start)
+        self.work.done(group, seen - start, now - start)
         if not math.isnan(self.over_at):
             self.delay = max(self.delay, now - self.over_at)
         return [Retired(number, self.work.kind)]
@@ -146,7 +151,8 @@ class IdleDriver:
             return []
         number = self.rollout.states[group].dispatched + self.pieces[group]
         self.pieces[group] += 1
-        self.running[group] = number, self.rollout.clock.now()
+        now = self.rollout.clock.now()
+        self.running[group] = number, now, now
         return [Dispatched(number, self.work.kind, 0, 0)]
 
     def end(self) -> None:
