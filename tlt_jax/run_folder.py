@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import logging
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from tlt_jax import atomic
-from tlt_jax.config import Config, load as configuration
+from tlt_jax.config import Config, changes, load as configuration
+from tlt_jax.config.changes import Change
 from tlt_jax.config.schema import LOG, TENSORBOARD
+from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 
+LOCK, CHANGES = "lock", "changes.jsonl"
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
 # Folders that a run writes.
 PARTS = (
@@ -27,20 +36,60 @@ PARTS = (
 )
 DRAFTER = "drafter"  # the folder of what is trained for drafting
 
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def entered(config: Config, job: Job | None = None) -> Iterator[None]:
+    """Context in which this job alone writes in the run folder, with its resolved configuration there, for all processes."""
+    job = job or Job()
+    with locked(config.run) if job.is_first else nullcontext():
+        if job.is_first:
+            enter(config)
+        job.decided(True)  # the others see it
+        yield
+
+
+@contextmanager
+def locked(run: str) -> Iterator[None]:
+    """Context in which no other process enters the folder. Raises ConfigError, with who did, when one has.
+
+    The lock is the open file's: it is gone with the process, however that ends. A file system without locks is
+    used without one, which is said.
+    """
+    path = Path(run) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(run, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"{run} is in use by {file.read().strip() or 'another process'}: wait for it, end it, or use another run folder"
+            ) from error
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): start no second run in it", run, error.strerror)
+        file.truncate(0)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
+        file.flush()
+        yield
+
 
 def enter(config: Config) -> None:
     """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's.
 
     A run that stopped before its first step lost nothing: its configuration may be corrected in place.
+    What a run is told to change (`override`) is noted, with the step from which it goes on.
     """
     path = Path(config.run) / RESOLVED
+    found, step = [], newest(config)
     if path.exists() and has_begun(config):
-        different = configuration.differences(config, read(config.run))
-        if different:
-            raise ConfigError(
-                f"{config.run} holds a run with other values of {', '.join(different)}: use those of {path}, or "
-                "another run folder"
-            )
+        found = changes.allowed(config, read(config.run), config.run, str(path), step)
     atomic.remove_left(path.parent, *(one for one in path.parent.glob("*") if one.is_dir()))
     for name in PARTS:
         part = Path(config.run) / name
@@ -49,16 +98,49 @@ def enter(config: Config) -> None:
             raise ConfigError(f"{part} {kind}: move it away, or use another run folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, configuration.to_yaml(config))
+        if found:
+            note(config, step, found)
+        atomic.write_text(path, configuration.to_yaml(replace(config, override=False)))
     except OSError as error:
-        raise ConfigError(
-            f"run {config.run!r} cannot be written ({error.strerror}): set another run folder"
-        ) from error
+        raise unwritable(config.run, error) from error
+
+
+def unwritable(run: str, error: OSError) -> ConfigError:
+    """The error of a folder that cannot be written."""
+    return ConfigError(f"run {run!r} cannot be written ({error.strerror}): set another run folder")
+
+
+def note(config: Config, step: int, found: Sequence[Change]) -> None:
+    """Adds a line of what the run goes on with from a step: {name: [old, new]}."""
+    path = Path(config.run) / CHANGES
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    line = {
+        "step": step,
+        "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "changes": {name: [old, new] for name, old, new in found},
+    }
+    atomic.write_text(path, f"{before}{json.dumps(line)}\n")
+    for one in found:
+        log.warning("from step %d on: %s", step, one)
+
+
+def changed(config: Config) -> set[str]:
+    """The knobs that the run was told to change so far."""
+    path = Path(config.run) / CHANGES
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {name for line in lines for name in json.loads(line)["changes"]}
+
+
+def newest(config: Config) -> int:
+    """The step of the newest checkpoint, by its name; 0 without one."""
+    steps = Path(config.run).glob("checkpoints/[0-9]*")
+    return max((int(path.name) for path in steps if path.name.isdigit()), default=0)
 
 
 def identity(config: Config, data: str) -> dict[str, str]:
     """What all checkpoints of a run have in common; `data` is the digest of its rows."""
-    knobs = {name: str(value) for name, value in configuration.identity(config).items()}
+    own, told = changes.identity(config), changed(config)
+    knobs = {name: str(value) for name, value in own.items() if name not in told}
     return knobs | {"the digest of its rows": data}
 
 

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_jax.config import Config, load as configuration, parse as parsing, validate
+from tlt_jax.config import Config, changes, parse as parsing, validate
 from tlt_jax.config.load import (
     SHIPPED,
-    differences,
     load,
     parse,
     read,
@@ -195,7 +194,7 @@ def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, 
     )  # as up to 9d11fee
     assert "\nwarmup:\n" in path.read_text() and read_resolved(path) == got
     changed = read_resolved(path, ["--drafter_training.steps", "8"])
-    assert differences(got, changed) == ["drafter_training.steps"]
+    assert differing(got, changed) == ["drafter_training.steps"]
     with pytest.raises(ConfigError, match="warmup.steps has a new name"):
         read_resolved(path, ["--warmup.steps", "8"])
     path.write_text(path.read_text() + "pilot: {pace: 3}\n")
@@ -391,6 +390,11 @@ def test_every_configuration_that_comes_with_the_project_is_valid(path):
     assert read(path).run.startswith("runs/")
 
 
+def differing(ours, theirs) -> list[str]:
+    """The knobs that may not change by themselves when a run goes on."""
+    return [one.name for one in changes.changes(ours, theirs)]
+
+
 def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write):
     ours = parse(write())
     theirs = parse(
@@ -406,10 +410,21 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
             "1",
         ]
     )
-    assert differences(ours, theirs) == ["rollout.samples", "train.seed"]
-    assert all(
-        any(name.startswith(free) for name in parsing.knobs(Config)) for free in configuration.FREE
-    )
+    assert differing(ours, theirs) == ["rollout.samples", "train.seed"]
+    names = list(parsing.knobs(Config))
+    for kind in (changes.FREE, changes.OVERRIDABLE):
+        assert all(any(name.startswith(one) for name in names) for one in kind)
+    assert not [
+        name
+        for name in names
+        if name.startswith(changes.FREE) and name.startswith(changes.OVERRIDABLE)
+    ]
+
+
+def test_a_flag_of_true_or_false_needs_no_value(write):
+    assert parse([*write(), "--override"]).override
+    assert parse([*write(), "--override", "--train.seed", "1"]).override
+    assert not parse([*write(), "--override", "false"]).override and not parse(write()).override
 
 
 @pytest.mark.parametrize(

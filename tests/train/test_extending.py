@@ -20,7 +20,7 @@ from training_runs import events
 
 import tlt_jax
 from tlt_jax import cli
-from tlt_jax.config import Config, load as configuration
+from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.rewards import Scorer
 from tlt_jax.train import loop, policy_update
@@ -153,7 +153,7 @@ def test_the_loss_of_the_page_has_the_gradient_worked_by_hand_and_trains():
     assert {"actor/pg_loss", "actor/ratio_max"} <= set(events(config))
     assert not any("pg_clipfrac" in name for name in events(config))
     ppo = configuration.parse([*command("loss"), "--algorithm.loss", "ppo"])
-    assert configuration.differences(config, ppo) == ["algorithm.loss"]
+    assert [one.name for one in changes.changes(config, ppo)] == ["algorithm.loss"]
 
 
 def test_the_tuner_of_the_page_is_faster_in_its_world_and_chooses_in_a_run(capsys):

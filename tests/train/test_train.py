@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,17 +114,110 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
     assert loop.train(moved) == cli.DONE
     assert configuration.read(Path(whole.run) / "config.yaml") == moved
     other = replace(
-        whole, optim=replace(whole.optim, learning_rate=0.5), eval=replace(whole.eval, samples=4)
+        whole, optim=replace(whole.optim, learning_rate=0.5), train=replace(whole.train, seed=1)
     )
-    other = replace(other, checkpoint=replace(other.checkpoint, best_metric=""))
     with pytest.raises(ConfigError) as refused:
         loop.train(other)
     text = str(refused.value)
-    assert (
-        "other values of optim.learning_rate, eval.samples, checkpoint.best_metric:" in text
-        and "\n" not in text
-    )
+    assert "other values of train.seed (0 there, 1 here): use those of" in text and "\n" not in text
     assert loop.train(whole) == cli.DONE
+
+
+def extended(config: Config, run: Path, steps: int, **optim) -> Config:
+    """A copy of a finished run that is to have so many steps."""
+    shutil.copytree(config.run, run)
+    train, optim = replace(config.train, steps=steps), replace(config.optim, **optim)
+    return replace(config, run=str(run), train=train, optim=optim)
+
+
+def test_a_finished_run_is_made_longer_and_ends_as_one_that_was_so_from_the_start(whole, tmp_path):
+    longer = extended(whole, tmp_path / "longer", 6)
+    longer = replace(
+        longer,
+        eval=replace(longer.eval, samples=1),
+        checkpoint=replace(longer.checkpoint, best_metric=""),
+    )
+    assert loop.train(longer) == cli.DONE
+    start = replace(whole, run=str(tmp_path / "start"), train=replace(whole.train, steps=6))
+    assert loop.train(start) == cli.DONE
+    assert_equal(state_of(longer, 6), state_of(start, 6))
+    assert completions(longer) == completions(start) and len(completions(start)) == 6
+    assert configuration.read(tmp_path / "longer" / "config.yaml") == longer
+    assert not (tmp_path / "longer" / "changes.jsonl").exists(), "nothing that needs a note"
+
+
+def test_a_schedule_over_the_steps_says_so_when_there_are_more(whole, tmp_path, configure):
+    config = replace(whole, optim=replace(whole.optim, schedule="cosine"))
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    config = replace(config, run=str(tmp_path / "run"))
+    run_folder.enter(config)
+    longer = replace(config, train=replace(config.train, steps=8))
+    with pytest.raises(
+        ConfigError,
+        match=r"train.steps .4 there, 8 here. .optim.schedule cosine takes the learning rate of every step from it.: "
+        "use those of .*, or --override to go on with these from step 3",
+    ):
+        run_folder.enter(longer)
+    run_folder.enter(replace(longer, override=True))
+    assert not configuration.read(tmp_path / "run" / "config.yaml").override, (
+        "it is told anew each time"
+    )
+    run_folder.enter(longer)
+
+
+def test_what_changes_updates_goes_on_with_override_and_is_noted_with_its_step(whole, tmp_path):
+    changed = extended(whole, tmp_path / "run", 5, learning_rate=0.02)
+    with pytest.raises(
+        ConfigError,
+        match=r"optim.learning_rate .0.01 there, 0.02 here.: use .* --override .* step 4",
+    ):
+        loop.train(changed)
+    assert loop.train(replace(changed, override=True)) == cli.DONE
+    assert saved_steps(changed)[-1] == 5
+    (note,) = map(json.loads, (tmp_path / "run" / "changes.jsonl").read_text().splitlines())
+    assert (note["step"], note["changes"]) == (4, {"optim.learning_rate": [0.01, 0.02]})
+    assert loop.train(changed) == cli.DONE, "it is this run's value now"
+    seed = replace(changed, train=replace(changed.train, seed=7), override=True)
+    with pytest.raises(
+        ConfigError, match="other values of train.seed .0 there, 7 here.: use those"
+    ):
+        loop.train(seed)
+    kl = replace(changed, algorithm=replace(changed.algorithm, kl_coef=0.1), override=True)
+    with pytest.raises(ConfigError, match="other values of algorithm.kl_coef .0.0 there, 0.1 here"):
+        loop.train(kl)
+
+
+HOLDER = """
+import sys, time
+from tlt_jax import run_folder
+with run_folder.locked(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_by_name_and_a_kill_frees_it(whole, tmp_path):
+    config = extended(whole, tmp_path / "run", 4)
+    command = [sys.executable, "-c", HOLDER, config.run]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    before = files_of(Path(config.run))
+    who = rf"is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d: wait for it"
+    with pytest.raises(ConfigError, match=who):
+        loop.train(config)
+    assert files_of(Path(config.run)) == before
+    holder.kill()
+    holder.wait()
+    assert loop.train(config) == cli.DONE
+
+
+def test_a_file_system_without_locks_is_used_and_said(tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", fails)
+    with run_folder.locked(str(tmp_path / "run")):
+        assert "cannot be locked (No locks available): start no second run in it" in caplog.text
 
 
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
@@ -617,7 +711,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {
         name: path.read_bytes()
         for name, path in found.items()
-        if name not in ("log.txt", "config.yaml")
+        if name not in ("log.txt", "config.yaml", "lock")
     }
 
 
@@ -710,7 +804,9 @@ def test_the_folder_of_an_older_version_goes_on_or_is_named(configure, tmp_path)
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
     ours = configuration.to_yaml(config)
     path.write_text(ours.replace("\ndrafter_training:\n", "\nwarmup:\n"))  # as up to 9d11fee
-    with pytest.raises(ConfigError, match="a run with other values of drafter_training.steps: use"):
+    with pytest.raises(
+        ConfigError, match=r"other values of drafter_training.steps .1000 there, 7 here.: use"
+    ):
         run_folder.enter(configure(tmp_path / "run", {"drafter_training.steps": 7}))
     run_folder.enter(config)
     assert path.read_text() == ours

@@ -16,12 +16,6 @@ from tlt_jax.config.validate import validate
 from tlt_jax.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[1] / "configs"
-# Knobs that may differ when a run goes on: they change where and how fast it computes, not what it learns.
-FREE = ("run", "mesh.", "log.", "profile.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
-        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "speculation.", "sft.cache",
-        "reward.workers", "reward.memory_mib", "reward.environment",
-        "checkpoint.every", "checkpoint.keep", "checkpoint.export", "checkpoint.resume", "idle_training.",
-        "processes.")  # fmt: skip
 
 
 def load(
@@ -146,15 +140,3 @@ def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that `load` reads back."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def differences(ours: Config, theirs: Config) -> list[str]:
-    """Dotted names of the knobs that differ and may not when a run goes on."""
-    mine, other = identity(ours), identity(theirs)
-    return [name for name in mine if mine[name] != other[name]]
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """The values of the knobs that may not differ when a run goes on, by dotted name."""
-    values = parsing.flatten(config)
-    return {name: value for name, value in values.items() if not name.startswith(FREE)}

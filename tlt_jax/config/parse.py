@@ -169,14 +169,17 @@ def yaml_problem(error: Exception) -> str:
 
 
 def read_overrides(cls, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """(dotted name, text) of each `--name value` or `--name=value`."""
+    """(dotted name, text) of each `--name value` or `--name=value`; `--name` alone is true where that is a value."""
     pairs, waiting, names = [], list(arguments), knobs(cls)
     while waiting:
         word = waiting.pop(0)
         if not word.startswith("--") or word == "--":
             raise ConfigError(f"unexpected argument {word!r}: write --section.knob value")
         name, has_value, text = word[2:].partition("=")
-        if not has_value:
+        is_flag = name in names and names[name].kind is bool
+        if not has_value and is_flag and (not waiting or waiting[0].startswith("--")):
+            text = "true"
+        elif not has_value:
             if (
                 not waiting
                 or waiting[0].startswith("--")

@@ -516,6 +516,10 @@ class Config:
     run: str = knob(
         "runs/default", "folder of the run: checkpoints, TensorBoard, completions, resolved config"
     )
+    override: bool = knob(
+        False,
+        "--override: a run goes on with other values of optim.*, algorithm.* and the like; <run>/changes.jsonl notes it",
+    )
     model: Model = section(Model)
     mesh: Mesh = section(Mesh)
     data: Data = section(Data)

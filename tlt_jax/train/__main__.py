@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from tlt_jax import cli, run_folder
+from tlt_jax import cli
 from tlt_jax.config import load as configuration
 
 
@@ -18,7 +18,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings, is_one_of_many=True):
-        from tlt_jax.distributed import watch  # imports JAX: not before the process is prepared
+        # These import JAX: not before the process is prepared.
+        from tlt_jax import run_folder
+        from tlt_jax.distributed import watch
         from tlt_jax.train import loop
 
         with watch.joined(settings, partial(run_folder.record_failure, settings)) as watching:

@@ -61,10 +61,12 @@ def train(config: Config) -> int:
     )
     if dataset:
         print(dataset.describe(), flush=True)
-    run_folder.enter(config)
-    identity = run_folder.identity(config, dataset.digest() if dataset else "")
+    digest = dataset.digest() if dataset else ""
     with (
-        Store(config.run, config.checkpoint.keep, identity=identity) as store,
+        run_folder.entered(config),
+        Store(
+            config.run, config.checkpoint.keep, identity=run_folder.identity(config, digest)
+        ) as store,
         Preemption() as preempted,
     ):
         resumed = store.latest()

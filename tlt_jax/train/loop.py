@@ -88,11 +88,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     trainer = make_trainer(config, engine) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
-    if job.is_first:
-        run_folder.enter(config)
-    job.decided(True)  # the others see it
-    watching.alive("resume")
     with (
+        run_folder.entered(config, job),
         Store(
             config.run,
             config.checkpoint.keep,
@@ -103,6 +100,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
         Preemption() as preempted,
         Scorer(config) as scorer,
     ):
+        watching.alive("resume")
 
         def interrupted() -> bool:
             watching.alive()

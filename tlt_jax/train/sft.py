@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import cli
+from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
@@ -161,7 +161,7 @@ def main() -> int:
         model = from_config.model_config(config, tokenizer)
         validate.validate_model(config, model, jax.device_count())
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        with Writer(config, config.sft.steps, None) as writer:
+        with run_folder.locked(config.run), Writer(config, config.sft.steps, None) as writer:
             params = warm_start(config, model, mesh, dataset, writer, lambda: False)
         hf.save(params, model, Path(out), mesh, tokenizer, config.model.param_dtype)
     return 0
