@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +142,12 @@ def identity(config: Config, data: str) -> dict[str, str]:
     own, told = changes.identity(config), changed(config)
     knobs = {name: str(value) for name, value in own.items() if name not in told}
     return knobs | {"the digest of its rows": data}
+
+
+def start_of(identity: Mapping[str, str]) -> dict[str, str]:
+    """The part of a run's identity that its start policy is made from."""
+    parts = ("model.", "data.", "sft.", "train.seed", "the digest")
+    return {name: value for name, value in identity.items() if name.startswith(parts)}
 
 
 def read(run: str | Path, arguments: Sequence[str] = ()) -> Config:

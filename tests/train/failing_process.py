@@ -1,6 +1,6 @@
 """`python -m tlt_jax.train`, but process FAILS_AS raises where phase FAILS_IN begins for the FAILS_NTHth time.
 
-FAILS_IN damage: what it reads of the checkpoint of step FAILS_NTH is damaged.
+FAILS_IN damage: what it reads of the checkpoint of step FAILS_NTH is damaged. FAILS_IN slow rename: it renames slowly.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def break_down(phase: str, nth: int) -> None:
     Watch.alive, evaluation.submit = watched, submitted
     if phase == "start":
         datasets.load = lambda *_: fail()
+    if phase == "slow rename":
+        rename = Path.rename
+        Path.rename = lambda path, to: (time.sleep(3), rename(path, to))[1]
     if phase == "damage":
         reading.read = partial(damaged, reading.read, nth)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -184,3 +185,24 @@ def test_a_signal_while_another_process_waits_for_scores_loses_no_score(whole, t
     assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in said(config, 0)
     assert ended(started(config, 2)) == [cli.DONE] * 2
     assert completions(config) == completions(whole)
+
+
+def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path):
+    """The first takes long to rename it, and one of an earlier attempt is there."""
+    knobs = {
+        "mesh.data": 2,
+        "mesh.fake_devices": 2,
+        "algorithm.kl_coef": 0.1,
+        "sft.steps": 1,
+        "sft.solution_column": "prompt",
+        "train.steps": 1,
+        "eval.every": 0,
+    }
+    config = configure(tmp_path / "run", knobs)
+    slow = {"FAILS_AS": "0", "FAILS_IN": "slow rename", "FAILS_NTH": "1", "FAILS_MARK": ""}
+    (tmp_path / "run" / "reference").mkdir(parents=True)
+    (tmp_path / "run" / "reference" / "config.json").write_text("{}")
+    assert ended(started(config, 2, **slow)) == [cli.DONE] * 2, [said(config, i) for i in range(2)]
+    kept = json.loads((tmp_path / "run" / "reference" / "made_from.json").read_text())
+    assert kept["source"]["train.seed"] == "0" and kept["leaves"]
+    assert json.loads((tmp_path / "run" / "reference" / "config.json").read_text())["hidden_size"]

@@ -583,6 +583,25 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
     assert_equal(state_of(resumed), state_of(config))
     assert written == ["reference"]
 
+    again = stopped_after(2, config, tmp_path / "again")
+    place = tmp_path / "again" / "reference"
+    made_from, weights = place / "made_from.json", place / "model.safetensors"
+    kept = made_from.read_text()
+    made_from.write_text(kept.replace('"train.seed": "0"', '"train.seed": "5"'))
+    with pytest.raises(
+        CheckpointError, match="reference was made with train.seed 5, this run has 0"
+    ):
+        loop.train(again)
+    made_from.write_text(kept)
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 0x40
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="reference is corrupt .* changed on disk"):
+        loop.train(again)
+    shutil.rmtree(place)
+    with pytest.raises(CheckpointError, match="reference is missing: the KL term needs the start"):
+        loop.train(again)
+
 
 def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     configure, tmp_path, monkeypatch

@@ -147,7 +147,13 @@ def train(config: Config, watching: Watch | None = None) -> int:
                 engine.use_learned(state.drafter is not None)
 
             reference = minibatches.kl_reference(
-                config, state.policy.params, model, mesh, is_new=resumed is None
+                config,
+                state.policy.params,
+                model,
+                mesh,
+                is_new=resumed is None,
+                source=run_folder.start_of(store.identity),
+                job=job,
             )
             programs = policy_update.programs(recipe)
             health = Health(config)

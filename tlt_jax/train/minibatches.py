@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tlt_jax import run_folder
+from tlt_jax import atomic, run_folder
+from tlt_jax.checkpoint.index import leaf_index
 from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.data.packing import Example
+from tlt_jax.distributed.job import Job
+from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rewards import Score
@@ -24,6 +29,8 @@ from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
+
+MADE_FROM = "made_from.json"  # beside the weights of the reference
 
 
 class Learned(NamedTuple):
@@ -39,20 +46,58 @@ class Learned(NamedTuple):
 
 
 def kl_reference(
-    config: Config, params: Params, model: ModelConfig, mesh: Mesh, is_new: bool
+    config: Config,
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    is_new: bool,
+    source: Mapping[str, str] | None = None,
+    job: Job | None = None,
 ) -> Params | None:
     """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
 
-    Saved once in the run folder, and read from there, so that it never shares buffers with the
-    policy, which every update donates.
+    Saved once in the run folder, and read from there by all processes, so that it never shares buffers
+    with the policy, which every update donates. `source`: what it is made from, by name; kept with the
+    checksums of what was saved. Raises CheckpointError when a run that goes on finds none, or another one.
     """
     if not config.algorithm.kl_coef:
         return None
 
     directory, dtype = run_folder.reference(config), config.model.param_dtype
+    job, source = job or Job(), dict(source or {})
     if is_new:
         hf.save_whole(params, model, directory, mesh, dtype=dtype)
-    return hf.load(directory, model, mesh, dtype)
+        job.decided(True)  # before it is renamed the others would read an earlier one, or none
+    elif not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is missing: the KL term needs the start policy, and only a new run has it: use another run folder"
+        )
+    reference = hf.load(directory, model, mesh, dtype)
+    kept = {"source": source, "leaves": leaf_index(reference)}
+    path = directory / MADE_FROM
+    if is_new and job.is_first:
+        atomic.write_text(path, json.dumps(kept, indent=1))
+    elif not is_new and path.exists():  # versions without it kept none
+        check_reference(path, kept)
+    return reference
+
+
+def check_reference(path: Path, ours: Mapping[str, Any]) -> None:
+    """Raises CheckpointError when the file says that the reference beside it was made from something else, or has changed."""
+    try:
+        theirs = json.loads(path.read_text())
+        source, leaves = theirs["source"], theirs["leaves"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another run folder") from error
+    for name, value in ours["source"].items():
+        if source.get(name, value) != value:
+            raise CheckpointError(
+                f"{path.parent} was made with {name} {source[name]}, this run has {value}: use another run folder"
+            )
+    if other := [name for name, leaf in ours["leaves"].items() if leaves.get(name) != leaf]:
+        raise CheckpointError(
+            f"{path.parent} is corrupt ({other[0]} changed on disk): the run cannot go on without its start policy"
+        )
 
 
 def update_policy(
