@@ -82,3 +82,10 @@ def decode(
         ):
             return answer, logprobs, "stop"
     return prefix[len(prompt) :], logprobs, "length"
+
+
+def expected_tokens(so_far: int, most: int, lengths: list[int]) -> float:
+    """What an answer of `so_far` tokens still gets: the mean of what the longer ones had left there."""
+    longer = np.asarray([length for length in lengths if length > so_far])
+    left = float(longer.mean() - so_far) if len(longer) else float(max(so_far, 1))
+    return min(left, most)

@@ -6,18 +6,14 @@ import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from tlt_jax.rollout import driver, remaining, simulated
+from tlt_jax.rollout import driver, simulated
 from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
 from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.simulated import in_world
-from tlt_jax.rollout.state import GroupState, Running
-from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import fixed, worlds
-from tlt_jax.tuner.interface import Measurement
 from tlt_jax.tuner.worlds import World
 
 PIECE = 0.013  # seconds
@@ -188,37 +184,3 @@ def test_a_group_without_work_stays_idle():
         group for _, group in work.dispatched
     }
     assert beside.used[first] == 0.0
-
-
-# How long a rollout will still take
-
-
-def test_expected_tokens_worked_by_hand():
-    lengths = [10, 20, 60, 100]
-    assert remaining.expected_tokens(20, 1000, lengths) == 60.0  # of 60 and 100: 40 and 80
-    assert remaining.expected_tokens(20, 30, lengths) == 30.0
-    assert remaining.expected_tokens(100, 1000, lengths) == 100.0  # none was longer
-    assert remaining.expected_tokens(0, 1000, []) == 1.0
-
-
-def test_expected_seconds_are_those_of_the_row_that_takes_longest():
-    asked = simulated.request([4], 8, 100, seed=0, capacity=4)
-
-    def measured(group, tokens, row_rounds, rounds, seconds):
-        hits = np.zeros((1, 1, 1))
-        return Measurement(group, 4, 2, 64, PLAIN, rounds, row_rounds, tokens, seconds, hits)
-
-    states = {
-        0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
-        1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
-    }
-    chunks = [
-        measured(0, 20, 20, 10, 9.0),
-        measured(0, 20, 20, 10, 1.0),
-        measured(1, 40, 20, 10, 4.0),
-    ]
-    # Group 0: 10 tokens a second of a row, 1: 2 tokens a round, 5 a second.
-    assert remaining.seconds(asked, states, chunks, [30]) == pytest.approx(
-        max(20 / 10, 10 / 5, 30 / 5)
-    )
-    assert remaining.seconds(asked, states, [], [30]) == 0.0

@@ -8,6 +8,7 @@ carries its RL step; those of another step are ignored.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -106,7 +107,7 @@ def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Com
     match message:
         case Finished(_, group):
             if state.modes[group] is Mode.BUSY:
-                state = with_mode(state, group, Mode.IDLE)
+                state = with_mode(state, {group}, Mode.IDLE)
             if any(mode is Mode.BUSY for mode in state.modes):
                 return state, []
             return over(state)
@@ -114,7 +115,7 @@ def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Com
             return (state, []) if seconds < state.least_seconds else started(state)
         case GaveUp(_, group):
             if state.modes[group] is Mode.TRAINING:
-                state = with_mode(state, group, Mode.IDLE)
+                state = with_mode(state, {group}, Mode.IDLE)
             return replace(state, gave_up=state.gave_up | {group}), []
         case Ended():
             return over(state)
@@ -126,20 +127,19 @@ def started(state: Coordinator) -> tuple[Coordinator, list[Command]]:
         return state, []
     idle = [group for group, mode in enumerate(state.modes) if mode is Mode.IDLE]
     ready = [group for group in idle if group not in state.gave_up]
-    for group in ready:
-        state = with_mode(state, group, Mode.TRAINING)
+    if ready:
+        state = with_mode(state, frozenset(ready), Mode.TRAINING)
     return state, [Start(state.step, group) for group in ready]
 
 
 def over(state: Coordinator) -> tuple[Coordinator, list[Command]]:
     """No group works any more, and none begins."""
     working = state.training
-    for group in working:
-        state = with_mode(state, group, Mode.IDLE)
-    return replace(state, is_over=True), [Stop(state.step, group) for group in working]
+    commands: list[Command] = [Stop(state.step, group) for group in working]
+    return replace(with_mode(state, frozenset(working), Mode.IDLE), is_over=True), commands
 
 
-def with_mode(state: Coordinator, group: int, mode: Mode) -> Coordinator:
-    """The state in which the group does this."""
-    modes = (mode if index == group else old for index, old in enumerate(state.modes))
+def with_mode(state: Coordinator, groups: Set[int], mode: Mode) -> Coordinator:
+    """The state in which the groups do this."""
+    modes = (mode if index in groups else old for index, old in enumerate(state.modes))
     return replace(state, modes=tuple(modes))

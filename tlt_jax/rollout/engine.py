@@ -24,7 +24,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, deterministic, driver, exchange, remaining
+from tlt_jax.rollout import bindings, deterministic, driver, exchange
 from tlt_jax.rollout.buckets import (
     FIRST_CACHE_BUCKET,
     batch_buckets,
@@ -51,6 +51,7 @@ from tlt_jax.rollout.programs import (
 )
 from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.remaining import Remaining
 from tlt_jax.rollout.request import RolloutRequest, check
 from tlt_jax.rollout.savings import Savings
 from tlt_jax.rollout.state import GroupContext, Harvester, Needs, Queue, no_context
@@ -326,12 +327,11 @@ class Engine:
     ) -> IdleDriver:
         """What gives the idle groups of a rollout this work."""
 
+        left, recorder = Remaining(rollout.contexts[0].request, self.lengths), rollout.recorder
+
         def expected() -> float:
-            recorder, now = rollout.recorder, rollout.clock.now()
-            ended = [len(one.tokens) for one in recorder.completions.values()]
-            request, measurements = rollout.contexts[0].request, recorder.measurements
-            lengths = ended + self.lengths
-            seconds = remaining.seconds(request, rollout.states, measurements, lengths)
+            now = rollout.clock.now()
+            seconds = left.seconds(rollout.states, recorder.measurements, recorder.lengths)
             ending.tell(seconds, now)
             return max(seconds, ending.others(now))
 

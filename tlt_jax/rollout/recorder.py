@@ -83,6 +83,7 @@ class RolloutRecorder:
     observe: Callable[[Measurement], None] = lambda measurement: None
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)  # tokens of answers, as they ended
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
@@ -208,6 +209,7 @@ class RolloutRecorder:
             FINISH[code],
         )
         self.completions[uid] = completion
+        self.lengths.append(len(completion.tokens))
         if self.on_finish:
             self.on_finish(completion)
 

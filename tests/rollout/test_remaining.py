@@ -1,0 +1,133 @@
+"""How long a rollout will still take: by hand, against the plain definition, and at the cost of a thousand groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import references
+from tlt_jax.rollout import coordinator, simulated
+from tlt_jax.rollout.coordinator import Ended, Expected, Finished, Mode, Start, Stop
+from tlt_jax.rollout.remaining import Lengths, Remaining
+from tlt_jax.rollout.state import GroupState, Running
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner.interface import Measurement
+
+GROUPS, ROWS, LIMIT = 1000, 64, 16384
+
+
+def measured(group, tokens, row_rounds, rounds, seconds):
+    hits = np.zeros((1, 1, 1))
+    return Measurement(group, 4, 2, 64, PLAIN, rounds, row_rounds, tokens, seconds, hits)
+
+
+def expected_tokens(so_far, most, lengths):
+    return Lengths(lengths).expected_tokens(np.array([so_far]), np.array([most])).tolist()[0]
+
+
+def test_expected_tokens_worked_by_hand():
+    lengths = [10, 20, 60, 100]
+    assert expected_tokens(20, 1000, lengths) == 60.0  # of 60 and 100: 40 and 80
+    assert expected_tokens(20, 30, lengths) == 30.0
+    assert expected_tokens(100, 1000, lengths) == 100.0  # none was longer
+    assert expected_tokens(500, 1000, lengths) == 500.0
+    assert expected_tokens(0, 1000, []) == 1.0
+
+
+def test_lengths_that_come_one_by_one_give_what_the_plain_definition_gives_of_all():
+    rng = np.random.default_rng(0)
+    lengths = Lengths()
+    so_far, most = np.arange(301), rng.integers(0, 200, 301)
+    every: list[int] = []
+    for count in (1, 0, 7, 3, 100):
+        new = rng.integers(0, 250, count).tolist()
+        every += new
+        lengths.add(new)
+        plain = [references.expected_tokens(int(n), int(m), every) for n, m in zip(so_far, most, strict=True)]  # fmt: skip
+        assert lengths.expected_tokens(so_far, most).tolist() == plain
+
+
+def test_expected_seconds_are_those_of_the_row_that_takes_longest():
+    asked = simulated.request([4], 8, 100, seed=0, capacity=4)
+    states = {
+        0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
+        1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
+        2: GroupState(rows=(Running(3, 50, 104),)),  # of which nothing was measured
+    }
+    chunks = [
+        measured(0, 20, 20, 10, 9.0),
+        measured(0, 20, 20, 10, 1.0),
+        measured(1, 40, 20, 10, 4.0),
+    ]
+    # Group 0: 10 tokens a second of a row, 1: 2 tokens a round, 5 a second.
+    left = Remaining(asked, [30])
+    assert left.seconds(states, [], []) == 0.0
+    assert left.seconds(states, chunks[:1], []) == pytest.approx(20 / (10 / 9))
+    assert left.seconds(states, chunks, []) == pytest.approx(max(20 / 10, 10 / 5, 30 / 5))
+    assert left.seconds(states, chunks, [70]) == pytest.approx(max(40 / 10, 50 / 5))
+    states[1] = GroupState(rows=(None, Running(2, 5, 104)))
+    assert left.seconds(states, chunks, [70]) == pytest.approx(49 / 5)
+    assert left.seconds({0: GroupState(rows=(None,))}, chunks, [70]) == 0.0
+
+
+class Counted(list):
+    """A list whose elements that were read are counted."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        Counted.reads += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self):
+        Counted.reads += len(self)
+        return super().__iter__()
+
+
+class Row(Running):
+    """A row of which every look is counted."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        if name == "tokens":
+            Row.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_a_look_at_a_thousand_groups_reads_only_what_is_new():
+    """64,000 answers: those that were known, and rows that did not move, are not read again."""
+    asked = simulated.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
+    earlier = np.random.default_rng(0).integers(1, LIMIT, GROUPS * ROWS).tolist()
+    left = Remaining(asked, earlier)
+    rows = [tuple(Row(group * ROWS + row, 4 + row, 4 + LIMIT) for row in range(ROWS)) for group in range(GROUPS)]  # fmt: skip
+    states = {group: GroupState(rows=one) for group, one in enumerate(rows)}
+    chunks = Counted(measured(group, 40, 20, 10, 4.0) for group in range(GROUPS))
+    ended = Counted(earlier[: 32 * GROUPS])
+    first = left.seconds(states, chunks, ended)
+    assert first > 0 and Row.looks <= 2 * GROUPS * ROWS
+
+    Counted.reads = Row.looks = 0
+    assert left.seconds(states, chunks, ended) == first
+    assert Counted.reads == Row.looks == 0
+    ended.append(LIMIT)
+    chunks.append(measured(3, 80, 20, 10, 4.0))
+    states[3] = GroupState(rows=rows[3][1:])
+    left.seconds(states, chunks, ended)
+    assert Counted.reads == 2 and Row.looks <= 2 * ROWS
+
+
+def test_a_thousand_idle_groups_start_and_stop_in_one_pass_over_them(monkeypatch):
+    passes = []
+    plain = coordinator.with_mode
+    monkeypatch.setattr(coordinator, "with_mode", lambda *args: passes.append(args) or plain(*args))
+    state = coordinator.begin(0, GROUPS, 0.0)
+    for group in range(GROUPS - 1):
+        state, _ = coordinator.receive(state, Finished(0, group))
+    passes.clear()
+    state, commands = coordinator.receive(state, Expected(0, 1.0))
+    assert commands == [Start(0, group) for group in range(GROUPS - 1)]
+    assert state.modes == (Mode.TRAINING,) * (GROUPS - 1) + (Mode.BUSY,)
+    state, commands = coordinator.receive(state, Ended(0))
+    assert commands == [Stop(0, group) for group in range(GROUPS - 1)] and len(passes) == 2
