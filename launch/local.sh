@@ -11,6 +11,15 @@ if [[ $# -lt 1 || ! "$1" =~ ^[1-9][0-9]*$ ]]; then
 fi
 count="$1"
 shift
+
+# Before anything is started: a signal at any moment reaches what is there, and what is started next is not.
+pids=() asked=""
+send() { ((${#pids[@]})) && kill "-$1" "${pids[@]}" 2> /dev/null; }
+stop() { asked=1; send TERM; }
+trap stop TERM HUP
+trap 'trap "send KILL" INT; stop' INT # what a shell starts in the background does not hear SIGINT
+trap 'send KILL' EXIT
+
 here="$(cd "$(dirname "$0")/.." && pwd)"
 python="${PYTHON:-$here/.venv/bin/python}"
 [[ -x "$python" ]] || python=python3
@@ -19,8 +28,8 @@ cores=$(nproc)
 cards=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
 
-pids=()
 for ((index = 0; index < count; index++)); do
+  [[ -n "$asked" ]] && break
   set -- env "JAX_COORDINATOR_ADDRESS=localhost:$port" "JAX_NUM_PROCESSES=$count" "JAX_PROCESS_ID=$index"
   if ((cards >= count)); then
     first=$((cards / count * index))
@@ -36,13 +45,10 @@ for ((index = 0; index < count; index++)); do
   fi
   "$@" "${command[@]}" > >(sed -u "s/^/[$index] /") 2> >(sed -u "s/^/[$index] /" >&2) &
   pids+=($!)
+  [[ -n "$asked" ]] && send TERM # it came while this one was started
 done
 [[ -n "${DRY_RUN:-}" ]] && exit 0
-
-send() { kill "-$1" "${pids[@]}" 2> /dev/null; }
-trap 'send TERM' TERM
-trap 'trap "send KILL" INT; send TERM' INT # what a shell starts in the background does not hear SIGINT
-trap 'send KILL' EXIT
+((${#pids[@]})) || exit 75 # stopped before the first
 
 code=0 ended=""
 while true; do
@@ -53,16 +59,18 @@ done
 for index in "${!pids[@]}"; do
   [[ "${pids[$index]}" == "$ended" ]] && first="$index"
 done
-if ((code > 128)); then
+if [[ -n "$asked" ]] && ((code == 128 + 15)); then
+  code=75 # it was stopped before it could save, and had nothing to
+elif ((code > 128)); then
   echo "error: process $first was ended by signal $((code - 128)): the others end too; the same command goes on from the last checkpoint" >&2
 fi
 # The others end by themselves, saving what they can; one that does not is ended.
-for ((second = 0; second < ${GRACE_S:-60}; second++)); do
+for ((tenth = 0; tenth < 10 * ${GRACE_S:-60}; tenth++)); do
   running=0
   for pid in "${pids[@]}"; do
     kill -0 "$pid" 2> /dev/null && running=1
   done
   ((running)) || break
-  sleep 1
+  sleep 0.1
 done
 exit "$code"

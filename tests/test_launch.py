@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -74,6 +75,49 @@ def test_a_signal_to_the_local_launcher_reaches_all_processes_and_their_code_is_
             job.kill()
     assert sorted(lines) == ["[0] started\n", "[1] started\n"]
     assert job.returncode == 75 and sorted(rest.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def of_a_job(mark: str) -> list[str]:
+    """The processes that have a mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_at_any_moment_from_the_start_leaves_no_process(tmp_path, number):
+    """From before the launcher has read its first line until after all run; each process starts slowly."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/bash\n"
+        '[[ "$1" == -c ]] && { sleep 0.05; echo 4567; exit; }\n'
+        "trap 'exit 75' TERM\n"
+        "while true; do sleep 0.02; done\n"
+    )
+    python.chmod(0o755)
+    for turn, pause in enumerate([0.0, 0.002, 0.01, 0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3]):
+        mark = f"LAUNCH_TEST={os.getpid()}-{number}-{turn}"
+        job = subprocess.Popen(
+            [LAUNCH / "local.sh", "4", *ARGS],
+            env=os.environ | {"PYTHON": str(python), **dict([mark.split("=")])},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(pause)
+        job.send_signal(number)
+        try:
+            code = job.wait(60)
+        finally:
+            job.kill()
+        assert code in (75, -number), f"after {pause} s"
+        until = time.monotonic() + 30
+        while left := of_a_job(mark):
+            assert time.monotonic() < until, (pause, left)
+            time.sleep(0.01)
 
 
 def test_slurm_starts_a_step_of_the_command():
