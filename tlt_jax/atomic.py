@@ -38,8 +38,13 @@ def write_text(path: Path, text: str) -> None:
 
     Characters that UTF-8 cannot encode (lone surrogates) become backslash escapes.
     """
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    content = text.encode("utf-8", errors="backslashreplace")
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+    except OSError as error:
+        error.needed = len(content)  # bytes, for who says why it failed
+        raise
 
 
 def write_directory(directory: Path, write: Callable[[Path], None], is_owner: bool = True) -> None:

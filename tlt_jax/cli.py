@@ -44,7 +44,7 @@ def main() -> NoReturn:
 def prepared(config: Config, is_one_of_many: bool = False) -> Iterator[None]:
     """Context that prepares the process for JAX, before JAX is imported.
 
-    A UserError inside ends the process with a one-line message and exit code 2. So does a start as
+    A UserError inside ends the process with a one-line message and its exit code. So does a start as
     one of many processes, unless the command can be that.
     """
     try:
@@ -56,10 +56,10 @@ def prepared(config: Config, is_one_of_many: bool = False) -> Iterator[None]:
         stop(error)
 
 
-def stop(error: Exception) -> None:
-    """Prints the error and exits with code 2."""
+def stop(error: UserError) -> None:
+    """Prints the error and exits with its code."""
     print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(MISTAKE)
+    raise SystemExit(error.code)
 
 
 def take(arguments: list[str], name: str) -> str:

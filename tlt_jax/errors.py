@@ -5,12 +5,16 @@ Their messages are one line: what is wrong, the value, and what to change.
 
 from __future__ import annotations
 
+import errno
+
 # Exit codes: of any other error, of a UserError, and of a run that the same command goes on with (EX_TEMPFAIL).
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 
 
 class UserError(Exception):
-    """An error that the user can correct; a command prints it and exits with code MISTAKE."""
+    """An error that the user can correct; a command prints it and exits with its `code`."""
+
+    code = MISTAKE
 
 
 class ConfigError(UserError, ValueError):
@@ -37,5 +41,23 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose files are missing or changed."""
 
 
+class DiskFull(UserError, RuntimeError):
+    """A file system of the run is full; what was saved before is whole."""
+
+    code = FAILED
+
+
 class Interrupted(Exception):
     """The work was interrupted before its end, and its results are discarded."""
+
+
+FULL = ("No space left on device", "Disk quota exceeded")  # as libraries that have no errno say it
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is that of a full file system or quota."""
+    if error is None:
+        return False
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return any(text in str(error) for text in FULL) or is_disk_full(error.__cause__)

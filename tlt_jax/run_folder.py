@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.config.changes import Change
 from tlt_jax.config.schema import LOG, TENSORBOARD
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 
 LOCK, CHANGES = "lock", "changes.jsonl"
 RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
@@ -47,7 +48,15 @@ def entered(config: Config, job: Job | None = None) -> Iterator[None]:
         if job.is_first:
             enter(config)
         job.decided(True)  # the others see it
-        yield
+        try:
+            yield
+        except DiskFull:
+            raise
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            place = getattr(error, "filename", None) or config.run
+            raise full(Path(place), config, getattr(error, "needed", None)) from error
 
 
 @contextmanager
@@ -108,6 +117,21 @@ def enter(config: Config) -> None:
 def unwritable(run: str, error: OSError) -> ConfigError:
     """The error of a folder that cannot be written."""
     return ConfigError(f"run {run!r} cannot be written ({error.strerror}): set another run folder")
+
+
+def full(place: Path, config: Config, needed: int | None = None) -> DiskFull:
+    """The error of a full file system: where, how many of the needed bytes are missing, and from where the run goes on."""
+    folder = next((one for one in (place, *place.parents) if one.is_dir()), Path())
+    free = shutil.disk_usage(folder).free
+    missing = f"{free} bytes are free there"
+    if needed is not None:
+        missing = f"{needed} bytes are needed, {max(needed - free, 0)} of them are missing"
+        missing += "" if needed > free else " (a quota?)"
+    step = newest(config)
+    last = f"the last checkpoint, of step {step}, is whole" if step else "nothing was saved yet"
+    return DiskFull(
+        f"{folder} is full: {missing}; {last}: free the disk, and the same command goes on from there"
+    )
 
 
 def note(config: Config, step: int, found: Sequence[Change]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -206,3 +207,60 @@ def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path
     kept = json.loads((tmp_path / "run" / "reference" / "made_from.json").read_text())
     assert kept["source"]["train.seed"] == "0" and kept["leaves"]
     assert json.loads((tmp_path / "run" / "reference" / "config.json").read_text())["hidden_size"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB. Making one needs root: not run where that is not so."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "completions and events"])
+def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_last_step(
+    kind, configure, tmp_path, small_disk
+):
+    """Saves fill it, or another program does while a step is decoded; then it is freed, and the run goes on."""
+    every = 1 if kind == "checkpoints" else 2
+    config = configure(
+        tmp_path / "run", {"checkpoint.every": every, "checkpoint.keep": 99, "train.steps": 60}
+    )
+    config = replace(config, run=str(small_disk / "run"))
+    path, filler = tmp_path / "run.yaml", small_disk / "filler"
+    path.write_text(configuration.to_yaml(config))
+    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if kind != "checkpoints":
+        until = time.monotonic() + 120
+        while not (small_disk / "run/checkpoints/2").is_dir() and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    shown, _ = process.communicate(timeout=180)
+    assert process.returncode == cli.DIVERGED, shown
+    assert "Traceback" not in shown and shown.count("error: ") == 1, shown
+    last = max(
+        int(one.name)
+        for one in (small_disk / "run" / "checkpoints").glob("[0-9]*")
+        if one.name.isdigit()
+    )
+    assert re.search(
+        rf"error: {small_disk}\S* is full: \d+ bytes are (free there|needed, \d+ of them are missing); "
+        rf"the last checkpoint, of step {last}, is whole: free the disk, and the same command goes on from there\n",
+        shown.replace(" (a quota?)", ""),
+    ), shown
+    filler.unlink(missing_ok=True)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert loop.train(replace(config, train=replace(config.train, steps=last + 1))) == cli.DONE
+    assert max(saved_steps(config)) == last + 1

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import shutil
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import jax
 import orbax.checkpoint as ocp
 
 from tlt_jax import atomic
@@ -18,7 +21,7 @@ from tlt_jax.checkpoint import reading
 from tlt_jax.checkpoint.index import FORMAT, compare, digest, has_all, leaf_index, signed
 from tlt_jax.checkpoint.reading import is_damage, one_line
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import CheckpointError, DamagedCheckpoint
+from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 
 FOLDER = "checkpoints"
 META = "meta"
@@ -26,6 +29,11 @@ META = "meta"
 DELETED, DAMAGED = "deleted", "damaged"
 ABANDON_S = 10.0  # seconds that a process that has failed waits for its saves
 LOOK_S = 0.02  # from one look at a save to the next
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of the checkpoint library is not what a save raises anyway, of a full disk: it is told by then."""
+    return not (record.exc_info and is_disk_full(record.exc_info[1]))
 
 
 class Restored(NamedTuple):
@@ -61,6 +69,7 @@ class Store:
         self.identity, self.job = dict(identity or {}), job or Job()
         self.folder = Path(run).absolute() / FOLDER
         self.keep, self.best_metric, self.is_owner = keep, best_metric, create
+        self._bytes = 0  # of the arrays that are being saved
         self._amended: dict[
             int, dict[str, Any]
         ] = {}  # of steps: what was added after they were saved
@@ -69,6 +78,7 @@ class Store:
                 f"{self.folder} does not exist: give the folder of a run that has saved"
             )
 
+        logging.getLogger("absl").addFilter(is_news)
         # Deleted folders are renamed first, so that none is ever half there.
         options = ocp.CheckpointManagerOptions(
             todelete_subdir=DELETED, cleanup_tmp_directories=create, create=create
@@ -96,7 +106,7 @@ class Store:
         """Starts saving; the arrays may be donated as soon as this returns.
 
         An existing checkpoint of the step keeps its arrays; one without metrics gets these, and this
-        `meta`. Raises CheckpointError when writing fails.
+        `meta`. Raises CheckpointError when writing fails, and OSError, with the bytes `needed`, on a full disk.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -114,6 +124,7 @@ class Store:
             "meta": dict(meta or {}),
         }
 
+        self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(dict(items)))
         arguments = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         try:
             self._manager.save(
@@ -122,22 +133,18 @@ class Store:
                     **arguments, **{META: ocp.args.JsonSave(signed(described))}
                 ),
             )
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot save {self.folder / str(step)}: {one_line(error)}: free the disk"
-            ) from error
+        except Exception as error:
+            self._fail(error)
 
     def wait(self) -> None:
-        """Waits until every save is on disk. Raises CheckpointError when writing fails."""
+        """Waits until every save is on disk. Raises as `save`."""
         while self._manager.is_saving_in_progress():
             self.job.alive()
             time.sleep(LOOK_S)
         try:
             self._manager.wait_until_finished()
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot save below {self.folder}: {one_line(error)}: free the disk"
-            ) from error
+        except Exception as error:
+            self._fail(error)
 
     def close(self) -> None:
         """Waits for the saves, deletes what is not kept, and stops the threads."""
@@ -288,6 +295,19 @@ class Store:
                     f"{folder} cannot be read ({one_line(cause)}): it may be whole; mend the file system, and start again"
                 ) from error
             raise
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raises what a failed save means. Of one that filled the disk what is there is deleted: it is none of a checkpoint."""
+        if is_disk_full(error):
+            if self.job.is_first:
+                for left in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+            full = OSError(errno.ENOSPC, one_line(error), str(self.folder))
+            full.needed = self._bytes
+            raise full from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot save below {self.folder}: {one_line(error)}") from error
+        raise error
 
     def _is_ranked(self, metrics: Mapping[str, float] | None) -> bool:
         return bool(self.best_metric) and self.best_metric in (metrics or {})

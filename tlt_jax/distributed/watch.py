@@ -19,7 +19,7 @@ from jax.errors import JaxRuntimeError
 from tlt_jax.config import Config
 from tlt_jax.distributed import job as jobs
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import FAILED, MISTAKE, UserError
+from tlt_jax.errors import FAILED, UserError
 
 BEAT_S = 1.0  # from one beat to the next
 
@@ -157,7 +157,7 @@ class Watch:
         self.has_failed = True
         message, trace = described(error)
         line = (message.strip().splitlines() or [""])[0]
-        code = MISTAKE if isinstance(error, UserError) else FAILED
+        code = error.code if isinstance(error, UserError) else FAILED
         own = first = Failure(self.job.index, self.phase, line, code)
         with contextlib.suppress(JaxRuntimeError):  # process 0 is gone: the error is said here
             # The traceback before the failure, on which process 0 looks for it.

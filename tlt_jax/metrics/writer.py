@@ -5,9 +5,12 @@ Each step is there once, also after a resume (at Weights & Biases, repeated step
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.schema import LOG, TENSORBOARD, WANDB
+from tlt_jax.errors import is_disk_full
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
@@ -68,6 +72,18 @@ class ChunkRecord:
     is_timed: bool = True
 
 
+class LogFile(logging.FileHandler):
+    """The log of a run. A full disk is no error here: the next write of the run, which is one, says it once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not is_disk_full(sys.exc_info()[1]):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what it could not write before
+            super().close()
+
+
 class Writer:
     """Writes a run folder and shows progress. Data is on disk when a method returns, but for W&B's.
 
@@ -90,7 +106,7 @@ class Writer:
                     path.unlink()
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = logging.FileHandler(self._folder / LOG, encoding="utf-8", delay=True)
+        self._log = LogFile(self._folder / LOG, encoding="utf-8", delay=True)
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
         is_detailed = config.log.level == "debug"
@@ -198,11 +214,12 @@ class Writer:
 
     def close(self, is_failed: bool = False) -> None:
         """Closes the files and ends the display."""
-        for tracker in self._trackers:
-            tracker.close(is_failed)
-        self.progress.close()
-        logging.getLogger("tlt_jax").removeHandler(self._log)
-        self._log.close()
+        with ExitStack() as closing:  # all of them, also when one raises
+            closing.callback(self._log.close)
+            closing.callback(logging.getLogger("tlt_jax").removeHandler, self._log)
+            closing.callback(self.progress.close)
+            for tracker in self._trackers:
+                closing.callback(tracker.close, is_failed)
 
 
 class NoWriter:
