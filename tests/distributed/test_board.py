@@ -64,7 +64,7 @@ def board(request):
         "a/",
         "s/",
         "decided/",
-        "facts/",
+        "loaded/",
         "met/",
         "said/",
         "beat/",
@@ -205,14 +205,102 @@ def test_a_process_with_other_facts_is_named_in_all_of_them(board):
     calls = [lambda i=i: Job(i, 3, board).agree(facts[i]) for i in range(3)]
     expected = "process 2 has seed 1, process 0 has 0: start all with the same"
     assert [str(error) for error in together(*calls)] == [expected] * 3
-    board.delete("facts/")
-    assert together(*(lambda i=i: Job(i, 3, board).agree(facts[0]) for i in range(3))) == [None] * 3
+    jobs_ = [Job(i, 3, board) for i in range(3)]
+    for job in jobs_:
+        job.met = 10  # keys of its own
+    assert together(*(lambda job=job: job.agree(facts[0]) for job in jobs_)) == [None] * 3
+    assert not board.texts("loaded/")
 
 
-def test_a_missing_process_is_an_error_after_a_while(board, monkeypatch):
-    monkeypatch.setattr(jobs, "START_S", 0.05)
-    with pytest.raises(ConfigError, match="not all of 2 processes have said what they run in 0 s"):
-        Job(0, 2, board).agree({})
+def test_who_has_not_loaded_is_named_after_a_while_and_before(board, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(jobs, "LOADED_S", 0.3)
+    monkeypatch.setattr(jobs, "SAY_S", 0.05)
+    calls = [lambda i=i: Job(i, 9, board).agree({}) for i in (0, 2)]
+    (one, two) = map(str, together(*calls))
+    missing = "process 1, 3, 4, 5 and 3 more of 9 to load model and data"
+    assert one == two == f"waited 0 s for {missing}: see their output"
+    assert f"waiting since 0 s for {missing}" in caplog.text
+
+
+def test_processes_that_have_the_same_facts_read_a_few_words_each():
+    """40 processes with facts of 100 kB: the facts themselves are never read, and no key stays."""
+    board, facts = Counted(), {"knobs": "x" * 100_000}
+    words, texts = [], board.texts
+    board.texts = lambda prefix: (
+        words.append(sum(map(len, (found := texts(prefix)).values()))) or found
+    )
+    jobs_ = [Job(index, 40, board) for index in range(40)]
+    assert together(*(lambda job=job: job.agree(facts) for job in jobs_)) == [None] * 40
+    assert max(words) < 100 and not board.texts("loaded/")
+
+
+def test_no_decision_stays_on_the_board_once_all_have_met(board):
+    jobs_ = [Job(index, 2, board) for index in range(2)]
+
+    def run(job):
+        for _ in range(3):
+            assert job.decided(True)
+            assert job.meeting().goes_on()
+        return len(board.texts("decided/")) if job.is_first else None
+
+    assert together(*(lambda job=job: run(job) for job in jobs_)) == [0, None]
+
+
+class Devices:
+    """process_allgather of so many threads; the sizes in bytes of what it was asked for."""
+
+    def __init__(self, processes: int):
+        self.barrier, self.held, self.asked = threading.Barrier(processes), {}, []
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        index = int(threading.current_thread().name)
+        self.held[index] = array
+        self.barrier.wait(30)
+        found = np.stack([self.held[one] for one in sorted(self.held)])
+        self.asked.append(found.nbytes)
+        self.barrier.wait(30)
+        return found
+
+
+def test_what_is_gathered_comes_in_pieces_of_a_bounded_size(monkeypatch):
+    """Parts of 0 bytes up to many pieces, and lengths of more than one word."""
+    monkeypatch.setattr(jobs, "GATHERED_BYTES", 4096)
+    monkeypatch.setattr(jobs, "LEAST_PIECE", 64)
+    monkeypatch.setattr(jobs, "WORD", 1 << 10)
+    devices, board = Devices(4), LocalBoard()
+    monkeypatch.setattr(jobs.multihost_utils, "process_allgather", devices)
+    random = np.random.default_rng(0)
+    for sizes in ((0, 1, 5000, 1024), (0, 0, 0, 0), (2048, 2048, 2048, 2048), (3, 0, 0, 0)):
+        parts, found = [random.bytes(size) for size in sizes], {}
+        jobs_ = [Job(index, 4, board) for index in range(4)]
+
+        def run(index, jobs_=jobs_, parts=parts, found=found):
+            found[index] = jobs_[index].gather(parts[index])
+
+        threads = [threading.Thread(target=run, args=(i,), name=str(i)) for i in range(4)]
+        [one.start() for one in threads], [one.join(60) for one in threads]
+        assert found == dict.fromkeys(range(4), parts), sizes
+        board.delete("met/")
+    assert max(devices.asked) == 4096
+
+
+def test_a_thousand_processes_gather_within_the_same_bound(monkeypatch):
+    """64 answers of 16k tokens each, with log-probs: 8 MiB a process."""
+    asked = []
+
+    def allgather(array):
+        if array.dtype == np.int32:
+            return np.broadcast_to(array, (1000, 2))
+        asked.append(array.nbytes * 1000)
+        return [array[:1]] * 1000  # nobody keeps 8 GiB here
+
+    monkeypatch.setattr(jobs.multihost_utils, "process_allgather", allgather)
+    monkeypatch.setattr(jobs, "np", SimpleNamespace(**vars(np) | {"asarray": lambda found: found}))
+    job = Job(1, 1000, LocalBoard())
+    job.wait = lambda *_: True
+    parts = job.gather(bytes(64 * 16_000 * 8))
+    assert len(parts) == 1000 and max(asked) <= jobs.GATHERED_BYTES and sum(asked) >= 8e9
 
 
 # Where a process is
@@ -355,14 +443,44 @@ def test_an_interruption_before_the_end_is_that_of_all(board):
 
 
 def test_processes_know_how_long_others_expect_to_take_and_it_gets_less(board):
-    one, two = (Ending(2, board, "s", index, 2) for index in range(2))
+    one, two, three = (Ending(3, board, "s", index, 3) for index in range(3))
     one.tell(8.0, now=0.0)
     one.tell(5.0, now=TELL_S / 2)  # too soon
-    two.look(now=10.0)
-    assert two.others(now=10.0) == 8 and two.others(now=13.0) == 5 and one.others(now=0.0) == 0
+    two.tell(2.0, now=0.0), three.tell(6.0, now=0.0)
+    one.look(now=0.0)
+    for other in (two, three):
+        other.look(now=10.0)
+        assert other.others(now=10.0) == 8 and other.others(now=13.0) == 5
+    assert one.others(now=0.0) == 6, "of the others, and not its own"
     one.tell(4.0, now=TELL_S)
+    one.look(now=TELL_S)
     two.look(now=20.0)
-    assert two.others(now=20.0) == 4
+    assert two.others(now=20.0) == pytest.approx(6.0 - TELL_S)
+
+
+class Counted(LocalBoard):
+    """A board that counts the values that are read."""
+
+    read = 0
+
+    def texts(self, prefix):
+        found = super().texts(prefix)
+        self.read += len(found)
+        return found
+
+
+def test_a_look_at_the_end_of_a_rollout_reads_two_values_however_many_processes_there_are():
+    board = Counted()
+    endings = [Ending(1000, board, "s", index, 1000) for index in range(1000)]
+    for index, ending in enumerate(endings):
+        ending.tell(float(index), now=0.0)
+    polls = [LOOK_S * (1 + number) for number in range(10)]  # within half a second
+    for now in polls:
+        for ending in endings:
+            ending.look(now)
+    assert board.read <= 1000 + 2 * 1000 * len(polls)
+    assert endings[5].others(polls[-1]) == pytest.approx(999 - (polls[-1] - LOOK_S), abs=0.1)
+    assert endings[999].others(polls[-1]) == pytest.approx(998 - (polls[-1] - LOOK_S), abs=0.1)
 
 
 def test_a_queue_of_whole_prompts_costs_a_message_and_stealing_one_more():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import os
 import time
@@ -21,12 +23,19 @@ from tlt_jax.distributed.meeting import Meeting
 from tlt_jax.errors import ConfigError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-START_S = 300  # seconds that processes may take to start, and to say what they run
+START_S = 300  # seconds that processes may take to start
+LOADED_S = 1800.0  # seconds that the others may take to load model and data once the first has
+SAY_S = 20.0  # from one line about who is waited for to the next
+SHOWN = 4  # processes that it names
+# Of what is gathered: bytes on a device at a time, at least so many of a process, and numbers of one of two words.
+GATHERED_BYTES, LEAST_PIECE, WORD = 256 << 20, 64 << 10, 1 << 30
 JAX_LOST_S = 100  # what JAX's coordination service waits for a heartbeat, at least
 # From one look at the board to the next of a process that waits for others: soon at first, and no more than this.
 SOONEST_S, LATEST_S = 0.002, 0.5
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -58,41 +67,65 @@ class Job:
         return self.index == 0
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every process, in order of its index: a collective over all devices."""
+        """The bytes of every process, in order of its index: a collective over all devices.
+
+        In pieces, of which a device holds GATHERED_BYTES at a time, all processes' together; a CPU device
+        is memory of the host.
+        """
         if self.count == 1:
             return [data]
         self.meeting().goes_on()  # what waits in a collective cannot say that it is alive
-        sizes = multihost_utils.process_allgather(np.int32(len(data))).reshape(-1)
-        width = 1 << max(int(sizes.max()) - 1, 1).bit_length()  # few shapes, each a program
-        padded = np.zeros(width, np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        found = np.asarray(multihost_utils.process_allgather(padded))
-        return [row[:size].tobytes() for row, size in zip(found, sizes, strict=True)]
+        # Two words: JAX's integers are of 32 bits, and a step may be more than 2 GiB.
+        words = multihost_utils.process_allgather(np.array(divmod(len(data), WORD), np.int32))
+        sizes = [int(high) * WORD + int(low) for high, low in words.reshape(-1, 2)]
+        most, parts = max(LEAST_PIECE, GATHERED_BYTES // self.count), [[] for _ in sizes]
+        for start in range(0, max(sizes), most):
+            left = min(max(sizes) - start, most)
+            width = min(1 << max(left - 1, 1).bit_length(), most)  # few shapes, each a program
+            padded, own = np.zeros(width, np.uint8), data[start : start + width]
+            padded[: len(own)] = np.frombuffer(own, np.uint8)
+            found = np.asarray(multihost_utils.process_allgather(padded))
+            for part, row, size in zip(parts, found, sizes, strict=True):
+                part.append(row[: max(size - start, 0)].tobytes())
+            self.alive()
+        return [b"".join(part) for part in parts]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError, in every process, that names the first process with other facts, and which.
 
-        `facts` are JSON-able.
+        `facts` are JSON-able. They are compared by a digest, and told where that differs. Raises ConfigError, too, with the
+        processes that have not come LOADED_S after the first one.
         """
-        self.board.write(f"facts/{self.index:06d}", json.dumps(facts, default=str))
+        if self.count == 1:
+            return
+        text = json.dumps(facts, default=str, sort_keys=True)
+        own = hashlib.sha256(text.encode()).hexdigest()
+        self.board.write(f"loaded/by/{self.index:06d}", "")
+        if self.is_first:
+            self.board.write("loaded/all/digest", own)
+        self.board.increment("loaded/all/processes")
+        first = self.wait(self.all_loaded, LOADED_S, self.missing)
+        said = self.meeting().heard("" if own == first else text)
+        if self.is_first:
+            self.board.delete("loaded/")
+        if said:
+            others = {index: json.loads(other) for index, other in said.items()}
+            (reference,) = self.meeting().heard(text if self.is_first else "").values()
+            raise ConfigError(difference(json.loads(reference), others))
 
-        def all_facts() -> list[dict[str, Any]] | None:
-            texts = self.board.texts("facts/")
-            return (
-                [json.loads(texts[key]) for key in sorted(texts)]
-                if len(texts) == self.count
-                else None
-            )
+    def all_loaded(self) -> str | None:
+        """The digest of process 0's facts, once all processes have come; asks for two keys, however many these are."""
+        found = self.board.texts("loaded/all/")
+        is_whole = int(found.get("loaded/all/processes", 0)) == self.count
+        return found["loaded/all/digest"] if is_whole else None
 
-        first, *others = self.wait(all_facts, START_S, "said what they run")
-        for index, other in enumerate(others, 1):
-            for name in {**first, **other}:
-                theirs, ours = other.get(name), first.get(name)
-                if theirs != ours:
-                    raise ConfigError(
-                        f"process {index} has {name} {spell(theirs)}, process 0 has {spell(ours)}: "
-                        "start all with the same"
-                    )
+    def missing(self) -> str:
+        """Who has not loaded yet."""
+        come = {int(key.rpartition("/")[2]) for key in self.board.texts("loaded/by/")}
+        late = [index for index in range(self.count) if index not in come]
+        shown = ", ".join(map(str, late[:SHOWN]))
+        more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
+        return f"process {shown}{more} of {self.count} to load model and data"
 
     def decided(self, wanted: bool) -> bool:
         """What process 0 wants, for all; by the board, with no program on a device."""
@@ -109,20 +142,36 @@ class Job:
         """The next point at which all processes meet; each of them makes it."""
         return Meeting(self)
 
-    def wait(self, look: Callable[[], T | None], seconds: float = math.inf, what: str = "") -> T:
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        seconds: float = math.inf,
+        whom: Callable[[], str] | None = None,
+    ) -> T:
         """What `look` finds, asked until it is something. Raises ConfigError after so many seconds.
 
-        Looks less often the longer it takes, and is `alive` at each.
+        Looks less often the longer it takes, and is `alive` at each. Process 0 says now and then for `whom` it waits.
         """
-        begin = time.monotonic()
+        begin, said = time.monotonic(), 0.0
         while (found := look()) is None:
             self.alive()
             if (waited := time.monotonic() - begin) > seconds:
-                raise ConfigError(
-                    f"not all of {self.count} processes have {what} in {seconds:.0f} s: see their output"
-                )
+                raise ConfigError(f"waited {seconds:.0f} s for {whom()}: see their output")
+            if whom and self.is_first and waited > said + SAY_S:
+                said = waited
+                log.info("waiting since %.0f s for %s", waited, whom())
             time.sleep(min(max(waited / 10, SOONEST_S), LATEST_S))
         return found
+
+
+def difference(first: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> str:
+    """The first process whose facts are others than those of process 0, and the first of these."""
+    index, other = min(others.items())
+    name = next(name for name in {**first, **other} if other.get(name) != first.get(name))
+    return (
+        f"process {index} has {name} {spell(other.get(name))}, process 0 has {spell(first.get(name))}: "
+        "start all with the same"
+    )
 
 
 def join(config: Config) -> Job:

@@ -52,9 +52,9 @@ class Meeting:
             self.job.board.increment(f"{self.scope}come")
         goes_on = self.job.wait(lambda: self.answer(interrupted))
         if goes_on and self.job.is_first and self.job.met > 1:
-            # All have come here, so all have left the meeting before.
-            for kind in ("met", "said"):
-                self.job.board.delete(f"{kind}/{self.job.met - 1}/")
+            # All have come here, so all have left the meeting before, and read what was decided before.
+            for left in (f"met/{self.job.met - 1}/", f"said/{self.job.met - 1}/", "decided/"):
+                self.job.board.delete(left)
         return goes_on
 
     def answer(self, interrupted: Callable[[], bool]) -> bool | None:
