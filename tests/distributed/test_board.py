@@ -285,6 +285,18 @@ def test_what_is_gathered_comes_in_pieces_of_a_bounded_size(monkeypatch):
     assert max(devices.asked) == 4096
 
 
+def test_the_parts_of_spans_within_a_piece_are_those_of_every_byte():
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        ends = np.unique(draw.integers(0, 60, 2 * draw.integers(0, 6)))
+        spans = [(int(a), int(b)) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+        start, width = (int(n) for n in draw.integers(1, 30, 2))
+        found = {
+            start + at for a, b in jobs.within(spans, start, start + width) for at in range(a, b)
+        }
+        assert found == {at for a, b in spans for at in range(a, b) if start <= at < start + width}
+
+
 def test_a_thousand_processes_gather_within_the_same_bound(monkeypatch):
     """64 answers of 16k tokens each, with log-probs: 8 MiB a process."""
     asked = []

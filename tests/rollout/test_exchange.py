@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import fields, replace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import toys
 from test_group import PROMPTS, RULES, SAMPLES, TABLE, programs
 
+from tlt_jax.distributed.job import Job
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.recorder import Completion, Span
@@ -54,8 +56,70 @@ def same(one, other) -> bool:
 
 def test_a_result_is_unpacked_as_it_was_packed(result):
     found = exchange.unpacked(exchange.packed(result))
+    zeros = [
+        replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs) for one in result.completions
+    ]
     for field in fields(result):
-        assert same(getattr(result, field.name), getattr(found, field.name)), field.name
+        expected = zeros if field.name == "completions" else getattr(result, field.name)
+        assert same(expected, getattr(found, field.name)), field.name
+    absent = [array for one in found.completions for array in (one.tokens, one.logprobs)]
+    assert all(array.strides == (0,) for array in absent), "they take no memory"
+
+
+class Together(Job):
+    """A process among threads, whose collective is a barrier; `told`: the bytes of each."""
+
+    barrier, told, kept = threading.Barrier(3), {}, []
+
+    def gather(self, data, wanted=None):
+        """As Job.gather."""
+        self.told[self.index] = data
+        self.barrier.wait(30)
+        parts = [self.told[index] for index in range(3)]
+        self.barrier.wait(30)
+        if wanted is not None:
+            parts = [
+                b"".join(part[a:b] for a, b in spans)
+                for part, spans in zip(parts, wanted, strict=True)
+            ]
+            self.kept.append(sum(map(len, parts)))
+        return parts
+
+
+@pytest.mark.parametrize("kind", ["everything", "nothing", "some"])
+def test_a_process_has_the_answers_that_it_needs_and_the_lengths_of_all(result, kind):
+    """Three processes have decoded a third each; process p needs those whose uid leaves p or 3 when divided by 4."""
+    Together.kept, found = [], {}
+    some = [
+        lambda answers, p=p: {one.uid for one in answers if one.uid % 4 in (p, 3)} for p in range(3)
+    ]
+    wanted = {
+        "everything": [exchange.everything] * 3,
+        "nothing": [exchange.nothing] * 3,
+        "some": some,
+    }[kind]
+
+    def run(p):
+        own = [one for one in result.completions if one.uid % 3 == p]
+        part = replace(result, completions=own, partial={})
+        found[p] = exchange.exchanged(Together(p, 3), part, wanted[p])
+
+    threads = [threading.Thread(target=run, args=(p,)) for p in range(3)]
+    [one.start() for one in threads], [one.join(60) for one in threads]
+    for p in range(3):
+        uids = wanted[p](result.completions) | {
+            one.uid for one in result.completions if one.uid % 3 == p
+        }
+        for ours, whole in zip(found[p].completions, result.completions, strict=True):
+            if whole.uid not in uids:
+                whole = replace(whole, tokens=0 * whole.tokens, logprobs=0 * whole.logprobs)
+            assert same(ours, whole)
+    bytes_of_all = sum(map(exchange.size_of, result.completions))
+    if kind == "nothing":
+        assert not Together.kept
+    else:
+        most = 2 * bytes_of_all  # of three processes, each without its own third
+        assert sum(Together.kept) == most if kind == "everything" else sum(Together.kept) < most
 
 
 def test_the_results_of_two_processes_are_one(result):

@@ -93,6 +93,40 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) in a row. `groups`
     data groups get equal numbers of rows. Raises ValueError as `check`.
     """
+    places = arrange(examples, row_tokens, rows, groups)
+    shape = (1 + max(place.step for place in places), rows, row_tokens)
+    arrays = {
+        name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
+    }
+    spans = np.zeros((len(examples), 3), np.int64)
+    for index, step, row, segment, start in places:
+        example = examples[index]
+        end, first = start + example.length, start + len(example.prompt) - 1
+        text = np.concatenate([example.prompt, example.answer])
+        arrays["tokens"][step, row, start:end] = text
+        arrays["positions"][step, row, start:end] = np.arange(example.length)
+        arrays["segments"][step, row, start:end] = segment
+        arrays["targets"][step, row, first : end - 1] = example.answer
+        spans[index] = step, row, first
+
+    lengths = np.array([len(example.answer) for example in examples])
+    return Packed(**arrays, spans=spans, answer_lengths=lengths)
+
+
+class Place(NamedTuple):
+    """Where an example is packed: its index, the accumulation step, the row, its number in the row from 1, its first token."""
+
+    example: int
+    step: int
+    row: int
+    segment: int
+    start: int
+
+
+def arrange(
+    examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1
+) -> list[Place]:
+    """The places of all examples, as `pack` has it; their lengths and uids alone decide."""
     check(examples, row_tokens, rows, groups)
 
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
@@ -100,31 +134,14 @@ def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 
     filled = first_fit(lengths, row_tokens, most_segments(row_tokens))
     tokens_per_row = [sum(examples[order[j]].length for j in row) for row in filled]
 
-    steps = -(-len(filled) // rows)
-    shape = (steps, rows, row_tokens)
-    arrays = {
-        name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "targets")
-    }
-    spans = np.zeros((len(examples), 3), np.int64)
-
-    share = rows // groups
+    steps, share, places = -(-len(filled) // rows), rows // groups, []
     for group, members in enumerate(balance(tokens_per_row, groups, steps * share)):
         for index, member in enumerate(members):
-            step, row = index // share, group * share + index % share
-            start = 0
+            step, row, start = index // share, group * share + index % share, 0
             for segment, j in enumerate(filled[member], start=1):
-                example = examples[order[j]]
-                end, first = start + example.length, start + len(example.prompt) - 1
-                text = np.concatenate([example.prompt, example.answer])
-                arrays["tokens"][step, row, start:end] = text
-                arrays["positions"][step, row, start:end] = np.arange(example.length)
-                arrays["segments"][step, row, start:end] = segment
-                arrays["targets"][step, row, first : end - 1] = example.answer
-                spans[order[j]] = step, row, first
-                start = end
-
-    lengths = np.array([len(example.answer) for example in examples])
-    return Packed(**arrays, spans=spans, answer_lengths=lengths)
+                places.append(Place(order[j], step, row, segment, start))
+                start += examples[order[j]].length
+    return places
 
 
 def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:

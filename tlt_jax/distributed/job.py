@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,18 +67,22 @@ class Job:
         """Whether this process writes the run's files."""
         return self.index == 0
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather(
+        self, data: bytes, wanted: Sequence[Sequence[tuple[int, int]]] | None = None
+    ) -> list[bytes]:
         """The bytes of every process, in order of its index: a collective over all devices.
 
+        `wanted`: of each process, from where to where its bytes are kept here, in order; None: all.
         In pieces, of which a device holds GATHERED_BYTES at a time, all processes' together; a CPU device
         is memory of the host.
         """
         if self.count == 1:
-            return [data]
+            return [data] if wanted is None else [b"".join(data[a:b] for a, b in wanted[0])]
         self.meeting().goes_on()  # what waits in a collective cannot say that it is alive
         # Two words: JAX's integers are of 32 bits, and a step may be more than 2 GiB.
         words = multihost_utils.process_allgather(np.array(divmod(len(data), WORD), np.int32))
         sizes = [int(high) * WORD + int(low) for high, low in words.reshape(-1, 2)]
+        kept = [[(0, size)] for size in sizes] if wanted is None else wanted
         most, parts = max(LEAST_PIECE, GATHERED_BYTES // self.count), [[] for _ in sizes]
         for start in range(0, max(sizes), most):
             left = min(max(sizes) - start, most)
@@ -85,8 +90,8 @@ class Job:
             padded, own = np.zeros(width, np.uint8), data[start : start + width]
             padded[: len(own)] = np.frombuffer(own, np.uint8)
             found = np.asarray(multihost_utils.process_allgather(padded))
-            for part, row, size in zip(parts, found, sizes, strict=True):
-                part.append(row[: max(size - start, 0)].tobytes())
+            for part, row, spans in zip(parts, found, kept, strict=True):
+                part += [row[a:b].tobytes() for a, b in within(spans, start, start + width)]
             self.alive()
         return [b"".join(part) for part in parts]
 
@@ -162,6 +167,16 @@ class Job:
                 log.info("waiting since %.0f s for %s", waited, whom())
             time.sleep(min(max(waited / 10, SOONEST_S), LATEST_S))
         return found
+
+
+def within(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    """The parts of ascending spans that lie between start and end, from there on."""
+    found = []
+    for a, b in spans[bisect.bisect_right(spans, start, key=lambda span: span[1]) :]:
+        if a >= end:
+            break
+        found.append((max(a, start) - start, min(b, end) - start))
+    return found
 
 
 def difference(first: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> str:

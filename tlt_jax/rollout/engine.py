@@ -248,6 +248,7 @@ class Engine:
         listeners: Sequence[Listener] = (),
         idle_work: IdleWork | None = None,
         least_idle: float = 0.0,
+        wanted: Callable[[Sequence[Completion]], set[int]] = exchange.everything,
     ) -> tuple[RolloutResult, TunerState]:
         """The rollout of a request, and the tuner's state after it; without one before it the tuner knows nothing.
 
@@ -255,7 +256,9 @@ class Engine:
         groups alone. What the harvesters want comes to the listeners as `Harvested`, with states when the engine
         captures them. A group that has nothing left to decode does `idle_work` while the rollout is expected to take at
         least `least_idle` seconds more; stats have its seconds, idle_used, and how long the end waited for it, idle_delay.
-        Raises Interrupted, in all processes, soon after `interrupted()` is true in one: what the tuner learned meanwhile
+        `wanted` gives the uids of the answers that this process needs of those that others decode: of the rest it has
+        zeros of their lengths. Raises Interrupted, in all processes, soon after `interrupted()` is true in one: what the
+        tuner learned meanwhile
         is lost.
         """
         number = next(self.rollouts)
@@ -310,8 +313,7 @@ class Engine:
         if beside:
             result.stats.update(idle_used=sum(beside.used.values()), idle_delay=beside.delay)
         if self.job.count > 1:
-            parts = self.job.gather(exchange.packed(result))
-            result = exchange.merged([exchange.unpacked(part) for part in parts])
+            result = exchange.exchanged(self.job, result, wanted)
         if self.pricing:
             tuner = deterministic.learned(self.tuner, tuner, result.measurements, self.pricing)
         elif self.job.count > 1:

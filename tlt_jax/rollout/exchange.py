@@ -1,13 +1,19 @@
-"""Results of a rollout as bytes, and one result of those of several processes; knows no transport."""
+"""Results of a rollout as bytes, and one result of those of several processes.
+
+All processes need to know of every answer how long it is, and why it ended; its tokens and log-probs only those that
+train on it. So the first are told all, and the second by answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from flax import serialization
 
+from tlt_jax.distributed.job import Job
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.recorder import Completion, RolloutResult, Span
 from tlt_jax.spec_decode import strategy as strategies
@@ -18,10 +24,13 @@ LARGEST = ("seconds", "programs", "pool_programs", "pool_bytes", "compile_second
 
 
 def packed(result: RolloutResult) -> bytes:
-    """The result as msgpack: data alone, no code."""
+    """The result as msgpack, without tokens and log-probs: data alone, no code."""
     return serialization.msgpack_serialize(
         {
-            "completions": [vars(one) for one in result.completions],
+            "completions": [
+                vars(one) | {"tokens": len(one.tokens), "logprobs": one.logprobs.dtype.str}
+                for one in result.completions
+            ],
             "spans": [vars(one) for one in result.spans],
             "decisions": [
                 vars(one)
@@ -44,10 +53,10 @@ def packed(result: RolloutResult) -> bytes:
 
 
 def unpacked(data: bytes) -> RolloutResult:
-    """The result that was packed."""
+    """The result that was packed; tokens and log-probs are as many zeros, which take no memory."""
     found = serialization.msgpack_restore(data)
     return RolloutResult(
-        [Completion(**one) for one in found["completions"]],
+        [absent(one) for one in found["completions"]],
         [Span(**one) for one in found["spans"]],
         [
             Decision(**(named(one) | {"joining": tuple(one["joining"])}))
@@ -62,6 +71,79 @@ def unpacked(data: bytes) -> RolloutResult:
             for group, waits in found["compile_waits"].items()
         },
     )
+
+
+def absent(fields: dict[str, Any]) -> Completion:
+    """An answer that is not here: its length is right."""
+    length = (fields["tokens"],)
+    tokens = np.broadcast_to(np.int32(0), length)
+    logprobs = np.broadcast_to(np.zeros((), np.dtype(fields["logprobs"])), length)
+    return Completion(**(fields | {"tokens": tokens, "logprobs": logprobs}))
+
+
+def everything(answers: Sequence[Completion]) -> set[int]:
+    """The uids of all answers."""
+    return {one.uid for one in answers}
+
+
+def nothing(answers: Sequence[Completion]) -> set[int]:
+    """No answer is needed by a process that has not decoded it."""
+    return set()
+
+
+def exchanged(
+    job: Job,
+    result: RolloutResult,
+    wanted: Callable[[Sequence[Completion]], set[int]] = everything,
+) -> RolloutResult:
+    """One result of those of all processes; of the answers that others have decoded this one has those that are `wanted`.
+
+    All processes call it, with functions that are `nothing` for all or for none.
+    """
+    parts = [unpacked(part) for part in job.gather(packed(result))]
+    parts[job.index] = result
+    if wanted is not nothing:
+        uids = wanted(merged(parts).completions)
+        places = [spans(part.completions, uids) for part in parts]
+        places[job.index] = []
+        content = b"".join(map(content_of, result.completions))
+        for index, data in enumerate(job.gather(content, places)):
+            if index != job.index:
+                parts[index] = replace(
+                    parts[index], completions=filled(parts[index].completions, uids, data)
+                )
+    return merged(parts)
+
+
+def content_of(answer: Completion) -> bytes:
+    """Tokens and log-probs of an answer."""
+    return np.asarray(answer.tokens, np.int32).tobytes() + answer.logprobs.tobytes()
+
+
+def size_of(answer: Completion) -> int:
+    """Bytes of `content_of`."""
+    return len(answer.tokens) * (np.dtype(np.int32).itemsize + answer.logprobs.itemsize)
+
+
+def spans(answers: Sequence[Completion], uids: set[int]) -> list[tuple[int, int]]:
+    """From where to where the wanted answers lie in the contents of all, one behind the other."""
+    ends = np.cumsum([size_of(one) for one in answers], dtype=np.int64).tolist()
+    return [
+        (end - size_of(one), end) for one, end in zip(answers, ends, strict=True) if one.uid in uids
+    ]
+
+
+def filled(answers: Sequence[Completion], uids: set[int], data: bytes) -> list[Completion]:
+    """The answers, of which the wanted ones have their contents, which are `data` one behind the other."""
+    found, start = [], 0
+    for one in answers:
+        if one.uid in uids:
+            tokens = np.frombuffer(data, np.int32, len(one.tokens), start)
+            logprobs = np.frombuffer(data, one.logprobs.dtype, len(tokens), start + tokens.nbytes)
+            start += size_of(one)
+            one = replace(one, tokens=tokens, logprobs=logprobs)
+        found.append(one)
+    return found
 
 
 def named(fields: dict[str, Any]) -> dict[str, Any]:

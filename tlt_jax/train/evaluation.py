@@ -15,6 +15,7 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.rewards import Score, Scorer
+from tlt_jax.rollout import exchange
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -71,7 +72,12 @@ def evaluate(
 
     tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
     rollout, learned = engine.run(
-        request, weights, tuner, on_finish=finished, interrupted=interrupted
+        request,
+        weights,
+        tuner,
+        on_finish=finished,
+        interrupted=interrupted,
+        wanted=exchange.nothing,
     )
     results, _ = collected(engine.job, scorer, texts, interrupted or (lambda: False))
     scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(

@@ -30,6 +30,7 @@ from tlt_jax.metrics import NoWriter, Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Scorer
+from tlt_jax.rollout import exchange
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.shelf import sources
@@ -428,6 +429,15 @@ def roll_out(
     if trainer:
         trainer.begin(state.step, request, weights, state.drafter)
         idle = trainer.beside_rollout()
+    # A drafter that is begun from the answers counts the tokens of all of them.
+    may_begin = trainer is not None and not trainer.is_active
+    own = partial(minibatches.needed, config, prompts, engine.own)
     return engine.run(
-        request, weights, state.tuner, on_finish=finished, interrupted=interrupted, **idle
+        request,
+        weights,
+        state.tuner,
+        on_finish=finished,
+        interrupted=interrupted,
+        wanted=exchange.everything if may_begin else own,
+        **idle,
     )

@@ -22,7 +22,7 @@ from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rewards import Score
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_weights, group_advantages
@@ -121,9 +121,11 @@ def update_policy(
     )
     advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
 
-    parts = np.array_split(np.arange(len(advantages)), config.algorithm.minibatches)
     batches, fills = zip(
-        *(make_batch(config, recipe, prompts, rollout, advantages, part) for part in parts),
+        *(
+            make_batch(config, recipe, prompts, rollout, advantages, part)
+            for part in split(config, rollout.completions)
+        ),
         strict=True,
     )
 
@@ -141,6 +143,33 @@ def update_policy(
     return state, Learned(updates, rewards, advantages, float(np.mean(fills)))
 
 
+def split(config: Config, answers: Sequence[Completion]) -> list[np.ndarray]:
+    """The indices of the answers in each minibatch."""
+    return np.array_split(np.arange(len(answers)), config.algorithm.minibatches)
+
+
+def needed(
+    config: Config,
+    prompts: Sequence[Prompt],
+    groups: Sequence[int],
+    answers: Sequence[Completion],
+) -> set[int]:
+    """The uids of the answers that `update_policy` packs into rows of these data groups; of all others it needs the lengths."""
+    rows, found = packing.rows(config), set()
+    share = rows // config.mesh.data
+    own = {group * share + index for group in groups for index in range(share)}
+    for part in split(config, answers):
+        examples = [example(prompts, answers[i]) for i in part]
+        places = packing.arrange(examples, packing.row_tokens(config), rows, config.mesh.data)
+        found |= {examples[place.example].uid for place in places if place.row in own}
+    return found
+
+
+def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
+    """An answer with its prompt, to be packed."""
+    return Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens)
+
+
 def make_batch(
     config: Config,
     recipe: Recipe,
@@ -151,9 +180,7 @@ def make_batch(
 ) -> tuple[Batch, float]:
     """The answers `part` as a minibatch of packed rows, and the share that is not padding."""
     answers = [rollout.completions[i] for i in part]
-    examples = [
-        Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens) for answer in answers
-    ]
+    examples = [example(prompts, answer) for answer in answers]
     packed = packing.pack(
         examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
     )
