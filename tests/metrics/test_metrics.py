@@ -257,6 +257,38 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
     assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
 
 
+def test_of_more_than_sixteen_groups_those_have_a_lane_that_decoded_until_last():
+    ends = {group: 1.0 + (7 * group) % 1000 for group in range(1000)}
+    spans = [SimpleNamespace(group=group, kind="decode", start=0.0, end=end) for group, end in ends.items()]  # fmt: skip
+    spans += [SimpleNamespace(group=5, kind="train", start=36.0, end=1000.0)]  # idle: not late
+    latest = sorted(ends, key=ends.get)[-16:]
+    assert timeline.latest(spans, 1000)[:16] == latest[::-1] and 5 not in latest
+    pixels = timeline.draw(spans, 1000)
+    assert len(pixels) == timeline.TOP + 16 * timeline.LANE + timeline.BOTTOM
+    for lane in range(16):
+        middle = pixels[timeline.TOP + lane * timeline.LANE + timeline.LANE // 2]
+        assert tuple(middle[timeline.LEFT + 20]) == timeline.COLORS["decode"]
+    assert len(timeline.draw([], 17)) == len(pixels) == len(timeline.draw([], 16))
+
+
+class Looked(SimpleNamespace):
+    """A span of which every look at its group is counted."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        if name == "group":
+            Looked.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_the_seconds_of_a_thousand_groups_take_one_pass_over_their_spans():
+    spans = [Looked(group=i % 1000, kind="decode", start=0.0, end=1.0) for i in range(20_000)]
+    assert group_seconds(spans, {}, 1000, (0.0, 2.0)) == [(1.0, 0.0, 1.0)] * 1000
+    assert idle_share(spans, 1000) == 0.0
+    assert Looked.looks <= 2 * len(spans)
+
+
 def test_the_trace_has_a_thread_for_each_group_and_microseconds():
     spans = [SimpleNamespace(group=1, kind="train", start=0.25, end=1.5)]
     assert timeline.trace(spans) == {
@@ -269,7 +301,7 @@ def test_the_trace_has_a_thread_for_each_group_and_microseconds():
 def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():
     waits = [(1.5, 2.5), (2.0, 3.0), (13.0, 20.0)]
     both = dict.fromkeys((0, 1), waits)
-    seconds = [group_seconds(SPANS, both, group, (0.0, 16.0)) for group in (0, 1)]
+    seconds = group_seconds(SPANS, both, 2, (0.0, 16.0))
     assert [one.compile_wait for one in seconds] == [1.5 + 3] * 2, "each second once, in the window"
     for group, found in enumerate(seconds):
         assert sum(found) == 16
@@ -283,7 +315,7 @@ def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():
             work and not wait for work, wait in zip(works, waited, strict=True)
         )
     assert idle_share(SPANS, 2) > idle_share(SPANS, 2, dict.fromkeys((0, 1), [(12.0, 14.0)])) == 0
-    assert group_seconds([], {}, 0, (0.0, 4.0)) == (0, 0, 4)
+    assert group_seconds([], {}, 1, (0.0, 4.0)) == [(0, 0, 4)]
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.9, 1.0, 7.0, 59.0, 12345.0])

@@ -145,6 +145,18 @@ def test_the_seconds_of_every_group_add_up_to_the_rollout_under_names_of_the_lis
         names.find(name, "scalar")
 
 
+def test_of_a_thousand_groups_the_scalars_are_ten():
+    spans = [SimpleNamespace(group=group, kind="decode", start=0.0, end=1.0 + group % 7 + (group == 83))
+             for group in range(1000)]  # fmt: skip
+    rollout = SimpleNamespace(spans=spans, compile_waits={}, stats={"seconds": 16.0})
+    found = step_metrics.of_groups(rollout, 1000)
+    assert len(found) == 10 and found["group/latest"] == 83
+    assert found["group/busy_s/max"] == 8.0 and found["group/idle_s/max"] == 15.0
+    assert sum(found[f"group/{kind}_s/mean"] for kind in ("busy", "compile_wait", "idle")) == 16
+    for name in found:
+        names.find(name, "scalar")
+
+
 def test_what_is_compiled_is_that_of_the_process_that_took_longest_for_it():
     laps = [
         {"timing_s/rollout": 3.0, "perf/compiles": 2, "perf/compile_s": 0.5, "perf/compile_s/update": 0.5},

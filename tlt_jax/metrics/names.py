@@ -166,6 +166,14 @@ NAMES = tuple(
             "seconds in which the host waited for a compilation, and gave data group k nothing",
         ),
         ("group/idle_s@{k}", "scalar", "seconds of the rollout left to data group k"),
+        (
+            "group/busy_s/{statistic}",
+            "scalar",
+            "the same over all data groups, in the place of each where there are more than 16",
+        ),
+        ("group/compile_wait_s/{statistic}", "scalar", "the same"),
+        ("group/idle_s/{statistic}", "scalar", "the same"),
+        ("group/latest", "scalar", "the data group that decoded until last, of more than 16"),
         ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
         (
             "perf/row_rounds",
@@ -358,16 +366,18 @@ NAMES = tuple(
         (
             "rollout/timeline",
             "image",
-            "what each data group did during the rollout, one lane per group",
+            "what each data group did during the rollout, one lane per group; of more than 16 those that decoded until last",
         ),
         ("rollout/samples", "text", "sample prompts and answers with their rewards"),
         ("config", "text", "the resolved configuration"),
     ]
 )
 
-# Placeholders in names: a number, the name of a reward, a kind of drafter, the <phase> of a timing_s/<phase>.
+# Placeholders in names: a number, a statistic over data groups,
+# the name of a reward, a kind of drafter, the <phase> of a timing_s/<phase>.
 HOLES = {
     "{k}": r"\d+",
+    "{statistic}": "min|mean|max",
     "{term}": r"[\w.:/-]+",
     "{drafter}": "eagle3?|ngram|learned|merged",
     "{phase}": r"\w+",

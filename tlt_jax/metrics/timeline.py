@@ -1,4 +1,4 @@
-"""The rollout as an image and as a trace, one lane per data group, and its idle share; knows only spans."""
+"""The rollout as an image and as a trace, one lane per data group, and how groups spent it; knows only spans."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ COLORS = {
     "wait": (225, 225, 225),
 }
 OTHER = (150, 150, 150)
+DECODING = ("prefill", "decode", "speculate", "catch_up")
+MOST_LANES = 16  # groups that are told of one by one; of more the latest have a lane
 WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
 
 
@@ -46,20 +48,26 @@ class GroupSeconds(NamedTuple):
 
 
 def group_seconds(
-    spans: Sequence[Span], waits: Waits, group: int, window: Interval
-) -> GroupSeconds:
-    """How a group spent the window, in which its host `waits` for compilations now and then.
+    spans: Iterable[Span], waits: Waits, groups: int, window: Interval
+) -> list[GroupSeconds]:
+    """How each group spent the window, in which its host `waits` for compilations now and then.
 
     While the host waits it gives no group work, and sees no program end: this time is neither busy
     nor idle.
     """
     first, last = window
-    work = [(one.start, one.end) for one in spans if one.group == group and one.kind != "wait"]
-    waited, both = (
-        covered([(max(first, start), min(last, end)) for start, end in intervals])
-        for intervals in (waits.get(group, ()), [*work, *waits.get(group, ())])
-    )
-    return GroupSeconds(both - waited, waited, last - first - both)
+    work: list[list[Interval]] = [[] for _ in range(groups)]
+    for one in spans:
+        if one.kind != "wait":
+            work[one.group].append((one.start, one.end))
+    found = []
+    for group in range(groups):
+        waited, both = (
+            covered([(max(first, start), min(last, end)) for start, end in intervals])
+            for intervals in (waits.get(group, ()), [*work[group], *waits.get(group, ())])
+        )
+        found.append(GroupSeconds(both - waited, waited, last - first - both))
+    return found
 
 
 def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> float:
@@ -71,8 +79,17 @@ def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> f
     if not spans:
         return 0.0
     window = min(span.start for span in spans), max(span.end for span in spans)
-    idle = sum(group_seconds(spans, waits, group, window).idle for group in range(groups))
+    idle = sum(one.idle for one in group_seconds(spans, waits, groups, window))
     return idle / (groups * (window[1] - window[0])) if idle else 0.0
+
+
+def latest(spans: Iterable[Span], groups: int) -> list[int]:
+    """All groups, the one first that decoded until last."""
+    until = [-np.inf] * groups
+    for one in spans:
+        if one.kind in DECODING:
+            until[one.group] = max(until[one.group], one.end)
+    return sorted(range(groups), key=lambda group: -until[group])
 
 
 def covered(intervals: Iterable[Interval]) -> float:
@@ -85,34 +102,44 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
-    """uint8 [height, width, 3]: a lane per group, colours by kind, legend, axis in seconds."""
+    """uint8 [height, width, 3]: a lane per group, colours by kind, legend, axis in seconds.
+
+    Of more than MOST_LANES groups those that decoded until last.
+    """
+    shown = sorted(latest(spans, groups)[:MOST_LANES])
+    lanes = {group: TOP + LANE * lane for lane, group in enumerate(shown)}
     first = min((span.start for span in spans), default=0.0)
     seconds = max((span.end for span in spans), default=0.0) - first or 1.0
-    image = Image.new("RGB", (WIDTH, TOP + LANE * groups + BOTTOM), "white")
+    bottom = TOP + LANE * len(shown)
+    image = Image.new("RGB", (WIDTH, bottom + BOTTOM), "white")
     canvas, font = ImageDraw.Draw(image), ImageFont.load_default()
 
     def x(time: float) -> float:
         return LEFT + (WIDTH - LEFT - 10) * time / seconds
 
-    for group in range(groups):
-        top = TOP + LANE * group
+    for group, top in lanes.items():
         canvas.text((6, top + 8), f"group {group}", fill="black", font=font)
         canvas.rectangle((x(0), top + 3, x(seconds), top + LANE - 3), fill=COLORS["wait"])
 
-    for span in sorted(spans, key=lambda span: (span.kind != "wait", span.start)):
-        top = TOP + LANE * span.group
-        left, right = x(span.start - first), x(span.end - first)
-        canvas.rectangle(
-            (left, top + 3, max(left, right), top + LANE - 3), fill=COLORS.get(span.kind, OTHER)
-        )
-        if right - left > 6:  # a line between adjacent spans
-            canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
+    drawn = [span for span in spans if span.group in lanes]
+    for span in sorted(drawn, key=lambda span: (span.kind != "wait", span.start)):
+        draw_span(canvas, span.kind, lanes[span.group], x(span.start - first), x(span.end - first))
 
-    draw_legend(canvas, font, {*(span.kind for span in spans), "wait"})
+    draw_legend(canvas, font, {*(span.kind for span in drawn), "wait"})
     for tick in ticks(seconds):
-        canvas.line((x(tick), TOP, x(tick), TOP + LANE * groups + 3), fill=(120, 120, 120))
-        canvas.text((x(tick) - 8, TOP + LANE * groups + 6), f"{tick:g} s", fill="black", font=font)
+        canvas.line((x(tick), TOP, x(tick), bottom + 3), fill=(120, 120, 120))
+        canvas.text((x(tick) - 8, bottom + 6), f"{tick:g} s", fill="black", font=font)
     return np.asarray(image)
+
+
+def draw_span(
+    canvas: ImageDraw.ImageDraw, kind: str, top: float, left: float, right: float
+) -> None:
+    """A span in its lane."""
+    corners = left, top + 3, max(left, right), top + LANE - 3
+    canvas.rectangle(corners, fill=COLORS.get(kind, OTHER))
+    if right - left > 6:  # a line between adjacent spans
+        canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
 
 
 def trace(spans: Iterable[Span]) -> dict[str, list[dict]]:

@@ -69,9 +69,7 @@ def create(
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:
     """How each data group spent the rollout; idle work, whose spans are of this kind, is idle time."""
     spans = [span for span in rollout.spans if span.kind != kind]
-    window = 0.0, rollout.stats["seconds"]
-    waits = rollout.compile_waits
-    return [group_seconds(spans, waits, group, window) for group in range(groups)]
+    return group_seconds(spans, rollout.compile_waits, groups, (0.0, rollout.stats["seconds"]))
 
 
 def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict[str, float]:

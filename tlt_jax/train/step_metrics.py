@@ -16,7 +16,15 @@ import numpy as np
 from tlt_jax.config import Config, validate
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed.job import Job
-from tlt_jax.metrics import Record, Writer, console, group_seconds, idle_share
+from tlt_jax.metrics import (
+    GroupSeconds,
+    Record,
+    Writer,
+    console,
+    group_seconds,
+    idle_share,
+    timeline,
+)
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
 from tlt_jax.train.accounts import Stopwatch
@@ -69,12 +77,21 @@ def of_rollout(
 
 
 def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
-    """Busy, idle and compile-wait seconds of every data group, which add up to the rollout's."""
-    window, found = (0.0, rollout.stats["seconds"]), {}
-    for group in range(groups):
-        seconds = group_seconds(rollout.spans, rollout.compile_waits, group, window)
-        for name, value in seconds._asdict().items():
-            found[f"group/{name}_s@{group}"] = value
+    """Busy, idle and compile-wait seconds of every data group, which add up to the rollout's.
+
+    Of more than MOST_LANES groups the least, the mean and the most of each, and the latest group.
+    """
+    window = 0.0, rollout.stats["seconds"]
+    seconds = group_seconds(rollout.spans, rollout.compile_waits, groups, window)
+    if groups <= timeline.MOST_LANES:
+        return {
+            f"group/{name}_s@{group}": value
+            for group, one in enumerate(seconds)
+            for name, value in one._asdict().items()
+        }
+    found = {"group/latest": timeline.latest(rollout.spans, groups)[0]}
+    for name, values in zip(GroupSeconds._fields, np.array(seconds).T, strict=True):
+        found |= statistics(f"group/{name}_s", values, ("min", "mean", "max"))
     return found
 
 
