@@ -56,6 +56,7 @@ def measure(
     sharpness: Sequence[float],
 ) -> None:  # fmt: skip
     """Adds the rows of a drafter."""
+    plain: list[float] = []  # accept lengths without coupling, which come first
     for strategy in trees:
         for temperature, strength, sharp in cases(strategy, strategy == trees[0], sharpness):
             knobs = {"coupling": strength, "sharpness": sharp}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tlt_jax.rollout import driver, simulated
@@ -13,6 +14,7 @@ from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
 from tlt_jax.rollout.idle import IdleDriver
 from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.simulated import in_world
+from tlt_jax.rollout.state import GroupState
 from tlt_jax.tuner import fixed, worlds
 from tlt_jax.tuner.worlds import World
 

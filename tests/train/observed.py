@@ -112,15 +112,13 @@ def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
     run, known = Run(config), [one.result for one in replies]
     decode, build = Engine.run, policy_update.update
 
-    def rollout(engine, request, weights, tuner, *, on_finish, interrupted):
+    def rollout(engine, request, weights, tuner, *, on_finish, **beside):
         if known:
             result, learned = known.pop(0), tuner
             for answer in result.completions:
                 on_finish(answer)
         else:
-            result, learned = decode(
-                engine, request, weights, tuner, on_finish=on_finish, interrupted=interrupted
-            )
+            result, learned = decode(engine, request, weights, tuner, on_finish=on_finish, **beside)
         run.rollouts.append(Rolled(request, result))
         return result, learned
 
