@@ -34,10 +34,10 @@ class Slow:
 class Together(Job):
     """A process among threads: what is gathered goes by the board."""
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """As Job.gather."""
+    def gather(self, data: bytes, wanted=None) -> list[bytes]:
+        """As Job.gather, of all or nothing."""
         said = self.meeting().heard(data.decode())
-        return [said[index].encode() for index in range(self.count)]
+        return [said[index].encode() * (wanted is None) for index in range(self.count)]
 
 
 def test_scores_are_whole_whenever_a_step_goes_on():
@@ -49,13 +49,14 @@ def test_scores_are_whole_whenever_a_step_goes_on():
 
         def run(index, draw=draw, board=board, found=found, told=told, signalled=signalled):
             uids = [10 * index + i for i in range(3)]
-            texts = {uid: f"text {uid}" for uid in uids}
             scorer = Slow(uids, 0.001 * (index + 1))
             job = Together(index, 3, board)
             try:
-                found[index] = evaluation.collected(
-                    job, scorer, texts, lambda: index == signalled and told.is_set()
+                scores = evaluation.collected(
+                    job, scorer, lambda: index == signalled and told.is_set()
                 )
+                texts = evaluation.told_first(job, {uid: f"text {uid}" for uid in uids})
+                found[index] = scores, texts
             except Interrupted:
                 found[index] = None
 
@@ -68,8 +69,9 @@ def test_scores_are_whole_whenever_a_step_goes_on():
         if found[0] is None:
             assert found == dict.fromkeys(range(3)), "all stop, or none does"
         else:
-            scores, texts = found[0]
-            assert found[1] == found[2] == found[0]
-            assert sorted(scores) == sorted(texts) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+            scores, texts = zip(*(found[index] for index in range(3)), strict=True)
+            assert scores[1] == scores[2] == scores[0] and texts[1:] == ({}, {})
+            assert texts[0] == {uid: f"text {uid}" for uid in scores[0]}
+            assert sorted(scores[0]) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
         outcomes.append(found[0] is None)
     assert 5 < sum(outcomes) < 55, "both ways are tried"

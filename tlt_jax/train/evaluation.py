@@ -65,10 +65,9 @@ def evaluate(
         step=0,
         rollouts_left=evaluations_left,
     )
-    texts: dict[int, str] = {}
 
     def finished(answer: Completion) -> None:
-        texts[answer.uid] = submit(scorer, tokenizer, prompts[answer.prompt], answer)
+        submit(scorer, tokenizer, prompts[answer.prompt], answer)
 
     tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
     rollout, learned = engine.run(
@@ -79,7 +78,7 @@ def evaluate(
         interrupted=interrupted,
         wanted=exchange.nothing,
     )
-    results, _ = collected(engine.job, scorer, texts, interrupted or (lambda: False))
+    results = collected(engine.job, scorer, interrupted or (lambda: False))
     scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(
         -1, settings.samples
     )
@@ -94,24 +93,28 @@ def evaluate(
     return metrics, engine.tuner.switched(learned, TRAINING)
 
 
-def collected(
-    job: Job, scorer: Scorer, texts: dict[int, str], interrupted: Callable[[], bool]
-) -> tuple[dict[int, Score], dict[int, str]]:
-    """The scores and texts of all processes' answers, by uid; waits for them.
+def collected(job: Job, scorer: Scorer, interrupted: Callable[[], bool]) -> dict[int, Score]:
+    """The scores of all processes' answers, by uid; waits for them.
 
-    `texts`: of the answers that this process has submitted. All processes go on once each has all of its
-    scores; when one is `interrupted` before, all raise Interrupted.
+    All processes go on once each has all of its scores; when one is `interrupted` before, all raise Interrupted.
     """
     meeting = job.meeting()
     scores = scorer.collect(lambda: meeting.stops(interrupted()))
     if not meeting.goes_on(interrupted):
         raise Interrupted("the step was interrupted before its update")
     if job.count == 1:
-        return scores, texts
-    told = [(uid, *vars(score).values(), texts[uid]) for uid, score in scores.items()]
+        return scores
+    told = [(uid, *vars(score).values()) for uid, score in scores.items()]
     every = [one for part in job.gather(json.dumps(told).encode()) for one in json.loads(part)]
-    scores = {uid: Score(*fields) for uid, *fields, _ in every}
-    return scores, {uid: text for uid, *_, text in every}
+    return {uid: Score(*fields) for uid, *fields in every}
+
+
+def told_first(job: Job, texts: dict[int, str]) -> dict[int, str]:
+    """The texts of all processes' answers, by uid, in process 0, which writes them; none in others. A collective."""
+    if job.count == 1:
+        return texts
+    parts = job.to_first(json.dumps(list(texts.items())).encode())
+    return {uid: text for part in parts for uid, text in json.loads(part)}
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:

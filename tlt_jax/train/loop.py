@@ -214,7 +214,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
                             trainer,
                         )
                     with watch.phase("reward"):
-                        scores, texts = evaluation.collected(job, scorer, texts, interrupted)
+                        scores = evaluation.collected(job, scorer, interrupted)
                 except Interrupted:
                     with watch.phase("save_checkpoint"):
                         run_state.save(store, state, engine.basis, measured)
@@ -259,7 +259,12 @@ def train(config: Config, watching: Watch | None = None) -> int:
                         dataset, config, state.step, scalars, watch, job
                     )
 
-                    answers = step_metrics.records(prompts, rollout, scores, texts)
+                    texts = evaluation.told_first(job, texts)
+                    answers = (
+                        step_metrics.records(prompts, rollout, scores, texts)
+                        if job.is_first
+                        else []
+                    )
                     chunks = speculation_metrics.chunks(engine.drafter_kind, rollout)
                     writer.step(state.step, scalars, answers, rollout.spans, chunks)
                     failed = failures(scores)
