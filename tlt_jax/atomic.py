@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # Suffixes of a file and of a directory that are being written; what a killed process left has them too.
 TEMPORARY, PARTIAL = ".tmp", ".partial"
+MADE_FROM = "made_from.json"  # in a directory: what it was made from
 
 
 def unique(path: Path, suffix: str) -> Path:
@@ -47,20 +50,36 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_directory(directory: Path, write: Callable[[Path], None], is_owner: bool = True) -> None:
+def write_directory(
+    directory: Path,
+    write: Callable[[Path], None],
+    is_owner: bool = True,
+    made_from: Mapping[str, Any] | None = None,
+) -> None:
     """Calls `write` with a temporary path beside the directory, which then replaces the directory.
 
-    Of several processes that take part only the one with `is_owner` writes and renames.
+    Of several processes that take part only the one with `is_owner` writes and renames. `made_from`: kept
+    in the directory, see `is_made_from`.
     """
     temporary = unique(directory, PARTIAL)
     try:
         write(temporary)
         if is_owner:
+            if made_from is not None:
+                (temporary / MADE_FROM).write_text(json.dumps(made_from, indent=1))
             shutil.rmtree(directory, ignore_errors=True)
             temporary.rename(directory)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def is_made_from(directory: Path, made_from: Mapping[str, Any]) -> bool:
+    """Whether `write_directory` has written the directory from this; False where nothing says so."""
+    try:
+        return json.loads((directory / MADE_FROM).read_text()) == made_from
+    except (OSError, ValueError):
+        return False
 
 
 def remove_left(*folders: Path) -> None:

@@ -11,9 +11,10 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
@@ -41,11 +42,17 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def entered(config: Config, job: Job | None = None) -> Iterator[None]:
-    """Context in which this job alone writes in the run folder, with its resolved configuration there, for all processes."""
+def entered(config: Config, job: Job | None = None, *parts: str) -> Iterator[None]:
+    """Context in which this job alone writes in the run folder, with its resolved configuration there, for all processes.
+
+    `parts`: folders in it that another command may enter by themselves, and that this one writes too.
+    """
     job = job or Job()
-    with locked(config.run) if job.is_first else nullcontext():
+    with contextlib.ExitStack() as held:
         if job.is_first:
+            held.enter_context(locked(config.run))
+            for part in parts:
+                held.enter_context(locked(str(Path(config.run) / part)))
             enter(config)
         job.decided(True)  # the others see it
         try:
@@ -195,9 +202,14 @@ def drafter_export(config: Config) -> Path:
     return Path(config.run) / DRAFTER / EXPORT
 
 
-def is_exported(config: Config) -> bool:
-    """True when the final policy is there, or is not wanted."""
-    return not config.checkpoint.export or export(config).is_dir()
+def of_step(step: int, command: str = "tlt_jax.train") -> dict[str, Any]:
+    """What an export is made from, as it says itself: a run that was made longer has an earlier one until it ends."""
+    return {"command": command, "step": step}
+
+
+def is_exported(config: Config, step: int) -> bool:
+    """True when the policy after the step is there, or is not wanted; it is the last that a run exports."""
+    return not config.checkpoint.export or atomic.is_made_from(export(config), of_step(step))
 
 
 def stopped(config: Config, checkpoint: Path | None) -> str:

@@ -13,8 +13,10 @@ import pytest
 from training_runs import (
     assert_equal,
     completions,
+    die,
     events,
     killed_when,
+    raise_at,
     state_of,
     stopped_after,
 )
@@ -26,7 +28,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.errors import ModelError
+from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout import driver
 from tlt_jax.rollout.engine import Engine
@@ -120,6 +122,25 @@ def test_the_drafter_moves_and_is_saved_and_exported(adaptive):
     mesh = meshes.make_mesh(1, 1)
     _, params = hf_drafter.load(folder, model, mesh, "float32", 48)
     assert_equal(jax.device_get(params), jax.device_get(last.params))
+
+
+def test_a_run_that_died_between_its_exports_makes_both_and_alone_writes_a_drafter(
+    adaptive, tmp_path, monkeypatch
+):
+    config = stopped_after(STEPS, adaptive, tmp_path / "run")
+    places = run_folder.drafter_export, run_folder.export
+    shutil.rmtree(run_folder.drafter_export(config))
+    drafters = str(run_folder.drafter_export(config).parent)
+    with run_folder.locked(drafters), pytest.raises(ConfigError, match="in use by"):
+        loop.train(config)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed here"):
+        raise_at(patch, loop.hf, "save_whole", 1, die)
+        loop.train(config)
+    assert [place(config).exists() for place in places] == [True, False]
+    assert loop.train(config) == cli.DONE
+    for place in places:
+        ours, theirs = (place(one) / "model.safetensors" for one in (config, adaptive))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -22,6 +22,7 @@ from training_runs import (
     STEPS,
     assert_equal,
     completions,
+    die,
     events,
     killed_when,
     preempt,
@@ -220,6 +221,22 @@ def test_a_file_system_without_locks_is_used_and_said(tmp_path, monkeypatch, cap
         assert "cannot be locked (No locks available): start no second run in it" in caplog.text
 
 
+def test_a_longer_run_that_died_before_its_export_has_the_new_policy_in_the_end(
+    whole, tmp_path, monkeypatch, capsys
+):
+    config = extended(whole, tmp_path / "run", 5)
+    policy = tmp_path / "run" / "hf" / "model.safetensors"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed here"):
+        raise_at(patch, loop.hf, "save_whole", 1, die)
+        loop.train(config)
+    assert saved_steps(config)[-1] == 5
+    earlier = policy.read_bytes()
+    assert loop.train(config) == cli.DONE
+    assert policy.read_bytes() != earlier
+    assert "is finished" not in capsys.readouterr().out
+    assert loop.train(config) == cli.DONE and "is finished" in capsys.readouterr().out
+
+
 def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
     rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2], in_flight=1)
     config = replace(
@@ -289,7 +306,7 @@ def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_p
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    said_so = "stopped before the run began: the same command begins again\n"
+    said_so = "stopped: the same command begins again, or goes on from what is saved\n"
     assert (process.returncode, said) == (cli.PREEMPTED, said_so)
 
 

@@ -187,6 +187,18 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
         assert events(inside(config))[name] == events(inside(whole))[name]
 
 
+def test_what_has_more_steps_than_are_asked_for_is_finished(whole, tmp_path, capsys):
+    shutil.copytree(whole.run, tmp_path / "run")
+    fewer = replace(whole.drafter_training, steps=STEPS - 1)
+    config = replace(whole, run=str(tmp_path / "run"), drafter_training=fewer, override=True)
+    assert drafter.train(config) == cli.DONE
+    assert f"is finished: it has all {STEPS} steps" in capsys.readouterr().out
+    made_from = tmp_path / "run" / "drafter" / "hf" / "made_from.json"
+    made_from.write_text('{"command": "tlt_jax.train", "step": 4}')
+    assert drafter.train(config) == cli.DONE, "a drafter that a run trained is another"
+    assert json.loads(made_from.read_text())["command"] == "tlt_jax.train.drafter"
+
+
 @pytest.mark.parametrize("where", ["answers", "training"])
 def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(
     whole, tmp_path, monkeypatch, where

@@ -91,6 +91,11 @@ def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
     monkeypatch.setattr(target, name, counted)
 
 
+def die() -> None:
+    """Ends the run where it is, as far as its files go."""
+    raise RuntimeError("killed here")
+
+
 def preempt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -14,7 +14,8 @@ from tlt_jax.errors import ConfigError
 FREE = ("run", "override", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
         "idle_training.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets", "rollout.chunk",
         "rollout.in_flight", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
-        "reward.environment", "reward.max_failed", "train.steps", "train.epochs", "train.max_nonfinite")  # fmt: skip
+        "reward.environment", "reward.max_failed", "data.max_too_long", "train.steps", "train.epochs",
+        "train.max_nonfinite")  # fmt: skip
 # Those that change the steps to come, and leave the run the same one: with --override.
 OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "rollout.temperature",
                "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop", "train.row_tokens", "train.rows",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -289,11 +289,12 @@ def save_whole(
     mesh: Mesh,
     tokenizer: Any = None,
     dtype: DTypeLike = "float32",
+    made_from: Mapping[str, Any] | None = None,
 ) -> None:
-    """As `save`, but the directory is there whole or not at all."""
+    """As `save`, but the directory is there whole or not at all; it says what it is `made_from`."""
     is_owner = jax.process_index() == 0
     atomic.write_directory(
-        directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner
+        directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner, made_from
     )
 
 

@@ -29,7 +29,7 @@ def main() -> int:
 
 def stop(*_) -> NoReturn:
     """Ends the process at once."""
-    os.write(2, b"stopped before the run began: the same command begins again\n")
+    os.write(2, b"stopped: the same command begins again, or goes on from what is saved\n")
     os._exit(cli.PREEMPTED)
 
 

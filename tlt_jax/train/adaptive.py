@@ -83,14 +83,19 @@ def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict
 
 
 def export(
-    config: Config, drafter: DrafterConfig, params: DrafterParams, acceptance: Sequence[float]
+    config: Config,
+    drafter: DrafterConfig,
+    params: DrafterParams,
+    acceptance: Sequence[float],
+    step: int,
 ) -> None:
-    """Writes the drafter's directory, beside the policy's."""
+    """Writes the directory of the drafter after a step, beside the policy's."""
     dtype = config.model.param_dtype
     atomic.write_directory(
         run_folder.drafter_export(config),
         lambda at: hf_drafter.save(params, drafter, at, dtype, acceptance),
         jax.process_index() == 0,
+        run_folder.of_step(step),
     )
     if caveat := hf_drafter_config.caveat(drafter):
         print(caveat)

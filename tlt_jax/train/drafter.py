@@ -64,15 +64,16 @@ def train(config: Config) -> int:
     digest = dataset.digest() if dataset else ""
     with (
         run_folder.entered(config),
+        Preemption() as preempted,
         Store(
             config.run, config.checkpoint.keep, identity=run_folder.identity(config, digest)
         ) as store,
-        Preemption() as preempted,
     ):
         resumed = store.latest()
-        if resumed == steps and run_folder.export(config).is_dir():
+        is_trained = resumed is not None and resumed >= steps
+        if is_trained and atomic.is_made_from(run_folder.export(config), of_step(resumed)):
             print(
-                f"{run_folder.export(config)} is finished: it has all {steps} steps. Another drafter needs another run."
+                f"{run_folder.export(config)} is finished: it has all {resumed} steps. Another drafter needs another run."
             )
             return DONE
         with Writer(config, steps, resumed) as writer:
@@ -87,8 +88,13 @@ def train(config: Config) -> int:
                 config, recipe, state, params, rows, store, writer, preempted
             )
         if code == DONE:
-            write(config, recipe, state.params, acceptance)
+            write(config, recipe, state, acceptance)
     return code
+
+
+def of_step(step: int) -> dict[str, Any]:
+    """What the directory of a drafter is made from: one that a run trained beside its rollouts is another."""
+    return run_folder.of_step(step, "tlt_jax.train.drafter")
 
 
 def find_tokenizer(config: Config) -> Any:
@@ -217,21 +223,20 @@ def report(
     )
 
 
-def write(
-    config: Config, recipe: Recipe, params: DrafterParams, acceptance: Sequence[float]
-) -> None:
+def write(config: Config, recipe: Recipe, state: DrafterState, acceptance: Sequence[float]) -> None:
     """Writes the drafter's directory; says where it is, and what does not load it."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(
         directory,
-        lambda at: hf_drafter.save(params, recipe.drafter, at, dtype, acceptance),
+        lambda at: hf_drafter.save(state.params, recipe.drafter, at, dtype, acceptance),
         is_owner,
+        of_step(int(state.step)),
     )
     caveat = hf_drafter_config.caveat(recipe.drafter)
     if caveat:
         print(f"{directory}: {caveat}")
-    print(f"{directory}: the drafter after {config.drafter_training.steps} steps")
+    print(f"{directory}: the drafter after {int(state.step)} steps")
 
 
 def main() -> int:

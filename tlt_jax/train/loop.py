@@ -90,7 +90,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
     with (
-        run_folder.entered(config, job),
+        run_folder.entered(config, job, *([run_folder.DRAFTER] if is_adaptive else [])),
+        Preemption() as preempted,
         Store(
             config.run,
             config.checkpoint.keep,
@@ -98,7 +99,6 @@ def train(config: Config, watching: Watch | None = None) -> int:
             identity=run_folder.identity(config, dataset.digest()),
             job=job,
         ) as store,
-        Preemption() as preempted,
         Scorer(config) as scorer,
     ):
         watching.alive("resume")
@@ -108,7 +108,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
             return preempted()
 
         last = store.latest()
-        is_finished = last is not None and last >= steps and run_folder.is_exported(config)
+        is_finished = last is not None and last >= steps and run_folder.is_exported(config, last)
         is_finished = is_finished and not lacks_evaluation(config, store, last, steps)
         if job.decided(is_finished):
             if job.is_first:
@@ -279,11 +279,23 @@ def train(config: Config, watching: Watch | None = None) -> int:
 
         watching.alive("export")
         if config.checkpoint.export:
-            params, dtype = state.policy.params, config.model.param_dtype
-            hf.save_whole(params, model, run_folder.export(config), mesh, tokenizer, dtype)
             if state.drafter:
-                known = trainer.known_depths
-                adaptive.export(config, trainer.recipe.drafter, state.drafter.params, known)
+                adaptive.export(
+                    config,
+                    trainer.recipe.drafter,
+                    state.drafter.params,
+                    trainer.known_depths,
+                    state.step,
+                )
+            hf.save_whole(
+                state.policy.params,
+                model,
+                run_folder.export(config),
+                mesh,
+                tokenizer,
+                config.model.param_dtype,
+                run_folder.of_step(state.step),
+            )
     if job.is_first:
         print(run_folder.summary(config))
     return DONE

@@ -30,8 +30,6 @@ from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 
-MADE_FROM = "made_from.json"  # beside the weights of the reference
-
 
 class Learned(NamedTuple):
     """Of the optimizer steps on one rollout: the metrics of each; its rewards and advantages; the filled share of the rows.
@@ -74,7 +72,7 @@ def kl_reference(
         )
     reference = hf.load(directory, model, mesh, dtype)
     kept = {"source": source, "leaves": leaf_index(reference)}
-    path = directory / MADE_FROM
+    path = directory / atomic.MADE_FROM
     if is_new and job.is_first:
         atomic.write_text(path, json.dumps(kept, indent=1))
     elif not is_new and path.exists():  # versions without it kept none
