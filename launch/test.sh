@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 ./launch/install.sh test
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check --quiet .
-exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=15 "$@"
+exec .venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=15 "$@"

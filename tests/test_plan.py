@@ -399,7 +399,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     )
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(kind):
     """But those of the copies and the merge, which are programs of the whole mesh."""
     adaptive = ("--speculation.drafter", "adaptive", "--drafter_training.kind", kind)

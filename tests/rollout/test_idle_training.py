@@ -83,7 +83,10 @@ def same(one, other) -> bool:
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind, data, model", [("eagle3", 2, 1), ("eagle", 2, 2), ("eagle3", 1, 1)])
+@pytest.mark.parametrize(
+    "kind, data, model",
+    [pytest.param("eagle3", 2, 1, marks=pytest.mark.slow), ("eagle", 2, 2), ("eagle3", 1, 1)],
+)
 def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     setting, plain = Setting(kind, data, model), Setting(kind, data, model)
     before = jax.device_get(setting.state)

@@ -143,7 +143,7 @@ def test_a_run_that_died_between_its_exports_makes_both_and_alone_writes_a_draft
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
     adaptive, plain, tmp_path, step, monkeypatch
 ):

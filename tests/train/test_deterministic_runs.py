@@ -74,7 +74,7 @@ def chunks(config) -> list[tuple]:
     return sorted(tuple(str(line[field]) for field in fields) for line in lines)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_delays_change_nothing(undisturbed, make, tmp_path, monkeypatch, seed):
     delay(monkeypatch, seed)
     config = make(tmp_path / "run")

@@ -28,8 +28,8 @@ EARLY, LATE = 1, 3
 PHASES = ("start", "resume", "rollout", "reward", "update", "save_checkpoint", "eval", "export")
 # What the tests of every day run; the rest is `-m slow`.
 DAILY = {
-    (2, "start", EARLY), (2, "resume", LATE), (2, "rollout", LATE), (2, "reward", EARLY), (2, "update", LATE),
-    (2, "save_checkpoint", LATE), (2, "eval", EARLY), (2, "export", LATE), (4, "rollout", EARLY), (4, "export", LATE),
+    (2, "start", EARLY), (2, "resume", LATE), (2, "rollout", LATE), (2, "save_checkpoint", LATE),
+    (4, "reward", EARLY),
 }  # fmt: skip
 CASES = [
     pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.slow])

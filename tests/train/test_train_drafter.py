@@ -130,7 +130,9 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 # Training
 
 
-@pytest.mark.parametrize(("kind", "least"), [("eagle", 0.93), ("eagle3", 0.96)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [pytest.param("eagle", 0.93, marks=pytest.mark.slow), ("eagle3", 0.96)]
+)
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     kind, least, configure, tmp_path, capsys
 ):
