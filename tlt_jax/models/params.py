@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
@@ -62,17 +65,32 @@ def init(
     The key is split once, a part for every Weight in the order of the tree, whatever its initializer.
     """
     leaves, structure = jax.tree.flatten(weights)
+    program = initializer(tuple(leaves), structure, mesh, np.dtype(dtype), std)
+    return program(key, None if ids is None else jnp.asarray(ids, jnp.int32))
 
-    def draw(weight: Weight, key: jax.Array) -> jax.Array:
+
+@cache
+def initializer(
+    leaves: tuple[Weight, ...],
+    structure: jax.tree_util.PyTreeDef,
+    mesh: Mesh,
+    dtype: np.dtype,
+    std: float,
+) -> Callable[[jax.Array, jax.Array | None], PyTree]:
+    """The program of `init`: of a key, and the ids where there are some."""
+
+    def draw(weight: Weight, key: jax.Array, ids: jax.Array | None) -> jax.Array:
         if weight.init == "ids":
-            return jnp.asarray(ids, weight.dtype(dtype))
+            return ids
         if weight.init != "normal":
             return jnp.full(weight.shape, {"ones": 1, "zeros": 0}[weight.init], dtype)
         drawn = std * jax.random.normal(key, weight.shape, dtype)
         return drawn if weight.num_rows is None else drawn.at[weight.num_rows :].set(0)
 
-    def initialize(key: jax.Array) -> PyTree:
+    def initialize(key: jax.Array, ids: jax.Array | None) -> PyTree:
         parts = jax.random.split(key, len(leaves))
-        return structure.unflatten([draw(*pair) for pair in zip(leaves, parts, strict=True)])
+        drawn = [draw(*pair, ids) for pair in zip(leaves, parts, strict=True)]
+        return structure.unflatten(drawn)
 
-    return jax.jit(initialize, out_shardings=shardings(weights, mesh, "train"))(key)
+    placed = shardings(structure.unflatten(leaves), mesh, "train")
+    return jax.jit(initialize, out_shardings=placed)
