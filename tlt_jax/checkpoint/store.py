@@ -7,9 +7,11 @@ import errno
 import json
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,6 +36,21 @@ LOOK_S = 0.02  # from one look at a save to the next
 def is_news(record: logging.LogRecord) -> bool:
     """Whether a message of the checkpoint library is not what a save raises anyway, of a full disk: it is told by then."""
     return not (record.exc_info and is_disk_full(record.exc_info[1]))
+
+
+@cache
+def hush() -> None:
+    """From here on a full disk is told once, by who saves: not for each array by the libraries that write them."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_news)
+    shown = sys.unraisablehook
+
+    def show(unraisable: Any) -> None:
+        # TensorStore tells an event loop of its writes, which has ended with the first one that failed.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            shown(unraisable)
+
+    sys.unraisablehook = show
 
 
 class Restored(NamedTuple):
@@ -78,7 +95,7 @@ class Store:
                 f"{self.folder} does not exist: give the folder of a run that has saved"
             )
 
-        logging.getLogger("absl").addFilter(is_news)
+        hush()
         # Deleted folders are renamed first, so that none is ever half there.
         options = ocp.CheckpointManagerOptions(
             todelete_subdir=DELETED, cleanup_tmp_directories=create, create=create
