@@ -67,6 +67,7 @@ def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache
         assert_no_cache_is_copied(text)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_host_drives():
     """With a learned drafter, whose drafting also gathers: in the data group, as on a TPU."""

@@ -148,7 +148,16 @@ def test_the_cases_cover_every_pair_of_factors():
         assert seen == wanted, f"{FACTORS[a]}, {FACTORS[b]}: {wanted - seen}"
 
 
-@pytest.mark.parametrize("drafter, strategies, data, model, slots, chunk, setting", CASES)
+DAILY = (1, 2, 4, 5, 9, 12, 15, 16, 17, 20)  # of these cases; the rest is `-m slow`
+
+
+@pytest.mark.parametrize(
+    "drafter, strategies, data, model, slots, chunk, setting",
+    [
+        case if place in DAILY else pytest.param(*case, marks=pytest.mark.slow)
+        for place, case in enumerate(CASES)
+    ],
+)
 def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slots, chunk, setting):
     buckets = (
         [] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]

@@ -173,6 +173,7 @@ def test_a_run_on_another_mesh_goes_on_with_the_drafter(adaptive, tmp_path, monk
     assert int(drafter_of(config, STEPS).step) > int(seen[0].step)
 
 
+@pytest.mark.slow  # test_processes.py kills such runs every day
 def test_a_run_that_is_killed_has_the_policy_and_a_drafter(configure, plain, tmp_path):
     """kill -9 at a moment that is not chosen, in the steps in which the drafter is trained."""
     config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
