@@ -11,10 +11,10 @@ from tlt_jax.rollout.planner import Planner
 from tlt_jax.rollout.prices import relative
 from tlt_jax.rollout.programs import Decode
 from tlt_jax.rollout.savings import CAUTION, LEAST, Savings
-from tlt_jax.rollout.simulated import in_world
+from tlt_jax.rollout.simulated import WorldCosts, in_world
 from tlt_jax.rollout.state import GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import fixed, goodput, worlds
+from tlt_jax.tuner import cost_model, fixed, goodput, worlds
 from tlt_jax.tuner.interface import Cell
 from tlt_jax.tuner.worlds import World
 
@@ -98,10 +98,25 @@ def seconds_of(unit):
     return lambda program: unit * relative(program)
 
 
-def whole_run(tuner, rollouts, unit, world=None, groups=1, batches=BATCHES, drafters=True):
+class Loading(WorldCosts):
+    """The first run of a program loads it, which takes so many seconds more."""
+
+    def __init__(self, world, seconds):
+        super().__init__(world)
+        self.seconds = seconds
+
+    def __call__(self, program, rounds, at):
+        loading = 0.0 if program in self.seen else self.seconds
+        return loading + super().__call__(program, rounds, at)
+
+
+def whole_run(
+    tuner, rollouts, unit, world=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
+):
     """(seconds of a run of so many rollouts with its compilations, its chunks that were compiled)."""
     world = world or World(worlds.cpu, 0.75)
     programs = in_world(world, simulated.long_tailed(600), seconds_of(unit))
+    programs.costs = Loading(world, loading)
     savings, state = Savings(), None
     for step in range(rollouts):
         request = simulated.request(
@@ -130,6 +145,42 @@ def test_drafting_makes_no_run_slower_whatever_compiling_costs(rollouts, unit, q
     plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, unit, world)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, unit, world)
     assert taken < 1.05 * plain
+
+
+SCALES = [
+    (scale, rollouts, groups)
+    for scale, rollouts in ((1e-3, 2), (1e-3, 30), (1.0, 2), (1.0, 8), (1e3, 30))
+    for groups in (1, 2)
+]
+
+
+def slowdown(scale, rollouts, groups):
+    """Seconds of a run that may draft over those of one that does not, where rounds take `scale` times as long.
+
+    What a program takes to compile is not scaled, nor what its first run takes longer than others.
+    """
+    world = World(lambda *cell: scale * worlds.cpu(*cell), 0.2)
+    rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "world": world}
+    plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, **rest)
+    taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, **rest)
+    return taken / plain
+
+
+@pytest.mark.parametrize("scale, rollouts, groups", SCALES)
+def test_no_run_is_slower_when_seconds_are_known_by_measuring_alone(scale, rollouts, groups):
+    # Where compiling costs nothing what is lost is what the tuner tries.
+    assert slowdown(scale, rollouts, groups) < (1.03 if scale <= 1 else 1.05)
+
+
+def test_a_prior_that_counts_as_measured_is_caught(monkeypatch):
+    predict = cost_model.predict
+
+    def sure(cells, targets, weights=None):
+        log_seconds, error = predict(cells, targets, weights)
+        return log_seconds, np.where(np.isinf(error), 0.26, error)
+
+    monkeypatch.setattr(cost_model, "predict", sure)
+    assert max(slowdown(*case) for case in SCALES[:2]) > 1.03
 
 
 def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():

@@ -68,8 +68,11 @@ class Savings:
     ) -> Cell | None:
         """The cell that is expected to save most beyond its price (seconds [C]), if one does by MARGIN.
 
-        All that is compiled on guesses may cost a small share of the run.
+        None before any seconds were measured: there is nothing to compare a price with. All that is
+        compiled on guesses may cost a small share of the run.
         """
+        if not np.isfinite(speeds([*cells, *there])[1]).all():
+            return None
         saved, rest, error = self.expected(cells, there, speeds)
         is_guess = error > GUESS
         is_sound = ~is_guess | (self.guessed + prices <= RISK * (self.seconds + rest))

@@ -135,13 +135,11 @@ def predict(
     """Log seconds of a round of each target [A], and their standard errors [A].
 
     `weights`: the result of `law` for nearly the same cells; None: fitted here. Without cells the
-    result is the prior, correct up to one unknown common factor.
+    result is the prior, correct up to one unknown common factor: the errors are infinite.
     """
     target_AX = np.array([described(*target) for target in targets], float)
     if not cells:
-        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(
-            len(targets), math.hypot(ALIKE, HERE)
-        )
+        return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(len(targets), math.inf)
 
     cell_CX, log_C, noise_C = known(cells)
     if weights is None:

@@ -108,7 +108,7 @@ class Tuner(NamedTuple):
     usable(state, batch, fewest_live) -> the strategies, plain decoding left out, that `choose` may
     return for this batch size when at least `fewest_live` rows are unfinished; during a rollout they
     stay the same. outlook(state, cells) -> log tokens per second of one live row, and their standard
-    errors: float[C] each.
+    errors: float[C] each; the errors are infinite before any seconds were measured.
     `goes_by_rule`: `choose` may return a strategy that is not among `arms`, and wants no other.
     switched(state, kind) -> the state for rollouts of another kind (TRAINING, the first one, or
     EVALUATION), whose answers say nothing of how drafts hold in these; what programs cost is the same.
