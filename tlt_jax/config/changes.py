@@ -12,8 +12,8 @@ from tlt_jax.errors import ConfigError
 # Knobs that may differ when a run goes on: they change where, how fast and how long it computes, and what it shows, but
 # neither a token nor an update of a step.
 FREE = ("run", "override", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
-        "idle_training.", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets", "rollout.chunk",
-        "rollout.in_flight", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
+        "idle_training.", "drafter_training.share", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
+        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
         "reward.environment", "reward.max_failed", "data.max_too_long", "train.steps", "train.epochs",
         "train.max_nonfinite")  # fmt: skip
 # Those that change the steps to come, and leave the run the same one: with --override.

@@ -343,6 +343,13 @@ class DrafterTraining:
         at_least=1,
     )
     steps: int = knob(1000, "optimizer steps, each on train.rows packed rows", at_least=1)
+    share: float = knob(
+        0.0,
+        "with speculation.drafter adaptive: share of each RL step's packed rows that the drafter learns from before the "
+        "policy's update, on any mesh, beside what idle data groups learn",
+        at_least=0,
+        at_most=1,
+    )
     learning_rate: float = knob(
         1e-4, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0
     )

@@ -71,7 +71,8 @@ class IdleTraining:
     replay, copies, sizes and prices are lost with the process, and cost speed only. `piece(group,
     rows, tokens)` names the program of a micro-step: micro_step.MicroStep. `starting()`: seconds that
     the rollout's programs take to be compiled again, with features for the drafter. `groups` are those
-    of this process; what all decide together is told by `job`.
+    of this process; what all decide together is told by `job`. One that `follows` does not begin by itself, but when
+    it is told to (`activate`): when drafting with what the drafter learns elsewhere pays.
     """
 
     kind = "train"
@@ -89,12 +90,13 @@ class IdleTraining:
         rescue: int = 0,
         starting: Callable[[], float] = lambda: 0.0,
         job: Job | None = None,
+        follows: bool = False,
     ):
         self.recipe, self.groups, self.job = recipe, dict(groups), job or Job()
         self.programs, self.make_piece = programs, piece
         self.replays = {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()}
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
-        self.starting = starting
+        self.starting, self.follows = starting, follows
         self.accept_lengths: deque[float] = deque(maxlen=RECENT)
         self.best_accept_length = 0.0
         self.seconds = self.idle = (
@@ -129,6 +131,10 @@ class IdleTraining:
     def is_active(self) -> bool:
         """Whether it trains in this run: it pays off, and has not failed too often."""
         return self.pays_off and not self.is_stopped
+
+    def activate(self) -> None:
+        """From the next rollout on the drafter drafts, and idle groups train it."""
+        self.pays_off = True
 
     def begin(
         self,
@@ -305,9 +311,10 @@ class IdleTraining:
         `rollouts_left`: how many like it the run decodes after it.
         """
         self.seconds, self.idle = seconds, idle
-        if not self.pays_off and self.job.decided(self.pays(seconds * rollouts_left)):
+        begins = not self.pays_off and not self.follows
+        if begins and self.job.decided(self.pays(seconds * rollouts_left)):
             log.info("the drafter is trained from here on")
-            self.pays_off = True
+            self.activate()
         self.keep_alive(accept_length)
         self.leave_out()
         copies, self.copies, self.policies = self.copies, {}, {}

@@ -53,8 +53,7 @@ class MicroStep:
     @property
     def adam(self) -> Adam:
         """The recipe's optimizer, for a batch of this size."""
-        share = math.sqrt(min(self.rows * self.tokens / WHOLE, 1.0))
-        return replace(self.recipe.adam, learning_rate=share * self.recipe.adam.learning_rate)
+        return scaled(self.recipe.adam, self.rows * self.tokens)
 
     def batch(self, shapes: GroupShapes) -> Batch:
         """ShapeDtypeStructs with shardings of a batch; features are sharded as in the decoding state."""
@@ -79,6 +78,12 @@ class MicroStep:
 
     def __str__(self) -> str:
         return f"drafter step of {self.rows} x {self.tokens}, group {self.group}"
+
+
+def scaled(adam: Adam, tokens: int) -> Adam:
+    """The optimizer for a batch of so many tokens: of fewer than WHOLE with a smaller learning rate."""
+    share = math.sqrt(min(tokens / WHOLE, 1.0))
+    return replace(adam, learning_rate=share * adam.learning_rate)
 
 
 def micro_step(

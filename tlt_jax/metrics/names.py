@@ -362,6 +362,13 @@ NAMES = tuple(
             "scalar",
             "data groups whose idle training failed in the step and counts for nothing, while that of others does",
         ),
+        # what the drafter learns from the rows of the policy's update: drafter_training.share
+        (
+            "drafter/update_steps",
+            "scalar",
+            "optimizer steps of the drafter on packed rows of the RL step",
+        ),
+        ("drafter/update_tokens", "scalar", "answer tokens that they learned from"),
         # pictures and texts
         (
             "rollout/timeline",

@@ -53,13 +53,13 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.remaining import Remaining
 from tlt_jax.rollout.request import RolloutRequest, check
-from tlt_jax.rollout.savings import Savings
+from tlt_jax.rollout.savings import MARGIN, Savings
 from tlt_jax.rollout.state import GroupContext, Harvester, Needs, Queue, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name
 from tlt_jax.tuner import goodput, make
-from tlt_jax.tuner.interface import State as TunerState
+from tlt_jax.tuner.interface import Cell, State as TunerState
 
 TIMED_ROUNDS = 8
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
@@ -184,6 +184,32 @@ class Engine:
     def price_of_learned(self) -> float:
         """Seconds of compiling that `use_learned` is expected to cost."""
         return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
+
+    def knows_learned(self, tuner: TunerState) -> bool:
+        """Whether this state may choose to draft with the learned drafter, which has to be used then."""
+        return any(arm.drafter in (LEARNED, MERGED) for arm in self.tuner.usable(tuner, 1, 1))
+
+    def gain_of_learned(self, tuner: TunerState) -> float:
+        """Seconds that the learned drafter is expected to save of the rest of the run, beyond what `use_learned` compiles.
+
+        By a tuner's state that knows how it accepts. At most 0 while it is not known what rollouts take.
+        """
+        arms = [arm for arm in self.arms if arm.drafter in (LEARNED, MERGED)]
+        known = [(sampling, one) for sampling, one in self.savings.items() if one.tokens]
+        if self.drafter or not arms or not known:
+            return 0.0
+        params, savings = max(known, key=lambda pair: sum(pair[1].tokens.values()))
+        there = [Cell(*where, PLAIN) for where in savings.tokens]
+        cells = [Cell(*where, arm) for where in savings.tokens for arm in arms]
+        speeds = partial(self.tuner.outlook, tuner)
+        if not np.isfinite(speeds([*cells, *there])[1]).all():
+            return 0.0
+        saved, _, _ = savings.expected(cells, there, speeds)
+        best = int(np.argmax(saved))
+        batch, slots, arm = cells[best]
+        chunk = Decode(StateShape(0, batch, slots), self.config.rollout.chunk, arm, params)
+        price = self.price_of_learned() + self.programs.prices.of(chunk)
+        return float(saved[best]) - MARGIN * price
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""

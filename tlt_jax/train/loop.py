@@ -144,8 +144,12 @@ def train(config: Config, watching: Watch | None = None) -> int:
             except Interrupted:
                 writer.say(run_folder.stopped(config, None))
                 return PREEMPTED
+            shares = config.drafter_training.share > 0
             if trainer:
-                engine.use_learned(state.drafter is not None)
+                is_used = not shares or engine.knows_learned(state.tuner)
+                engine.use_learned(state.drafter is not None and is_used)
+                if shares and engine.drafter:
+                    trainer.activate()
 
             reference = minibatches.kl_reference(
                 config,
@@ -233,6 +237,9 @@ def train(config: Config, watching: Watch | None = None) -> int:
                         trained = after_rollout(config, trainer, state.drafter, rollout, left)
                 del weights  # they may share buffers with the policy, which the update donates
 
+                lesson = None
+                if trainer and shares:
+                    lesson = adaptive.lesson(config, trainer, state, trained[0], rollout, watch)
                 with watch.phase("update"):
                     policy, learned = minibatches.update_policy(
                         config,
@@ -244,9 +251,15 @@ def train(config: Config, watching: Watch | None = None) -> int:
                         rollout,
                         scores,
                         watch,
+                        lesson,
                     )
-                acceptance = {LEARNED: trainer.depths} if trainer and trainer.depths else {}
-                tuner = engine.tuner.renew(tuner, acceptance)
+                depths = trainer.depths if trainer else []
+                if lesson:
+                    trained = lesson.drafter, trained[1] | lesson.learned.metrics
+                    depths = lesson.learned.depths or depths
+                tuner, begins = renewed(engine, trainer, tuner, depths)
+                if begins:
+                    writer.say(f"step {state.step + 1}/{steps}  {begins}")
                 state = RunState(state.step + 1, policy, trained[0], tuner)
 
                 profiler.leave(state.step)
@@ -384,6 +397,7 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
         knobs.rescue,
         engine.price_of_learned,
         engine.job,
+        follows=config.drafter_training.share > 0,
     )
 
 
@@ -408,6 +422,30 @@ def after_rollout(
     if begins and trainer.is_active:
         drafter = adaptive.create(config, trainer.recipe, answers=rollout.completions)
     return drafter, metrics | adaptive.idle_metrics(rollout, groups)
+
+
+def renewed(
+    engine: Engine, trainer: IdleTraining | None, tuner: TunerState, depths: Sequence[float]
+) -> tuple[TunerState, str]:
+    """The tuner's state after an update of the weights, and what is to be said where drafting with the drafter begins.
+
+    `depths`: acceptance of the learned drafter, as it was measured in this step; empty: it was not. Of a drafter that
+    learns in the update the tuner knows once drafting with it pays.
+    """
+    if not trainer or not depths:
+        return engine.tuner.renew(tuner), ""
+    knowing = engine.tuner.renew(tuner, {LEARNED: depths})
+    if not trainer.follows or trainer.is_active:
+        return knowing, ""
+    gain = engine.gain_of_learned(knowing)
+    if not engine.job.decided(gain > 0):
+        return engine.tuner.renew(tuner), ""
+    trainer.activate()
+    held = ", ".join(f"{depth:.2f}" for depth in depths)
+    return (
+        knowing,
+        f"the drafter drafts from here on: of its drafts {held} hold; {gain:.0f} s to gain",
+    )
 
 
 def roll_out(
@@ -447,7 +485,8 @@ def roll_out(
         trainer.begin(state.step, request, weights, state.drafter)
         idle = trainer.beside_rollout()
     # A drafter that is begun from the answers counts the tokens of all of them.
-    may_begin = trainer is not None and not trainer.is_active
+    is_new = state.drafter is None or int(state.drafter.step) == 0
+    may_begin = trainer is not None and not trainer.is_active and is_new
     own = partial(minibatches.needed, config, prompts, engine.own)
     return engine.run(
         request,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_weights, group_advantages
-from tlt_jax.train.policy_batch import Batch
+from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 
@@ -108,11 +108,12 @@ def update_policy(
     rollout: RolloutResult,
     scores: Mapping[int, Score],
     watch: Stopwatch,
+    teach: Callable[[Sequence[Rows]], None] | None = None,
 ) -> tuple[PolicyState, Learned]:
     """The policy after the optimizer steps on one rollout, and what they measured.
 
     One step per minibatch. Of several minibatches all use the log-probs before the first step as
-    the old ones.
+    the old ones. `teach` is called with the rows of all accumulation steps before the first step.
     """
     rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(
         len(prompts), -1
@@ -132,6 +133,9 @@ def update_policy(
             batches = [scored(programs, state.params, batch, "old") for batch in batches]
         if reference is not None:
             batches = [scored(programs, reference, batch, "reference") for batch in batches]
+
+    if teach:
+        teach([rows for batch in batches for rows in batch])
 
     updates = []
     for batch in batches:

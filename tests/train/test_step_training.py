@@ -1,0 +1,118 @@
+"""The drafter that learns in the policy's update: no bit of the policy or token differs, and it learns what it should."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
+from training_runs import assert_equal, events, state_of, stopped_after
+
+from tlt_jax import cli
+from tlt_jax.drafter import step_training
+from tlt_jax.train import loop
+
+SHARE = ADAPTIVE | {"drafter_training.share": 1.0, "idle_training.floor": 0, "train.row_tokens": 96}
+
+
+@pytest.fixture(scope="module")
+def plain(configure, shared):
+    """The run without a drafter."""
+    config = configure(shared / "plain", UNEVEN | {"train.row_tokens": 96})
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(configure, shared):
+    """The run whose drafter learns from all rows of each update."""
+    config = configure(shared / "whole", SHARE)
+    assert loop.train(config) == cli.DONE
+    return config
+
+
+@pytest.fixture(scope="module")
+def taught(plain, whole, shared):
+    """A run that goes on after its first step, and what each of its lessons was given: policy and rows, as NumPy arrays."""
+    config, given = stopped_after(1, whole, shared / "taught"), []
+    learn = step_training.learn
+
+    def watched(drafter, policy, rows, *rest):
+        given.append(jax.tree.map(np.asarray, (policy, rows)))
+        return learn(drafter, policy, rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_training, "learn", watched)
+        assert loop.train(config) == cli.DONE
+    return config, given
+
+
+def test_a_lesson_is_of_this_steps_answers_and_the_policy_before_its_update(taught):
+    config, given = taught
+    assert len(given) == STEPS - 1
+    for step, (policy, rows) in enumerate(given, start=2):
+        assert_equal(policy, jax.tree.map(np.asarray, state_of(config, step - 1).params))
+        file = Path(config.run) / "completions" / f"{step:06d}.jsonl"
+        lengths = [json.loads(line)["length"] for line in file.read_text().splitlines()]
+        found = []
+        for batch in rows:
+            for segments, mask in zip(batch.segments, batch.loss_mask, strict=True):
+                parts = [mask[segments == one] for one in range(1, segments.max() + 1)]
+                found += [int(part.sum()) for part in parts]
+                # What is learned are the tokens behind the prompt, to the end of the answer.
+                assert all(part[-int(part.sum()) - 1 : -1].all() and not part[-1] for part in parts)
+        assert sorted(found) == sorted(lengths)
+
+
+def test_what_the_drafter_learns_changes_no_bit_of_the_policy(plain, whole):
+    same_policy(whole, plain)
+    measured = events(whole)
+    assert all(value >= 1 for _, value in measured["drafter/update_steps"])
+    answers = [value for _, value in measured["response_length/mean"]]
+    learned = [value for _, value in measured["drafter/update_tokens"]]
+    np.testing.assert_allclose(learned, np.multiply(answers, 6), err_msg="every answer token, once")
+    assert [step for step, _ in measured["drafter/acceptance@1"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
+    config = stopped_after(step, whole, tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
+
+
+def test_a_loss_that_is_not_finite_teaches_nothing_is_said_and_the_run_goes_on(
+    plain, whole, tmp_path, monkeypatch
+):
+    config, learn = stopped_after(2, whole, tmp_path / "run"), step_training.learn
+
+    def spoiled(drafter, policy, rows, recipe, share, step):
+        if step == 2:
+            policy = jax.tree.map(lambda leaf: leaf * np.nan, policy)
+        return learn(drafter, policy, rows, recipe, share, step)
+
+    monkeypatch.setattr(step_training, "learn", spoiled)
+    before = jax.tree.map(np.asarray, drafter_of(config, 2).params)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert_equal(jax.tree.map(np.asarray, drafter_of(config, 3).params), before)
+    assert int(drafter_of(config, STEPS).step) > int(drafter_of(config, 3).step)
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert said.count("step 3: the drafter's loss is not finite: it learns nothing from that") == 1
+    assert dict(events(config)["drafter/update_steps"])[3] == 0
+
+
+def test_a_share_is_that_of_all_steps_and_a_function_of_the_step():
+    for share in (0.0, 0.1, 0.3, 0.5, 1.0):
+        for count in (1, 2, 3, 7):
+            found = [step_training.taken(share, step, count) for step in range(40)]
+            assert sum(map(len, found)) == math.floor(share * 40 * count)
+            assert all(len(set(one)) == len(one) and set(one) <= set(range(count)) for one in found)
+    assert {place for step in range(40) for place in step_training.taken(0.3, step, 7)} == set(
+        range(7)
+    )
