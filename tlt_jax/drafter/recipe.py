@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
@@ -12,6 +13,10 @@ from tlt_jax.models import eagle_config
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams
 from tlt_jax.optimizer import Adam, TrainState
+
+# Tokens of a batch from which on it has the whole learning rate. Adam's noise grows as that of its batch: with 190
+# tokens at the whole rate a well trained drafter lost 5 % of its accept length in 20 RL steps.
+WHOLE = 2048
 
 DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
 
@@ -72,6 +77,12 @@ class Recipe:
             optim.beta1, optim.beta2, knobs.weight_decay, knobs.grad_clip,
         )  # fmt: skip
         return replace(cls.of(config, model, drafter, mesh), adam=adam)
+
+
+def scaled(adam: Adam, tokens: int) -> Adam:
+    """The optimizer for a batch of so many tokens: of fewer than WHOLE with a smaller learning rate."""
+    share = math.sqrt(min(tokens / WHOLE, 1.0))
+    return replace(adam, learning_rate=share * adam.learning_rate)
 
 
 def create(params: DrafterParams, recipe: Recipe) -> DrafterState:

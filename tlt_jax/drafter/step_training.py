@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import jax
 import numpy as np
 
-from tlt_jax.drafter import micro_step, update
+from tlt_jax.drafter import update
 from tlt_jax.drafter.batch import Batch
-from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
 from tlt_jax.models.transformer import Params
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,39 @@ class Learned:
 
     metrics: dict[str, float]
     depths: list[float]
+
+
+class Rows(Protocol):
+    """Packed rows [R, T] of an accumulation step of the policy's update; `weights` > 0 where the next token is an answer's."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    segments: jax.Array
+    weights: jax.Array
+
+
+@dataclass
+class Lesson:
+    """What the drafter learns from the rows of one RL step, which it is called with; `drafter` is it after that.
+
+    `policy`: the one that wrote the rows; `step`: RL steps done before; `timed`: makes a context of the seconds that
+    it takes. `learned`: None before it was called.
+    """
+
+    recipe: Recipe
+    share: float
+    step: int
+    policy: Params
+    drafter: DrafterState
+    timed: Callable[[], AbstractContextManager[None]]
+    learned: Learned | None = None
+
+    def __call__(self, rows: Sequence[Rows]) -> None:
+        batches = [Batch(one.tokens, one.positions, one.segments, one.weights > 0) for one in rows]
+        with self.timed():
+            self.drafter, self.learned = learn(
+                self.drafter, self.policy, batches, self.recipe, self.share, self.step
+            )
 
 
 def taken(share: float, step: int, count: int) -> list[int]:
@@ -55,14 +90,12 @@ def learn(
     """The drafter after an optimizer step on each of the accumulation steps that are `taken`, and what it measured.
 
     `policy` is the one that wrote the rows, in its "train" layout: its features are computed here. The state is donated.
-    An update that is not finite changes nothing. A batch of few tokens has a smaller learning rate, see micro_step.
+    An update that is not finite changes nothing. A batch of few tokens has a smaller learning rate, see recipe.scaled.
     """
     chosen = taken(share, step, len(rows))
     if not chosen:
         return state, Learned({"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, [])
-    program = update.program(
-        replace(recipe, adam=micro_step.scaled(recipe.adam, rows[0].tokens.size))
-    )
+    program = update.program(replace(recipe, adam=scaled(recipe.adam, rows[0].tokens.size)))
     found = []
     for place in chosen:
         state, metrics = program(state, policy, rows[place])

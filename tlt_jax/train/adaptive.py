@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -11,21 +10,14 @@ import numpy as np
 from tlt_jax import atomic, keys, run_folder
 from tlt_jax.config import Config
 from tlt_jax.data import packing
-from tlt_jax.drafter import recipe as drafter_recipe, step_training
-from tlt_jax.drafter.batch import Batch
-from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
-from tlt_jax.drafter.step_training import Learned
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
 from tlt_jax.models import eagle, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.transformer import Params
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.train.accounts import Stopwatch
-from tlt_jax.train.policy_batch import Rows
-from tlt_jax.train.run_state import RunState
 
 WIDTH_MULTIPLE = 16  # of a window
 HELD_OUT = 8  # one sequence in so many is not learned from, to measure on
@@ -72,48 +64,6 @@ def create(
         ids = eagle.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
     return drafter_recipe.create(eagle.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
-
-
-@dataclass
-class Lesson:
-    """What the drafter learns from the rows of one RL step (minibatches.update_policy's `teach`): `drafter` is it after that.
-
-    `policy`: the one before its update; `step`: RL steps done before this one. `learned`: None before it was called.
-    """
-
-    config: Config
-    recipe: Recipe
-    step: int
-    policy: Params
-    drafter: DrafterState
-    watch: Stopwatch
-    learned: Learned | None = None
-
-    def __call__(self, rows: Sequence[Rows]) -> None:
-        batches = [Batch(one.tokens, one.positions, one.segments, one.weights > 0) for one in rows]
-        with self.watch.phase("drafter"):
-            self.drafter, self.learned = step_training.learn(
-                self.drafter,
-                self.policy,
-                batches,
-                self.recipe,
-                self.config.drafter_training.share,
-                self.step,
-            )
-
-
-def lesson(
-    config: Config,
-    trainer: IdleTraining,
-    state: RunState,
-    drafter: DrafterState | None,
-    rollout: RolloutResult,
-    watch: Stopwatch,
-) -> Lesson:
-    """What is learned in the step after this state; where there is no drafter by a new one, of the answers' vocabulary."""
-    if drafter is None:
-        drafter = create(config, trainer.recipe, answers=rollout.completions)
-    return Lesson(config, trainer.recipe, state.step, state.policy.params, drafter, watch)
 
 
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:

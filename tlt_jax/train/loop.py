@@ -24,6 +24,7 @@ from tlt_jax.distributed.watch import Watch
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
+from tlt_jax.drafter.step_training import Lesson
 from tlt_jax.errors import DamagedCheckpoint, Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import NoWriter, Writer, check_trackers
@@ -239,7 +240,17 @@ def train(config: Config, watching: Watch | None = None) -> int:
 
                 lesson = None
                 if trainer and shares:
-                    lesson = adaptive.lesson(config, trainer, state, trained[0], rollout, watch)
+                    drafter = trained[0] or adaptive.create(
+                        config, trainer.recipe, answers=rollout.completions
+                    )
+                    lesson = Lesson(
+                        trainer.recipe,
+                        config.drafter_training.share,
+                        state.step,
+                        state.policy.params,
+                        drafter,
+                        partial(watch.phase, "drafter"),
+                    )
                 with watch.phase("update"):
                     policy, learned = minibatches.update_policy(
                         config,
