@@ -78,7 +78,7 @@ def test_what_the_drafter_learns_changes_no_bit_of_the_policy(plain, whole):
     assert [step for step, _ in measured["drafter/acceptance@1"]] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
     config = stopped_after(step, whole, tmp_path / "run")
     assert loop.train(config) == cli.DONE
