@@ -48,6 +48,10 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
     ):
         validate.validate_rl(greedy)
     validate.validate_rl(parse(write()))
+    with pytest.raises(
+        ConfigError, match="drafter_training.share 0.5 .* no drafter learns in this"
+    ):
+        validate.validate_rl(parse([*write(), "--drafter_training.share", "0.5"]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from training_runs import assert_equal, events, state_of, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.drafter import step_training
+from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import loop
 
 SHARE = ADAPTIVE | {"drafter_training.share": 1.0, "idle_training.floor": 0, "train.row_tokens": 96}
@@ -105,6 +107,33 @@ def test_a_loss_that_is_not_finite_teaches_nothing_is_said_and_the_run_goes_on(
     said = (tmp_path / "run" / "log.txt").read_text()
     assert said.count("step 3: the drafter's loss is not finite: it learns nothing from that") == 1
     assert dict(events(config)["drafter/update_steps"])[3] == 0
+
+
+def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
+    plain, whole, tmp_path, monkeypatch, capsys
+):
+    """That it pays is given: after the second step, and after every one of the resumed run."""
+    knows = []
+    gain = iter([0.0, 5.0])
+    monkeypatch.setattr(Engine, "gain_of_learned", lambda self, tuner: next(gain))
+    publish = Engine.publish
+    monkeypatch.setattr(
+        Engine,
+        "publish",
+        lambda self, *given: (knows.append(self.drafter is not None), publish(self, *given))[1],
+    )
+    config = stopped_after(0, whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "completions")
+    assert loop.train(config) == cli.DONE
+    assert knows == [False, False, True, True, True], "before each step, and after the last one"
+    said = capsys.readouterr().out
+    assert said.count("step 2/4  the drafter drafts from here on: of its drafts") == 1
+    same_policy(config, plain)
+
+    again = stopped_after(3, config, tmp_path / "again")
+    assert loop.train(again) == cli.DONE
+    assert knows[5:] == [True, True], "the tuner of the checkpoint knows the drafter"
+    same_policy(again, plain)
 
 
 def test_a_share_is_that_of_all_steps_and_a_function_of_the_step():

@@ -67,6 +67,11 @@ def validate_rl(config: Config) -> None:
             "rollout.deterministic with speculation.drafter 'adaptive': how much an idle group trains depends on the clock; "
             "use ngram, a drafter's directory or none"
         )
+    if config.drafter_training.share and config.speculation.drafter != ADAPTIVE:
+        raise ConfigError(
+            f"drafter_training.share {config.drafter_training.share} with speculation.drafter {config.speculation.drafter!r}: "
+            f"no drafter learns in this run: use {ADAPTIVE}, or a share of 0"
+        )
     validate_rewards(config)
 
 

@@ -446,7 +446,7 @@ def renewed(
     if not trainer or not depths:
         return engine.tuner.renew(tuner), ""
     knowing = engine.tuner.renew(tuner, {LEARNED: depths})
-    if not trainer.follows or trainer.is_active:
+    if not trainer.follows or trainer.pays_off:
         return knowing, ""
     gain = engine.gain_of_learned(knowing)
     if not engine.job.decided(gain > 0):
