@@ -99,16 +99,16 @@ def lower(
         yield PlannedProgram(
             "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
         )
-        if config.speculation.drafter == ADAPTIVE:
+        is_adaptive = config.speculation.drafter == ADAPTIVE
+        if is_adaptive and not config.rollout.deterministic:
             yield from lower_idle_training(config, recipe, engine, kinds)
-            return
-        batch = drafter_batch.abstract_batch(
-            recipe.mesh, packing.rows(config), packing.row_tokens(config)
-        )
-        update = drafter_update.program(drafting).lower(state, params, batch)
-        yield PlannedProgram(
-            "drafter update", update, recipe.mesh, resident | pick(kinds, "drafter optimizer")
-        )
+        if not is_adaptive or config.drafter_training.share:
+            batch = drafter_batch.abstract_batch(
+                recipe.mesh, packing.rows(config), packing.row_tokens(config)
+            )
+            update = drafter_update.program(drafting).lower(state, params, batch)
+            held = resident | pick(kinds, "drafter optimizer")
+            yield PlannedProgram("drafter update", update, recipe.mesh, held)
 
 
 def lower_idle_training(
@@ -239,7 +239,8 @@ def report(config: Config, model: ModelConfig, found: topology.Topology) -> list
         wanted = f"the {drafter.kind} drafter of `drafter_training`"
         print(f"{config.speculation.drafter} is not there: planning for {wanted}")
 
-    recipe, captures = Recipe.of(config, model, mesh, 1), config.speculation.drafter == ADAPTIVE
+    recipe, knobs = Recipe.of(config, model, mesh, 1), config
+    captures = knobs.speculation.drafter == ADAPTIVE and not knobs.rollout.deterministic
     engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures)
     limit = found.memory or device_memory(mesh)
     kinds = budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)

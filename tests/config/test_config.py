@@ -55,6 +55,32 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("auto", "auto"), ("1", 1.0), ("0.25", 0.25), ("0", 0.0), ("1e-1", 0.1)]
+)
+def test_a_share_is_a_number_or_auto(write, text, value):
+    for config in (
+        parse([*write(), "--drafter_training.share", text]),
+        parse(write(f"drafter_training: {{share: {text}}}")),
+    ):
+        share = config.drafter_training.share
+        assert share == value and type(share) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("some", "drafter_training.share 'some' is not known: use auto | a number"),
+        ("1.5", "drafter_training.share 1.5 is too large: use at most 1"),
+        ("-1", "drafter_training.share -1.0 is too small: use at least 0"),
+        ("true", "drafter_training.share True has the wrong type"),
+    ],
+)
+def test_a_share_that_is_neither_is_refused(write, text, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse([*write(), "--drafter_training.share", text])
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
@@ -522,12 +548,6 @@ def test_loops_are_part_of_cuda_graphs_unless_the_user_says_which_commands_are(w
         flags = os.environ.get("XLA_FLAGS", "").split()
         assert [one for one in flags if one.startswith(name)] == expected
     assert_known(process.ACCELERATOR_FLAGS)
-
-
-def test_a_deterministic_run_trains_no_drafter_beside_a_rollout(write):
-    words = ["--rollout.deterministic", "true", "--speculation.drafter", "adaptive"]
-    with pytest.raises(ConfigError, match="use ngram, a drafter's directory or none"):
-        validate.validate_rl(parse([*write(), *words]))
 
 
 def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):

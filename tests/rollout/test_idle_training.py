@@ -100,7 +100,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     assert setting.metrics[0]["drafter/steps"] == 0, "how long rollouts take is not known yet"
     for metrics in setting.metrics[1:]:
         assert metrics["drafter/steps"] >= 3 * data and metrics["drafter/tokens"] > 0
-        assert 0 < metrics["drafter/acceptance_before"] < 1 and metrics["drafter/replay_tokens"] > 0
+        assert 0 < metrics["drafter/acceptance"] < 1 and metrics["drafter/replay_tokens"] > 0
         assert 1 / data <= metrics["drafter/merge_weight_max"] <= 1
     assert not same(setting.state.params, before.params)
     for leaf, was in zip(jax.tree.leaves(setting.state), jax.tree.leaves(before), strict=True):

@@ -50,6 +50,7 @@ UNEVEN = {
 ADAPTIVE = UNEVEN | {
     "speculation.drafter": "adaptive",
     "speculation.strategies": ["2_1_3", "2_2_4"],
+    "drafter_training.share": 0.0,
     "idle_training.floor": 3,
     "idle_training.least_idle_s": 0.0,
     "idle_training.learning_rate": 0.01,
@@ -104,7 +105,7 @@ def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
     }  # fmt: skip
     for name in ("idle/ratio", "idle/used_ratio"):
         assert all(0 <= value <= 1 for _, value in measured[name])
-    assert all(0 < value <= 1 for _, value in measured["drafter/acceptance_after"])
+    assert all(0 < value <= 1 for _, value in measured["drafter/acceptance"])
 
 
 def test_the_drafter_moves_and_is_saved_and_exported(adaptive):
@@ -281,7 +282,7 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
-    known = events(adaptive)["drafter/acceptance_after"][-1][1]
+    known = events(adaptive)["drafter/acceptance"][-1][1]
     assert told[0]["learned"][0] == pytest.approx(known), "what the run before measured last"
 
 

@@ -11,7 +11,7 @@ import pytest
 from training_runs import assert_equal, completions, state_of, stopped_after
 
 from tlt_jax import cli
-from tlt_jax.rollout import group
+from tlt_jax.rollout import engine, group
 from tlt_jax.train import loop
 
 STEPS = 3
@@ -92,3 +92,28 @@ def test_a_resumed_run_ends_with_the_same_bits(undisturbed, tmp_path, monkeypatc
     assert completions(config) == completions(undisturbed)
     assert chunks(config) == chunks(undisturbed)
     assert_equal(state_of(config, STEPS), state_of(undisturbed, STEPS))
+
+
+@pytest.fixture(scope="module")
+def learning(make, configure, shared, tmp_path_factory):
+    """The run whose drafter learns in its updates, and drafts as soon as something is known of it."""
+    run = tmp_path_factory.mktemp("deterministic") / "learning"
+    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
+    knobs = {"speculation.drafter": "adaptive", "idle_training.learning_rate": 0.01}
+    config = configure(run, BFLOAT16 | data | knobs | {"drafter_training.share": 1.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "GAIN_BY_COUNTS", -10.0)
+        assert loop.train(config) == cli.DONE
+    return config
+
+
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_drafter_that_learns_by_counts_repeats_and_resumes(learning, tmp_path, monkeypatch, step):
+    assert any("learned" in chunk[1] or "merged" in chunk[1] for chunk in chunks(learning))
+    delay(monkeypatch, 3)
+    monkeypatch.setattr(engine, "GAIN_BY_COUNTS", -10.0)
+    config = stopped_after(step, learning, tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    assert completions(config) == completions(learning)
+    assert chunks(config) == chunks(learning)
+    assert_equal(state_of(config, STEPS), state_of(learning, STEPS))

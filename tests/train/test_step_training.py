@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,9 +15,12 @@ from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
 from training_runs import assert_equal, events, state_of, stopped_after
 
 from tlt_jax import cli
-from tlt_jax.drafter import step_training
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.drafter import investment, step_training
+from tlt_jax.drafter.investment import Investment
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import loop
+from tlt_jax.train.run_state import INVESTMENT
 
 SHARE = ADAPTIVE | {"drafter_training.share": 1.0, "idle_training.floor": 0, "train.row_tokens": 96}
 
@@ -93,10 +97,10 @@ def test_a_loss_that_is_not_finite_teaches_nothing_is_said_and_the_run_goes_on(
 ):
     config, learn = stopped_after(2, whole, tmp_path / "run"), step_training.learn
 
-    def spoiled(drafter, policy, rows, recipe, share, step):
+    def spoiled(drafter, policy, rows, recipe, step):
         if step == 2:
             policy = jax.tree.map(lambda leaf: leaf * np.nan, policy)
-        return learn(drafter, policy, rows, recipe, share, step)
+        return learn(drafter, policy, rows, recipe, step)
 
     monkeypatch.setattr(step_training, "learn", spoiled)
     before = jax.tree.map(np.asarray, drafter_of(config, 2).params)
@@ -115,7 +119,7 @@ def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
     """That it pays is given: after the second step, and after every one of the resumed run."""
     knows = []
     gain = iter([0.0, 5.0])
-    monkeypatch.setattr(Engine, "gain_of_learned", lambda self, tuner: next(gain))
+    monkeypatch.setattr(Engine, "worth_of_learned", lambda *_: (next(gain), 0.0))
     publish = Engine.publish
     monkeypatch.setattr(
         Engine,
@@ -134,6 +138,48 @@ def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
     assert loop.train(again) == cli.DONE
     assert knows[5:] == [True, True], "the tuner of the checkpoint knows the drafter"
     same_policy(again, plain)
+
+
+def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what_it_harvests(
+    plain, configure, tmp_path, monkeypatch
+):
+    """What it is worth is given, and steps are said to be long; no bit of the policy differs."""
+    monkeypatch.setattr(
+        Engine, "worth_of_learned", lambda self, *_: (0.0 if self.drafter else 1e9, 0.0)
+    )
+    monkeypatch.setattr(investment, "LONG", 0.3)  # of so short a run
+    monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))
+    rest = {"drafter_training.share": "auto", "idle_training.floor": 0}
+    config = configure(tmp_path / "run", SHARE | rest)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    measured = {name: dict(values) for name, values in events(config).items()}
+    assert measured["drafter/update_steps"] == {2: 1.0}, "once a step's seconds are known"
+    assert [measured["drafter/steps"].get(step, 0) > 0 for step in (1, 2, 3, 4)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    known = Investment.of(json.loads(meta_of(config, STEPS)))
+    assert known.tokens == sum(measured["drafter/tokens"].values()) + sum(
+        measured["drafter/update_tokens"].values()
+    )
+
+    again = stopped_after(3, config, tmp_path / "again")
+    assert loop.train(again) == cli.DONE
+    same_policy(again, plain)
+    assert int(drafter_of(again, STEPS).step) > int(drafter_of(config, 3).step)
+
+
+def meta_of(config, step):
+    """What the checkpoint of a step says of the investment, as JSON."""
+    with Store(config.run, create=False) as store:
+        return json.dumps(store.restore(step, {}).meta[INVESTMENT])
+
+
+def test_a_run_that_is_too_short_for_learning_has_no_drafter(plain, configure, tmp_path):
+    config = configure(tmp_path / "run", SHARE | {"drafter_training.share": "auto"})
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert "drafter/update_steps" not in events(config)
 
 
 def test_a_share_is_that_of_all_steps_and_a_function_of_the_step():

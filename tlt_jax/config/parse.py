@@ -22,6 +22,7 @@ from tlt_jax.errors import ConfigError, DataError
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
 FUNCTION = re.compile(r"[\w.]+:\w+")  # module:function, a user's own
 WIDTH = 110  # of the help
+WORD_OR_NUMBER = float | str  # a knob that is a number, or one of a few words
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
 
 
@@ -289,8 +290,11 @@ def checked(name: str, item: Knob, raw: Any) -> Any:
         value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
     ):
         is_own = limits["or_own"] and FUNCTION.fullmatch(str(one))
-        if limits["one_of"] and one not in limits["one_of"] and not is_own:
-            known = " | ".join((*limits["one_of"], *["module:function"] * limits["or_own"]))
+        is_number = item.kind == WORD_OR_NUMBER and isinstance(one, float)
+        if limits["one_of"] and one not in limits["one_of"] and not (is_own or is_number):
+            others = ["module:function"] * limits["or_own"]
+            others += ["a number"] * (item.kind == WORD_OR_NUMBER)
+            known = " | ".join((*limits["one_of"], *others))
             raise ConfigError(f"{name} {one!r} is not known: use {known}")
         if isinstance(one, bool) or not isinstance(one, int | float):
             continue
@@ -310,6 +314,9 @@ def convert(name: str, kind: Any, raw: Any) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return plain(raw)
+    if kind == WORD_OR_NUMBER:
+        is_number = not isinstance(plain(raw), str) and not isinstance(raw, bool)
+        return convert(name, float if is_number else str, raw)
     if origin is list and isinstance(raw, list):
         return [convert(f"{name}[{i}]", inner[0], one) for i, one in enumerate(raw)]
     if origin is dict and isinstance(raw, Mapping):

@@ -17,6 +17,7 @@ COMMON = (
 RENAMED = {"warmup": "drafter_training"}  # sections, by the names that older versions gave them
 # Of speculation.drafter; other values name a directory.
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
+AUTO = "auto"  # of drafter_training.share
 DROP = "drop"  # of data.duplicates
 LOG = "log.txt"  # of a run folder: every message, each compilation too
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # of log.trackers
@@ -343,10 +344,13 @@ class DrafterTraining:
         at_least=1,
     )
     steps: int = knob(1000, "optimizer steps, each on train.rows packed rows", at_least=1)
-    share: float = knob(
-        0.0,
+    share: float | str = knob(
+        AUTO,
         "with speculation.drafter adaptive: share of each RL step's packed rows that the drafter learns from before the "
-        "policy's update, on any mesh, beside what idle data groups learn",
+        "policy's update, on any mesh, beside what idle data groups learn. A number from 0 to 1, or auto: a fifth of a step "
+        "at most while the rest of the run is expected to repay it, 3 % of the steps' seconds otherwise, nothing where the "
+        "run is too short to gain; with rollout.deterministic 0.05",
+        one_of=(AUTO,),
         at_least=0,
         at_most=1,
     )

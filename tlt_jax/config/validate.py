@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tlt_jax.config import extension
 from tlt_jax.config.parse import nearest
-from tlt_jax.config.schema import ADAPTIVE, NGRAM, REWARDS, Config
+from tlt_jax.config.schema import ADAPTIVE, AUTO, NGRAM, REWARDS, Config
 from tlt_jax.errors import ConfigError
 
 MARGIN = 256  # tokens by which the cache of a sequence may be longer than it
@@ -62,15 +62,11 @@ def validate_rl(config: Config) -> None:
             "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
             "another above 0"
         )
-    if config.rollout.deterministic and config.speculation.drafter == ADAPTIVE:
+    share, drafter = config.drafter_training.share, config.speculation.drafter
+    if share not in (AUTO, 0) and drafter != ADAPTIVE:
         raise ConfigError(
-            "rollout.deterministic with speculation.drafter 'adaptive': how much an idle group trains depends on the clock; "
-            "use ngram, a drafter's directory or none"
-        )
-    if config.drafter_training.share and config.speculation.drafter != ADAPTIVE:
-        raise ConfigError(
-            f"drafter_training.share {config.drafter_training.share} with speculation.drafter {config.speculation.drafter!r}: "
-            f"no drafter learns in this run: use {ADAPTIVE}, or a share of 0"
+            f"drafter_training.share {share} with speculation.drafter {drafter!r}: no drafter learns in this run: use "
+            f"{ADAPTIVE}, or a share of 0"
         )
     validate_rewards(config)
 

@@ -59,7 +59,7 @@ class Job:
     count: int = 1
     board: Board = field(default_factory=LocalBoard)
     alive: Callable[[], None] = lambda: None  # told at every look while this process waits
-    asked: int = 0  # calls of `decided` so far
+    asked: int = 0  # calls of `told` so far
     met: int = 0  # meetings so far
 
     @property
@@ -138,14 +138,18 @@ class Job:
 
     def decided(self, wanted: bool) -> bool:
         """What process 0 wants, for all; by the board, with no program on a device."""
+        return bool(self.told(wanted))
+
+    def told(self, number: float) -> float:
+        """The number that process 0 has, for all; by the board, with no program on a device."""
         if self.count == 1:
-            return wanted
+            return number
         self.asked += 1
         key = f"decided/{self.asked}/"
         if self.is_first:
-            self.board.write(key + "is", str(int(wanted)))
-            return wanted
-        return self.wait(lambda: self.board.texts(key) or None)[key + "is"] == "1"
+            self.board.write(key + "is", repr(float(number)))
+            return number
+        return float(self.wait(lambda: self.board.texts(key) or None)[key + "is"])
 
     def meeting(self) -> Meeting:
         """The next point at which all processes meet; each of them makes it."""

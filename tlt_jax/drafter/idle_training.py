@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ FALLEN, MEMORY, RECENT = 0.9, 0.99, 8
 # RL steps in a row in which the idle work of a group raised, after which it is left out; the same of all work, after which
 # there is no more.
 FAILURES = 2
+FEW_PAID = 8  # micro-steps in a step's update that are too few: the first one of each step measures, and learns nothing
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +58,6 @@ class Copy:
     draws: int = 0
     steps: int = 0
     tokens: int = 0
-    before: float | None = None
-    after: float | None = None
     depths: list[float] = field(default_factory=list)
     piece: Program | None = None  # that was dispatched last
     metrics: dict[str, Any] | None = None  # of it
@@ -72,7 +72,8 @@ class IdleTraining:
     rows, tokens)` names the program of a micro-step: micro_step.MicroStep. `starting()`: seconds that
     the rollout's programs take to be compiled again, with features for the drafter. `groups` are those
     of this process; what all decide together is told by `job`. One that `follows` does not begin by itself, but when
-    it is told to (`activate`): when drafting with what the drafter learns elsewhere pays.
+    it is told to (`activate`): when drafting with what the drafter learns elsewhere pays. Without `is_idle_used` no
+    group trains: all that the drafter knows it learns elsewhere.
     """
 
     kind = "train"
@@ -91,12 +92,13 @@ class IdleTraining:
         starting: Callable[[], float] = lambda: 0.0,
         job: Job | None = None,
         follows: bool = False,
+        is_idle_used: bool = True,
     ):
         self.recipe, self.groups, self.job = recipe, dict(groups), job or Job()
         self.programs, self.make_piece = programs, piece
         self.replays = {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()}
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
-        self.starting, self.follows = starting, follows
+        self.starting, self.follows, self.is_idle_used = starting, follows, is_idle_used
         self.accept_lengths: deque[float] = deque(maxlen=RECENT)
         self.best_accept_length = 0.0
         self.seconds = self.idle = (
@@ -115,10 +117,12 @@ class IdleTraining:
         self.broke: dict[int, int] = {}  # group -> steps in a row in which it did
         self.failures = 0  # steps in a row in which a group's did, and none trained
         self.pays_off = self.is_stopped = False
+        self.micro_step_seconds = 0.0  # of those after a rollout, the latest
+        self.paid_seconds = 0.0  # what those of this step took
 
     def beside_rollout(self) -> dict[str, Any]:
         """What Engine.run is given so that idle groups train."""
-        if not self.is_active:
+        if not self.is_active or not self.is_idle_used:
             return {}
         return {
             "harvesters": self.replays,
@@ -148,7 +152,7 @@ class IdleTraining:
         What its micro-steps need is compiled here, and nowhere else.
         """
         self.copies, self.broken = {}, set()
-        if not self.is_active:
+        if not self.is_active or not self.is_idle_used:
             return
         self.resize(self.seconds * (request.rollouts_left + 1))
         for replay in self.replays.values():
@@ -231,8 +235,6 @@ class IdleTraining:
             copy.steps, copy.tokens = copy.steps + 1, copy.tokens + int(metrics["tokens"])
         else:
             copy.depths = update.depths(metrics)
-            copy.after = copy.depths[0]
-            copy.before = copy.after if copy.before is None else copy.before
         if not self.programs.is_first_run(copy.piece):
             self.wanted = self.sized(self.tokens, least, most)
 
@@ -255,10 +257,11 @@ class IdleTraining:
         log.log(level, "idle training of group %d failed in this step: %s: %s", group, kind, error)
         self.broken.add(group)
 
-    def keep_alive(self, accept_length: float) -> None:
+    def keep_alive(self, accept_length: float, seconds: float = 0.0) -> float:
         """Every group makes the micro-steps that it has to after a rollout that drafted with this accept length.
 
-        That is the floor, and `rescue` where no group of this process trained although the accept length fell.
+        That is the floor, and `rescue` where no group of this process trained although the accept length fell; and as many
+        as fit in `seconds`, where these are more than a few. All groups work side by side. The seconds that it took.
         """
         is_low = False
         if accept_length:
@@ -269,14 +272,36 @@ class IdleTraining:
             self.best_accept_length = max(MEMORY * self.best_accept_length, recent)
         is_unused = not any(copy.steps for copy in self.copies.values())
         least = max(self.floor, self.rescue if is_low and is_unused else 0)
-        for group, copy in self.copies.items():
-            try:
-                while copy.steps < least and self.dispatch(group):
-                    began = time.perf_counter()
-                    jax.block_until_ready(copy.metrics["loss"])
-                    self.done(group, *2 * [time.perf_counter() - began])
-            except Exception as error:  # idle work never ends a run
-                self.failed(group, error)
+        if seconds < FEW_PAID * self.micro_step_seconds:
+            seconds = 0.0
+        spent = 0.0
+        while True:
+            began, going = time.perf_counter(), []
+            may_go_on = spent + self.micro_step_seconds <= seconds and seconds > 0
+            for group, copy in self.copies.items():
+                if (copy.steps < least or may_go_on) and self.tried(
+                    group, partial(self.dispatch, group)
+                ):
+                    going.append(group)
+            if not going:
+                return spent
+            for group in going:
+                metrics = self.copies[group].metrics
+                self.tried(group, partial(jax.block_until_ready, metrics["loss"]))
+                taken = time.perf_counter() - began
+                self.tried(group, partial(self.done, group, taken, taken))
+            self.micro_step_seconds = time.perf_counter() - began
+            spent += self.micro_step_seconds
+
+    def tried(self, group: int, work: Callable[[], Any]) -> Any:
+        """What it gives; None when it raises: idle work never ends a run."""
+        if group in self.broken:
+            return None
+        try:
+            return work()
+        except Exception as error:
+            self.failed(group, error)
+            return None
 
     def leave_out(self) -> None:
         """Of a group that failed in this step nothing counts: its copy is as one that was not trained.
@@ -302,26 +327,27 @@ class IdleTraining:
         idle: float,
         accept_length: float,
         rollouts_left: float,
+        paid: float = 0.0,
     ) -> tuple[DrafterState | None, dict[str, float]]:
         """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
         `seconds` it took, without compiling; `idle`: those that its idlest group had nothing to
         decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was;
         None: there is none yet.
-        `rollouts_left`: how many like it the run decodes after it.
+        `rollouts_left`: how many like it the run decodes after it. `paid`: seconds that groups may go on learning for now
+        that it is over; `paid_seconds` then says how long they did.
         """
         self.seconds, self.idle = seconds, idle
-        begins = not self.pays_off and not self.follows
+        begins = not self.pays_off and (self.floor > 0 or not self.follows)
         if begins and self.job.decided(self.pays(seconds * rollouts_left)):
             log.info("the drafter is trained from here on")
             self.activate()
-        self.keep_alive(accept_length)
+        self.paid_seconds = self.keep_alive(accept_length, paid)
         self.leave_out()
         copies, self.copies, self.policies = self.copies, {}, {}
         self.depths = []
         trained = [
-            Trained(group, one.steps, one.tokens, one.before, one.after, one.depths)
-            for group, one in copies.items()
+            Trained(group, one.steps, one.tokens, one.depths) for group, one in copies.items()
         ]
         replays = [replay.metrics() for replay in self.replays.values()] if copies else []
         report = reports.exchanged(self.job, trained, len(self.broken), replays)
@@ -339,7 +365,7 @@ class IdleTraining:
         self.failures, self.depths = 0, report.depths
         self.known_depths = report.depths or self.known_depths
         if report.seen:
-            after, steps = report.metrics["drafter/acceptance_after"], report.seen
+            after, steps = report.depths[0], report.seen
             self.budget = self.budget.after(after, steps=max(one.steps for one in steps))
         if not sum(report.tokens):
             return state, report.metrics

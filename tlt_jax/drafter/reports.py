@@ -15,15 +15,13 @@ from tlt_jax.distributed.job import Job
 class Trained(NamedTuple):
     """What became of a data group's copy of the drafter.
 
-    `tokens`, `steps`: trained on. `before`, `after`: acceptance of the first draft token on held-out
-    windows, first and last; `depths`: at every depth, last; None and empty when it did not measure.
+    `tokens`, `steps`: trained on. `depths`: acceptance on held-out windows at every depth, measured last; empty when it
+    did not measure.
     """
 
     group: int
     steps: int
     tokens: int
-    before: float | None
-    after: float | None
     depths: list[float]
 
 
@@ -48,7 +46,7 @@ class Report:
     @property
     def seen(self) -> list[Trained]:
         """The groups that measured on held-out windows."""
-        return [one for one in self.trained if one.before is not None]
+        return [one for one in self.trained if one.depths]
 
     @property
     def depths(self) -> list[float]:
@@ -71,9 +69,7 @@ class Report:
             values = [part[name] for part in self.replays if name in part]
             found[name] = float(np.mean(values) if name.endswith("age") else np.sum(values))
         if self.seen:
-            for name in ("before", "after"):
-                values = [getattr(one, name) for one in self.seen]
-                found[f"drafter/acceptance_{name}"] = float(np.mean(values))
+            found["drafter/acceptance"] = self.depths[0]
         if sum(self.tokens):
             found["drafter/merge_weight_max"] = max(self.tokens) / sum(self.tokens)
         if self.broken:

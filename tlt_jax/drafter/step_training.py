@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 
 from tlt_jax.drafter import update
 from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.investment import Investment, Worth
 from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
 from tlt_jax.models.transformer import Params
 
@@ -49,24 +52,90 @@ class Rows(Protocol):
 class Lesson:
     """What the drafter learns from the rows of one RL step, which it is called with; `drafter` is it after that.
 
-    `policy`: the one that wrote the rows; `step`: RL steps done before; `timed`: makes a context of the seconds that
-    it takes. `learned`: None before it was called.
+    `policy`: the one that wrote the rows; `step`: RL steps done before; `choose`: which of so many accumulation steps are
+    learned from; `timed`: makes a context of the seconds that it takes. `learned`: None before it was called; `seconds` it
+    then took.
     """
 
     recipe: Recipe
-    share: float
+    choose: Callable[[int], list[int]]
     step: int
     policy: Params
     drafter: DrafterState
     timed: Callable[[], AbstractContextManager[None]]
     learned: Learned | None = None
+    seconds: float = 0.0
 
     def __call__(self, rows: Sequence[Rows]) -> None:
-        batches = [Batch(one.tokens, one.positions, one.segments, one.weights > 0) for one in rows]
+        chosen = self.choose(len(rows))
+        batches = [
+            Batch(one.tokens, one.positions, one.segments, one.weights > 0)
+            for one in (rows[place] for place in chosen)
+        ]
         with self.timed():
+            jax.block_until_ready(batches)
+            began = time.perf_counter()
             self.drafter, self.learned = learn(
-                self.drafter, self.policy, batches, self.recipe, self.share, self.step
+                self.drafter, self.policy, batches, self.recipe, self.step
             )
+            self.seconds = time.perf_counter() - began
+        self.learned.metrics["drafter/share"] = len(chosen) / len(rows)
+
+
+@dataclass
+class StepTraining:
+    """How much the drafter learns in each update of a run: drafter_training.share.
+
+    `share` of the rows; None: as much as `investment` says that the run repays. `price`: seconds that compiling this is
+    expected to take. `told`: what process 0 counts, for all.
+    """
+
+    recipe: Recipe
+    share: float | None
+    price: Callable[[StepTraining], float]
+    told: Callable[[float], float]
+    has_learned: bool = False
+
+    @property
+    def relative_seconds(self) -> float:
+        """Expected seconds of compiling over those of a plain chunk: as a micro-step, and a forward pass of the policy."""
+        return 2.0 + 0.4 * self.recipe.objective.unroll
+
+    def earned(
+        self, investment: Investment, worth: Worth, done: int, left: int, drafts: bool
+    ) -> Investment:
+        """With the seconds that may be spent in this step; see Investment.earned."""
+        if self.share is not None:
+            return investment
+        price = 0.0 if self.has_learned else self.price(self)
+        earned = investment.earned(worth, done, left, price, drafts)
+        return replace(earned, credit=self.told(earned.credit))
+
+    def lesson(
+        self,
+        investment: Investment,
+        step: int,
+        policy: Params,
+        drafter: DrafterState,
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> Lesson:
+        """What is learned from the rows of this step, of the policy that wrote them."""
+        if self.share is not None:
+            choose = partial(taken, self.share, step)
+        else:
+            most = int(self.told(investment.affords(not self.has_learned)))
+            choose = partial(rotated, investment.pieces, most)
+        return Lesson(self.recipe, choose, step, policy, drafter, timed)
+
+    def after(self, investment: Investment, lesson: Lesson) -> Investment:
+        """After a lesson."""
+        steps = int(lesson.learned.metrics["drafter/update_steps"])
+        if not steps:
+            return investment
+        tokens = lesson.learned.metrics["drafter/update_tokens"]
+        compiles, self.has_learned = not self.has_learned, True
+        measured = investment.measured(lesson.learned.depths, tokens)
+        return measured.learned(tokens, steps, lesson.seconds, compiles)
 
 
 def taken(share: float, step: int, count: int) -> list[int]:
@@ -75,31 +144,34 @@ def taken(share: float, step: int, count: int) -> list[int]:
     A function of the step alone, so that a resumed run takes the same ones.
     """
     first = math.floor(share * step * count)
-    most = math.floor(share * (step + 1) * count) - first
-    return sorted((first + i) % count for i in range(most))
+    return rotated(first, math.floor(share * (step + 1) * count) - first, count)
+
+
+def rotated(first: int, most: int, count: int) -> list[int]:
+    """So many of `count`, from the first on, and from the beginning again."""
+    return sorted((first + i) % count for i in range(min(most, count)))
 
 
 def learn(
-    state: DrafterState,
-    policy: Params,
-    rows: Sequence[Batch],
-    recipe: Recipe,
-    share: float,
-    step: int,
+    state: DrafterState, policy: Params, batches: Sequence[Batch], recipe: Recipe, step: int
 ) -> tuple[DrafterState, Learned]:
-    """The drafter after an optimizer step on each of the accumulation steps that are `taken`, and what it measured.
+    """The drafter after an optimizer step on each of the batches, and what it measured.
 
-    `policy` is the one that wrote the rows, in its "train" layout: its features are computed here. The state is donated.
-    An update that is not finite changes nothing. A batch of few tokens has a smaller learning rate, see recipe.scaled.
+    `policy` is the one that wrote the rows, in its "train" layout: its features are computed here, by a program of their
+    own. The state is donated. An update that is not finite changes nothing. A batch of few tokens has a smaller learning
+    rate, see recipe.scaled.
     """
-    chosen = taken(share, step, len(rows))
-    if not chosen:
+    if not batches:
         return state, Learned({"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, [])
-    program = update.program(replace(recipe, adam=scaled(recipe.adam, rows[0].tokens.size)))
+    recipe = replace(recipe, adam=scaled(recipe.adam, batches[0].tokens.size))
+    observe, program = update.observation(recipe), update.program(recipe)
     found = []
-    for place in chosen:
-        state, metrics = program(state, policy, rows[place])
+    for batch in batches:
+        state, metrics = program(state, policy, observe(policy, batch))
         found.append(metrics)
+        jax.block_until_ready(
+            found[-2:][0]
+        )  # the features of two batches exist at once, and not of more
     found = [{name: float(value) for name, value in one.items()} for one in jax.device_get(found)]
     finite = [one for one in found if math.isfinite(one["loss"])]
     if len(finite) < len(found):

@@ -280,6 +280,12 @@ def program(recipe: Recipe) -> jax.stages.Wrapped:
     )
 
 
+@cache
+def observation(recipe: Recipe) -> jax.stages.Wrapped:
+    """The jitted observe(policy, batch): one forward pass of the policy, without gradient."""
+    return jax.jit(partial(observe, recipe=recipe))
+
+
 def depths(metrics: dict[str, Any]) -> list[float]:
     """Acceptance at depth 1, 2, ..., each given the depths before."""
     found = []

@@ -335,11 +335,10 @@ NAMES = tuple(
         ("drafter/steps", "scalar", "micro-steps of the step, all data groups"),
         ("drafter/tokens", "scalar", "answer tokens that they learned from"),
         (
-            "drafter/acceptance_before",
+            "drafter/acceptance",
             "scalar",
-            "expected acceptance of the first draft token on held-out windows, before the step's training",
+            "expected acceptance of the first draft token on held-out windows, measured last in the step",
         ),
-        ("drafter/acceptance_after", "scalar", "the same, measured last in the step"),
         ("drafter/replay_tokens", "scalar", "tokens in the replay buffers, all data groups"),
         ("drafter/replay_bytes", "scalar", "bytes of their features, all data groups"),
         (
@@ -369,6 +368,7 @@ NAMES = tuple(
             "optimizer steps of the drafter on packed rows of the RL step",
         ),
         ("drafter/update_tokens", "scalar", "answer tokens that they learned from"),
+        ("drafter/share", "scalar", "share of the step's packed rows that they learned from"),
         # pictures and texts
         (
             "rollout/timeline",

@@ -53,7 +53,7 @@ from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.remaining import Remaining
 from tlt_jax.rollout.request import RolloutRequest, check
-from tlt_jax.rollout.savings import MARGIN, Savings
+from tlt_jax.rollout.savings import MARGIN, Savings, smallest
 from tlt_jax.rollout.state import GroupContext, Harvester, Needs, Queue, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -62,6 +62,8 @@ from tlt_jax.tuner import goodput, make
 from tlt_jax.tuner.interface import Cell, State as TunerState
 
 TIMED_ROUNDS = 8
+# What features for the drafter take, of the rest of the rollouts; without a clock, by how much drafting has to be faster.
+FEATURES, GAIN_BY_COUNTS = 0.02, 0.1
 Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
 log = logging.getLogger(__name__)
@@ -189,27 +191,34 @@ class Engine:
         """Whether this state may choose to draft with the learned drafter, which has to be used then."""
         return any(arm.drafter in (LEARNED, MERGED) for arm in self.tuner.usable(tuner, 1, 1))
 
-    def gain_of_learned(self, tuner: TunerState) -> float:
-        """Seconds that the learned drafter is expected to save of the rest of the run, beyond what `use_learned` compiles.
+    def worth_of_learned(self, tuner: TunerState, depths: Sequence[float]) -> tuple[float, float]:
+        """Seconds that drafting with the learned drafter saves in the rest of the run, and those that starting it takes.
 
-        By a tuner's state that knows how it accepts. At most 0 while it is not known what rollouts take.
+        `depths`: its acceptance by depth, each given the depths before; `tuner`: the state that knows the rest. Nothing is
+        saved while no chunk was measured, or of a drafter that is used already. What is decided without a clock costs
+        nothing to start, and saves something where drafting is faster by GAIN_BY_COUNTS with a quarter of all rows.
         """
         arms = [arm for arm in self.arms if arm.drafter in (LEARNED, MERGED)]
+        speeds = partial(self.tuner.outlook, self.tuner.renew(tuner, {LEARNED: depths}))
+        if self.drafter or not arms:
+            return 0.0, 0.0
+        if self.pricing:
+            usual = smallest(self.batches, self.capacity / 4), FIRST_CACHE_BUCKET
+            plain, *drafted = speeds([Cell(*usual, arm) for arm in (PLAIN, *arms)])[0]
+            return 1 - math.exp(GAIN_BY_COUNTS + plain - max(drafted)), 0.0
         known = [(sampling, one) for sampling, one in self.savings.items() if one.tokens]
-        if self.drafter or not arms or not known:
-            return 0.0
+        if not known:
+            return 0.0, 0.0
         params, savings = max(known, key=lambda pair: sum(pair[1].tokens.values()))
         there = [Cell(*where, PLAIN) for where in savings.tokens]
         cells = [Cell(*where, arm) for where in savings.tokens for arm in arms]
-        speeds = partial(self.tuner.outlook, tuner)
         if not np.isfinite(speeds([*cells, *there])[1]).all():
-            return 0.0
-        saved, _, _ = savings.expected(cells, there, speeds)
-        best = int(np.argmax(saved))
-        batch, slots, arm = cells[best]
+            return 0.0, 0.0
+        saved, rest, _ = savings.expected(cells, there, speeds)
+        batch, slots, arm = cells[int(np.argmax(saved))]
         chunk = Decode(StateShape(0, batch, slots), self.config.rollout.chunk, arm, params)
         price = self.price_of_learned() + self.programs.prices.of(chunk)
-        return float(saved[best]) - MARGIN * price
+        return float(saved.max()) - FEATURES * rest, MARGIN * price
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""

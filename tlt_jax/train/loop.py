@@ -14,7 +14,7 @@ from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, parse, validate
-from tlt_jax.config.schema import ADAPTIVE
+from tlt_jax.config.schema import ADAPTIVE, AUTO
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset, Prompt
 from tlt_jax.distributed import mesh as meshes
@@ -22,9 +22,10 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.distributed.watch import Watch
 from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.investment import Investment
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
-from tlt_jax.drafter.step_training import Lesson
+from tlt_jax.drafter.step_training import StepTraining
 from tlt_jax.errors import DamagedCheckpoint, Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import NoWriter, Writer, check_trackers
@@ -57,6 +58,8 @@ from tlt_jax.train.run_state import RunState
 from tlt_jax.tuner.acceptance import GUESS
 from tlt_jax.tuner.interface import State as TunerState
 
+SHARE_BY_COUNTS = 0.05  # that drafter_training.share auto is where no clock takes part
+
 log = logging.getLogger(__name__)
 
 
@@ -86,7 +89,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     is_adaptive = config.speculation.drafter == ADAPTIVE
     stops = datasets.stop_rules(config, tokenizer)
-    engine = Engine(config, model, mesh, stops, drafter, is_adaptive, job)
+    captures_states = is_adaptive and not config.rollout.deterministic
+    engine = Engine(config, model, mesh, stops, drafter, captures_states, job)
     trainer = make_trainer(config, engine) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
@@ -145,11 +149,11 @@ def train(config: Config, watching: Watch | None = None) -> int:
             except Interrupted:
                 writer.say(run_folder.stopped(config, None))
                 return PREEMPTED
-            shares = config.drafter_training.share > 0
+            learning = step_training(config, engine, trainer)
             if trainer:
-                is_used = not shares or engine.knows_learned(state.tuner)
+                is_used = not learning or engine.knows_learned(state.tuner)
                 engine.use_learned(state.drafter is not None and is_used)
-                if shares and engine.drafter:
+                if learning and engine.drafter:
                     trainer.activate()
 
             reference = minibatches.kl_reference(
@@ -231,21 +235,27 @@ def train(config: Config, watching: Watch | None = None) -> int:
                 if config.speculation.time_drafting:
                     with watch.phase("time_drafting"):
                         drafting = engine.time_drafting(weights, rollout)
-                trained = state.drafter, {}
+                trained, investment, lesson = (state.drafter, {}), state.investment, None
                 if trainer:
                     with watch.phase("drafter"):
                         left = steps - state.step - 1
-                        trained = after_rollout(config, trainer, state.drafter, rollout, left)
+                        if learning:
+                            worth, drafts = partial(engine.worth_of_learned, tuner), engine.drafter
+                            investment = learning.earned(
+                                investment, worth, state.step, left, drafts is not None
+                            )
+                        *trained, investment = after_rollout(
+                            config, trainer, state.drafter, rollout, left, investment
+                        )
                 del weights  # they may share buffers with the policy, which the update donates
 
-                lesson = None
-                if trainer and shares:
+                is_paid = investment.credit > 0 and not trained[1].get("drafter/steps")
+                if learning and (learning.share or is_paid):
                     drafter = trained[0] or adaptive.create(
                         config, trainer.recipe, answers=rollout.completions
                     )
-                    lesson = Lesson(
-                        trainer.recipe,
-                        config.drafter_training.share,
+                    lesson = learning.lesson(
+                        investment,
                         state.step,
                         state.policy.params,
                         drafter,
@@ -268,10 +278,11 @@ def train(config: Config, watching: Watch | None = None) -> int:
                 if lesson:
                     trained = lesson.drafter, trained[1] | lesson.learned.metrics
                     depths = lesson.learned.depths or depths
+                    investment = learning.after(investment, lesson)
                 tuner, begins = renewed(engine, trainer, tuner, depths)
                 if begins:
                     writer.say(f"step {state.step + 1}/{steps}  {begins}")
-                state = RunState(state.step + 1, policy, trained[0], tuner)
+                state = RunState(state.step + 1, policy, trained[0], tuner, investment)
 
                 profiler.leave(state.step)
                 with watch.phase("metrics"):
@@ -282,6 +293,8 @@ def train(config: Config, watching: Watch | None = None) -> int:
                     scalars |= step_metrics.of_step(
                         dataset, config, state.step, scalars, watch, job
                     )
+                    seconds = step_metrics.seconds_without(scalars, "drafter", "eval")
+                    state = state.replace(investment=investment.after_step(seconds))
 
                     texts = evaluation.told_first(job, texts)
                     answers = (
@@ -408,8 +421,21 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
         knobs.rescue,
         engine.price_of_learned,
         engine.job,
-        follows=config.drafter_training.share > 0,
+        follows=config.drafter_training.share != 0,
+        is_idle_used=not config.rollout.deterministic,
     )
+
+
+def step_training(
+    config: Config, engine: Engine, trainer: IdleTraining | None
+) -> StepTraining | None:
+    """What the drafter learns in updates; None when nothing does."""
+    share = config.drafter_training.share
+    if not trainer or share == 0:
+        return None
+    if share == AUTO:
+        share = SHARE_BY_COUNTS if config.rollout.deterministic else None
+    return StepTraining(trainer.recipe, share, engine.programs.prices.of, engine.job.told)
 
 
 def after_rollout(
@@ -418,9 +444,11 @@ def after_rollout(
     drafter: DrafterState | None,
     rollout: RolloutResult,
     rollouts_left: int,
-) -> tuple[DrafterState | None, dict[str, float]]:
-    """The drafter after a rollout, and the metrics of its training.
+    investment: Investment,
+) -> tuple[DrafterState | None, dict[str, float], Investment]:
+    """The drafter after a rollout, the metrics of its training, and what of the investment that leaves.
 
+    Where the rollout has the drafter's features what it harvested is learned from, in the seconds that may be spent.
     A new one is begun when that is found to pay off: also in the place of one that a tuner by rule
     had to have, untrained, before there were answers to take a draft vocabulary from.
     """
@@ -429,10 +457,13 @@ def after_rollout(
     idle, length = max(group.idle for group in groups), rollout.stats["accept_length"]
     begins = not trainer.is_active and not config.drafter_training.start
     begins = begins and (drafter is None or int(drafter.step) == 0)
-    drafter, metrics = trainer.end(drafter, seconds, idle, length, rollouts_left)
+    paid = investment.credit if trainer.is_active else 0.0
+    drafter, metrics = trainer.end(drafter, seconds, idle, length, rollouts_left, paid)
+    tokens = metrics.get("drafter/tokens", 0.0)
+    investment = investment.measured(trainer.depths).learned(tokens, 0, trainer.paid_seconds, False)
     if begins and trainer.is_active:
         drafter = adaptive.create(config, trainer.recipe, answers=rollout.completions)
-    return drafter, metrics | adaptive.idle_metrics(rollout, groups)
+    return drafter, metrics | adaptive.idle_metrics(rollout, groups), investment
 
 
 def renewed(
@@ -448,15 +479,13 @@ def renewed(
     knowing = engine.tuner.renew(tuner, {LEARNED: depths})
     if not trainer.follows or trainer.pays_off:
         return knowing, ""
-    gain = engine.gain_of_learned(knowing)
-    if not engine.job.decided(gain > 0):
+    saved, price = engine.worth_of_learned(tuner, depths)
+    if not engine.job.decided(saved > price):
         return engine.tuner.renew(tuner), ""
     trainer.activate()
     held = ", ".join(f"{depth:.2f}" for depth in depths)
-    return (
-        knowing,
-        f"the drafter drafts from here on: of its drafts {held} hold; {gain:.0f} s to gain",
-    )
+    gain = "" if engine.pricing else f"; {saved - price:.0f} s to gain"
+    return knowing, f"the drafter drafts from here on: of its drafts {held} hold{gain}"
 
 
 def roll_out(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config, schema, validate
+from tlt_jax.data import packing
 from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
@@ -35,7 +36,7 @@ RESIDENT = ("weights", "optimizer", "reference", "drafter")
 ROLLOUT = (
     "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training", "replay",
 )  # fmt: skip
-UPDATE = ("gradients", "logits chunk")
+UPDATE = ("gradients", "logits chunk", "drafter features")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
     "optimizer": "mesh.data (the moments are sharded over it)",
@@ -50,6 +51,7 @@ KNOBS = {
     "drafter in training": "mesh.model (every data group trains a copy, sharded over it)",
     "replay": "idle_training.replay_mib, or idle_training.replay_place host",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
+    "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0, with which only idle groups learn",
     "gradients": "mesh.data (gradients are sharded over it)",
     "logits chunk": "train.logits_chunk",
     "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
@@ -105,6 +107,10 @@ def budget(
     if drafter and config.speculation.drafter == schema.ADAPTIVE:
         copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
         kinds["drafter in training"] = device_bytes(copies)
+        if config.drafter_training.share:
+            rows = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
+            widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
+            kinds["drafter features"] = rows * widths * jnp.dtype(dtype).itemsize
         if config.idle_training.replay_place == "device":
             kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
     return kinds

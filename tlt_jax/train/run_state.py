@@ -15,13 +15,15 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
 from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
+from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
-TUNER = "tuner"  # key in a checkpoint's meta: the tuner's state is JSON
+# Keys in a checkpoint's meta, whose values are JSON: the tuner's state, and what learning in the update may take.
+TUNER, INVESTMENT = "tuner", "investment"
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +35,15 @@ class RunState:
     Not included, since losing them only costs time: executables, n-gram memory, timings of drafting
     (all in Engine). Not included, since they never change: the KL reference, a drafter that is not
     trained. `policy` and `drafter` (weights, Adam moments, counters) are None when the run does not
-    train them; `tuner` is JSON, None when the run does not decode. `step`: number of steps done.
+    train them; `tuner` is JSON, None when the run does not decode. `step`: number of steps done. `investment`: what the
+    drafter learned in updates, and what that took.
     """
 
     step: int = struct.field(pytree_node=False)
     policy: TrainState | None = None
     drafter: TrainState | None = None
     tuner: TunerState | None = struct.field(pytree_node=False, default=None)
+    investment: Investment = struct.field(pytree_node=False, default=Investment())
 
 
 def abstract(
@@ -67,6 +71,8 @@ def save(
     """
     items = {"policy": state.policy, "drafter": state.drafter}
     meta = {} if state.tuner is None else {TUNER: {"basis": basis, "state": state.tuner}}
+    if meta and state.drafter is not None:
+        meta[INVESTMENT] = state.investment.saved()
     store.save(
         state.step, {name: item for name, item in items.items() if item is not None}, meta, metrics
     )
@@ -84,7 +90,8 @@ def restore(
     restored = store.restore(
         like.step, {name: item for name, item in targets.items() if item is not None}
     )
-    state = RunState(like.step, restored.items.get("policy"), restored.items.get("drafter"))
+    items, investment = restored.items, Investment.of(restored.meta.get(INVESTMENT))
+    state = RunState(like.step, items.get("policy"), items.get("drafter"), investment=investment)
     if tuner is None:
         return state
     return state.replace(tuner=resumed_tuner(restored.meta.get(TUNER), tuner, basis))

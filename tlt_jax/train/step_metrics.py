@@ -139,6 +139,17 @@ def of_step(
     return seconds | rows | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
 
 
+def seconds_without(scalars: Mapping[str, float], *phases: str) -> float:
+    """Seconds of a step, but for compiling and for these phases."""
+
+    def of(phase: str) -> float:
+        compiling = scalars.get(f"perf/compile_s/{phase}", 0.0)
+        return max(scalars.get(f"timing_s/{phase}", 0.0) - compiling, 0.0)
+
+    whole = scalars["timing_s/step"] - scalars["perf/compile_s"]
+    return max(whole - sum(of(phase) for phase in phases), 0.0)
+
+
 def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """What was compiled in a step, of the laps of all processes: by the one that took longest for it."""
     longest = max(laps, key=lambda lap: lap["perf/compile_s"])

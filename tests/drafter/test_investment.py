@@ -1,0 +1,140 @@
+"""What learning in the update may take is repaid, or small: in simulated runs, whose acceptance rises with what is learned."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tlt_jax.drafter.investment import EARLY, FALL, LONG, RECENT, Investment
+
+STEP, PIECE, TOKENS, COMPILING = (
+    10.0,
+    0.5,
+    400.0,
+    8.0,
+)  # seconds of a step, of a piece; tokens of it
+ROLLOUT = 0.6  # of a step's seconds
+
+
+def log_curve(start, doubling):
+    """Acceptance that rises by `doubling` with each doubling of the tokens, from `start` at 400 of them, to 0.85."""
+    return lambda tokens: float(
+        np.clip(start + doubling * math.log2((400 + tokens) / 400), 0.01, 0.85)
+    )
+
+
+def saved_share(acceptance):
+    """Of a rollout: a chain of three drafts, in rounds 1.3 times as long."""
+    accepted = acceptance + acceptance**2 + acceptance**3
+    return max(1 - 1.3 / (1 + accepted), 0.0)
+
+
+def whole_run(steps, curve, start_price=20.0, noise=0.01, seed=0):
+    """(seconds of a run over those of one that never learns, seconds of learning by step, step in which drafting began)."""
+    random, known, spent, began, total = np.random.default_rng(seed), Investment(), [], None, 0.0
+    for step in range(steps):
+        left = steps - step - 1
+        acceptance = curve(known.tokens) + random.normal(0, noise)
+        drafts, has_learned = began is not None, known.pieces > 0
+
+        def worth(depths, left=left):
+            return saved_share(depths[0]) * ROLLOUT * STEP * left, 1.5 * start_price
+
+        known = known.earned(worth, step, left, 0.0 if has_learned else COMPILING, drafts)
+        pieces, seconds = min(known.affords(not has_learned), 12), 0.0
+        if pieces:
+            seconds = pieces * PIECE + (0.0 if has_learned else COMPILING)
+            known = known.measured([acceptance], pieces * TOKENS)
+            known = known.learned(pieces * TOKENS, pieces, seconds, not has_learned)
+        gain = saved_share(acceptance) * ROLLOUT * STEP if drafts else 0.0
+        total += STEP - gain + seconds
+        saved, price = worth([acceptance])
+        if not drafts and pieces and saved > price:
+            began, total = step, total + start_price
+        known = known.after_step(STEP - gain)
+        known = Investment.of(json.loads(json.dumps(known.saved())))  # as from a checkpoint
+        spent.append(seconds)
+    return total / (steps * STEP), spent, began
+
+
+CURVES = {
+    "learns": log_curve(0.05, 0.07),
+    "fast": log_curve(0.3, 0.1),
+    "hardly": log_curve(0.02, 0.004),
+    "never": lambda tokens: 0.02,
+}
+
+
+@pytest.mark.parametrize("steps", [2, 10, 60, 400])
+@pytest.mark.parametrize("curve", CURVES)
+def test_no_run_is_longer_by_more_than_the_long_share(steps, curve):
+    for seed in range(5):
+        taken, spent, _ = whole_run(steps, CURVES[curve], seed=seed)
+        assert taken <= 1 + LONG + 0.005
+        assert max(spent, default=0) <= EARLY * STEP + PIECE + COMPILING
+
+
+def test_a_long_run_of_a_drafter_that_learns_gains():
+    learns, _, began = whole_run(400, CURVES["learns"])
+    fast, _, sooner = whole_run(400, CURVES["fast"])
+    assert learns < 0.9 and fast < 0.75 and sooner < began < 200
+
+
+def test_a_run_that_is_too_short_learns_nothing():
+    assert not any(whole_run(8, CURVES["fast"], start_price=60.0)[1])
+
+
+def test_a_drafter_that_never_learns_costs_what_it_is_tried_with():
+    _, spent, began = whole_run(400, CURVES["never"])
+    assert 0 < sum(spent) <= 0.5 * LONG * 400 * STEP and began is None
+
+
+def drafting(recent, best, **rest):
+    """An investment in a drafter that drafts, whose acceptance was measured so."""
+    return Investment(step_seconds=STEP, piece_seconds=PIECE, recent=recent, best=best, **rest)
+
+
+def test_in_the_long_run_it_is_a_small_share_less_when_stalled_and_more_when_acceptance_falls():
+    def credit(known):
+        return known.earned(None, 100, 100, 0.0, drafts=True).credit
+
+    rising = drafting(np.linspace(0.3, 0.5, RECENT).tolist(), 0.5)
+    stalled = drafting([0.5] * RECENT, 0.5, reserve=5.0)
+    fallen = drafting([0.5 - 2 * FALL] * RECENT, 0.5, reserve=5.0)
+    assert credit(rising) == pytest.approx(LONG * STEP)
+    assert credit(stalled) == pytest.approx(LONG * STEP / 3)
+    assert credit(fallen) == pytest.approx(LONG * STEP + EARLY * STEP)
+    assert credit(replace(fallen, reserve=0.0)) == pytest.approx(LONG * STEP)
+
+    random, known, spent = np.random.default_rng(0), drafting([], 0.0), 0.0
+    for step in range(500):
+        known = known.earned(None, step, 500 - step, 0.0, drafts=True)
+        pieces = known.affords(False)
+        spent += pieces * PIECE
+        depth = 0.5 + 0.1 * math.sin(step / 30) + random.normal(0, 0.01)
+        known = known.measured([depth], 400).learned(400, pieces, pieces * PIECE, False)
+    assert 0.8 * LONG < spent / (500 * STEP) <= LONG
+
+
+def test_what_is_expected_follows_the_measured_curve_and_never_falls():
+    known = Investment()
+    for tokens in (0, 400, 800, 1600, 3200, 6400):
+        known = replace(known, tokens=float(tokens))
+        known = known.measured([0.1 + 0.05 * math.log2(1 + tokens), 0.5], 400)
+    for more in (6400, 5 * 6400):
+        first, second = known.expected(more)
+        wanted = min(0.1 + 0.05 * math.log2(1 + 6400 + more), 0.9)
+        assert first == pytest.approx(wanted, abs=0.02) and second == pytest.approx(0.5)
+    falling = Investment(bins={"0": [1, 0.5], "4": [1, 0.4], "8": [1, 0.3]}, tokens=20.0)
+    assert falling.expected(1e6) == [pytest.approx(0.3)]
+    assert Investment(bins={"0": [1, 0.5], "4": [1, 0.4]}).expected(10) is None
+
+
+def test_a_checkpoint_of_another_version_begins_anew():
+    known = Investment(pieces=3, bins={"0": [1.0, 0.5]}, recent=[0.5])
+    assert Investment.of(json.loads(json.dumps(known.saved()))) == known
+    assert Investment.of({**known.saved(), "other": 1}) == Investment() == Investment.of(None)
