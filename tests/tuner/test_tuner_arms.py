@@ -61,7 +61,7 @@ def learning(law, quality: float) -> float:
     return least / spent
 
 
-LEARNED = {0.8: 0.84, 0.5: 0.85, 0.3: 0.83}  # quality -> share
+LEARNED = {0.8: 0.87, 0.5: 0.9, 0.3: 0.92}  # quality -> share
 
 
 @pytest.mark.parametrize("quality", LEARNED)
@@ -72,7 +72,7 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
 @pytest.mark.parametrize(
     ("name", "value", "quality"),
     [("HORIZON", 0.0, 0.8), ("HORIZON", 1.0, 0.5), ("HORIZON", 1.0, 0.3),
-     ("CAUTION", 1.0, 0.8), ("CAUTION", 1.0, 0.5), ("CAUTION", 2.0, 0.3)],
+     ("CAUTION", 2.0, 0.8), ("CAUTION", 1.0, 0.5), ("CAUTION", 2.0, 0.3)],
 )  # fmt: skip
 def test_too_few_trials_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
     monkeypatch.setattr(exploration, name, value)
@@ -83,7 +83,7 @@ def is_tried(gap: float, error: float) -> bool:
     """Whether an arm is tried that is predicted to be faster by so much, when trials are paid."""
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
-    view = exploration.Outlook(arms, speed, errors, *np.zeros((3, 2)))
+    view = exploration.Outlook(arms, speed, errors, np.zeros(2))
     return (
         exploration.worth_trying(
             {"chunk": 16, "funds": math.inf}, view, 0, np.array([True] * len(view.arms))
@@ -136,8 +136,10 @@ def test_the_shipped_arms_are_used_while_the_drafter_is_good():
     world, made = worlds.World(worlds.gpu, 0.3, 0.0), made_for(worlds.gpu)
 
     def speculating(runs):
-        small = [choice for choice, seen in runs[-1].chunks if seen.batch <= 16]
-        return np.mean([choice.strategy != PLAIN for choice in small])
+        small = [seen for _, seen in runs[-1].chunks if seen.batch <= 16]
+        return np.average(
+            [one.strategy != PLAIN for one in small], weights=[one.rounds for one in small]
+        )
 
     state, runs = decode(world, made)
     assert speculating(runs) < 0.2

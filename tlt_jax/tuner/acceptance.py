@@ -23,6 +23,7 @@ MEMORY = 2048.0  # limit on the weight of one source, in row rounds
 WALK = 0.12  # std of the random walk of log(1 + accepted) over one half-life
 FARTHEST = 0.5  # limit on the std of that random walk
 REPEATS = 2.0  # row rounds per effectively independent sample: rounds of one row are correlated
+CHANGED = 2.0  # standard errors by which a measurement differs from those before, that count less from there on
 OTHER_TREE = 0.03  # relative error of the estimate for a smaller tree
 OTHER_BATCH = 0.1  # relative error of an estimate from another batch size (other answer lengths)
 PRIOR = 4.0  # weight of the prior, in row rounds
@@ -94,6 +95,12 @@ def add(
     rows = evidence.get(str(batch), {})
     old = rows.get(text, {"at": clock, "rounds": 0.0, "accepted": {}})
     before = remaining(old, clock)
+    if (
+        text in old["accepted"]
+    ):  # the drafter has changed where the means are too far apart for chance
+        newest, mean = float(hits.sum()) / row_rounds, old["accepted"][text]
+        chance = REPEATS * (1 + mean) ** 2 * (1 / row_rounds + 1 / max(before, 1e-9))
+        before *= min(CHANGED**2 * chance / max((newest - mean) ** 2, 1e-12), 1.0)
     after, accepted = before + row_rounds, {}
 
     for arm in arms:

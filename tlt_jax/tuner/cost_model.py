@@ -1,11 +1,10 @@
 """Seconds of a decoding round by batch, cache slots and strategy: measured, or predicted.
 
-A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A
-prediction has two parts. seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with
-weights >= 0 (verification costs by the nodes of all rows, so plain rounds of large batches are
-evidence on trees at small ones; levels are those that a network drafts); and a Gaussian process
-over the residuals in log seconds, which extends them to similar cells. Letters: C cells, A arms,
-F terms, X columns that describe a cell.
+A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A prediction has two parts:
+seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with weights >= 0 fitted to all cells (verification
+costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones; levels are those that
+a network drafts); and what cells take more or less than that: the cell itself where it was measured, else the mean of
+those of the same batch or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01
 # Std that age adds: AGEING after LIFE measurements of other cells of the batch; at most OLD.
 AGEING, LIFE, OLD = 0.1, 64, 0.2
 FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
-ALIKE = 0.25  # std of the Gaussian process; its length scales:
-REACH = (1.5, 1.0, 1.0, 0.4)  # in log batch, log nodes, log(1 + levels), log(1 + topk)
-TERMS, PLACE, WHICH = slice(0, 5), slice(5, 9), slice(9, 12)  # columns that describe a cell
-# Std common to a batch and cache size, to a strategy at a batch size, and of a single cell.
-HERE, ARM, CELL = 0.08, 0.05, 0.02
+# Standard deviations of the log seconds of a cell around the linear part, and of one that has no cell of its batch or strategy.
+ALIKE, ALONE = 0.2, 0.25
+TERMS, BATCH, SLOTS, ARM = slice(0, 5), 5, 6, 7  # columns that describe a cell
 
 
 def note(
@@ -70,8 +67,8 @@ def measured(cells: Mapping, seen: Measurement) -> dict:
         return dict(cells)
     key = f"{seen.batch}/{seen.slots}/{name(seen.strategy)}"
     is_short = seen.rounds < SHORT[0] and seen.seconds < SHORT[1]
-    is_cold = is_short or seen.is_moved or key not in cells
-    per_round = seen.seconds / seen.rounds
+    is_cold = is_short or seen.is_moved or seen.catch_up > 0 or key not in cells
+    per_round = (seen.seconds + seen.catch_up) / seen.rounds
     return note(cells, seen.batch, seen.slots, seen.strategy, per_round, is_cold)
 
 
@@ -89,12 +86,11 @@ def settled(cell: Mapping) -> tuple[float, float]:
 
 @lru_cache(1024)
 def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
-    """The columns of a cell: terms of the linear part, kernel coordinates, and identity."""
+    """The columns of a cell: terms of the linear part, and identity."""
     levels, drafter = arm.drafted_levels, ("", *DRAFTERS).index(arm.drafter)
     terms = (1.0, batch * arm.nodes, levels, batch * levels * arm.topk, batch * slots)
-    place = (math.log(batch), math.log(arm.nodes), math.log1p(levels), math.log1p(arm.topk))
-    which = (batch, slots, (drafter << 48) + (arm.depth << 40) + (arm.topk << 20) + arm.nodes)
-    return (*terms, *(one / reach for one, reach in zip(place, REACH, strict=True)), *which)
+    which = (drafter << 48) + (arm.depth << 40) + (arm.topk << 20) + arm.nodes
+    return (*terms, batch, slots, which)
 
 
 @lru_cache(1024)
@@ -148,9 +144,28 @@ def predict(
     rest_C = log_C - np.log(cell_CX[:, TERMS] @ weights)
     few_C = np.array([max(len(cell["warm"]) * 2, len(cell["cold"])) for cell in cells.values()])
     excess_C = np.maximum(np.abs(rest_C) - 3 * ALIKE, 0.0) / few_C**2  # with few samples: a stall
+    rest_A, error_A = residual(cell_CX, target_AX, rest_C, noise_C**2 + excess_C**2)
+    return np.log(target_AX[:, TERMS] @ weights) + rest_A, error_A
 
-    gain_AC, sd_A = kriging(cell_CX, target_AX, noise_C**2 + excess_C**2)
-    return np.log(target_AX[:, TERMS] @ weights) + gain_AC @ rest_C, sd_A
+
+def residual(
+    cell_CX: np.ndarray, target_AX: np.ndarray, rest_C: np.ndarray, noise_C: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the targets take more than the linear part [A], in log seconds, and standard errors [A].
+
+    From that of the cells `rest_C`, which have variances `noise_C`: the weight of a cell of the same batch or strategy is
+    that of its precision. A target's own cell counts against their mean by its precision.
+    """
+    same = cell_CX[None, :, BATCH:] == target_AX[:, None, BATCH:]  # [A, C, identity]
+    is_alike = same[..., 0] | same[..., -1]
+    weight_AC = is_alike / (ALIKE**2 + noise_C)
+    alike_A = weight_AC.sum(1)
+    mean_A = weight_AC @ rest_C / (alike_A + 1 / ALIKE**2)
+    spread_A = np.where(is_alike.any(1), ALIKE, ALONE) ** 2
+    own_AC = same.all(-1) / noise_C
+    own_A = own_AC.sum(1)
+    found_A = mean_A + (own_AC @ rest_C - own_A * mean_A) / (own_A + 1 / spread_A)
+    return found_A, (own_A + 1 / spread_A) ** -0.5
 
 
 def fit(
@@ -186,27 +201,3 @@ def non_negative(square_FF: np.ndarray, target_F: np.ndarray) -> np.ndarray:
         if (weights_F >= 0).all():
             return weights_F
         kept_F &= weights_F > 0
-
-
-def kernel(left_CX: np.ndarray, right_CX: np.ndarray) -> np.ndarray:
-    """Covariance between cells of the residuals of log seconds."""
-    left, right = left_CX[:, None], right_CX[None]
-    near = ALIKE**2 * np.exp(-0.5 * ((left[..., PLACE] - right[..., PLACE]) ** 2).sum(-1))
-    same_batch, same_slots, same_arm = np.moveaxis(left[..., WHICH] == right[..., WHICH], -1, 0)
-    same_place, same_arm = same_batch & same_slots, same_batch & same_arm
-    return near + HERE**2 * same_place + ARM**2 * same_arm + CELL**2 * (same_place & same_arm)
-
-
-def kriging(
-    cell_CX: np.ndarray, target_AX: np.ndarray, noise_C: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [A, C] that map the cells' residuals to the targets', and the targets' std [A].
-
-    `noise_C` are variances.
-    """
-    count = len(cell_CX)
-    both = kernel(np.concatenate([cell_CX, target_AX]), cell_CX)
-    cross_AC = both[count:]
-    gain_AC = np.linalg.solve(both[:count] + np.diag(noise_C), cross_AC.T).T
-    own = ALIKE**2 + HERE**2 + ARM**2 + CELL**2
-    return gain_AC, np.sqrt(np.maximum(own - (gain_AC * cross_AC).sum(1), 1e-8))

@@ -27,17 +27,13 @@ class Outlook(NamedTuple):
     """Predictions for each arm, the first of which is plain decoding.
 
     speed[A]: log tokens per second of a live row; error[A]: its standard error; seconds[A]: log
-    seconds of a round; catch_up[A]: seconds that its drafter takes first, to learn of what was
-    decoded without it; overhead[A]: what that takes off the log speed in a whole rollout, while it
-    is still to be paid.
+    seconds of a round.
     """
 
     arms: tuple[Strategy, ...]
     speed: np.ndarray
     error: np.ndarray
     seconds: np.ndarray
-    catch_up: np.ndarray
-    overhead: np.ndarray
 
 
 def decide(state: State, view: Outlook, batch: int, is_there: np.ndarray) -> tuple[State, int, str]:
@@ -47,13 +43,12 @@ def decide(state: State, view: Outlook, batch: int, is_there: np.ndarray) -> tup
     programs are there (`is_there`: bool[A]).
     """
     texts = [name(arm) for arm in view.arms]
-    worth_A = view.speed - view.overhead
-    sure_A = np.where(is_there, worth_A - CAUTION * view.error, -np.inf)
+    sure_A = np.where(is_there, view.speed - CAUTION * view.error, -np.inf)
     incumbent = state["incumbents"].get(str(batch), name(PLAIN))
     i = texts.index(incumbent) if incumbent in texts else 0
     i = i if is_there[i] else int(np.argmax(sure_A))
 
-    sure_A[i] = worth_A[i] + HYSTERESIS
+    sure_A[i] = view.speed[i] + HYSTERESIS
     best, trial = int(np.argmax(sure_A)), state["trial"]
 
     is_waiting = trial and state["choices"] - trial["since"] < (
@@ -78,7 +73,6 @@ def worth_trying(state: State, view: Outlook, i: int, is_there: np.ndarray) -> i
     """
     saved_A, lost_A = stakes(view, i)
     price_A = min(state["chunk"], EXPLORATION_ROUNDS) * np.exp(view.seconds) * lost_A
-    price_A = price_A + view.catch_up
     prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
     funds = state["funds"] + CREDIT * math.exp(view.seconds[0])
 

@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name, parse
-from tlt_jax.tuner import acceptance, catching_up, cost_model
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name
+from tlt_jax.tuner import acceptance, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
-from tlt_jax.tuner.exploration import REST, Outlook, decide
+from tlt_jax.tuner.exploration import Outlook, decide
 from tlt_jax.tuner.interface import (
     EXPLORATION_ROUNDS,
     MOST_ROUNDS,
@@ -29,13 +29,11 @@ from tlt_jax.tuner.interface import (
     swapped,
 )
 
-VERSION = 7  # of the state's format
+VERSION = 8  # of the state's format
 SHARE = 0.006  # exploration budget: this share of all measured seconds ...
 DIVIDEND = 0.05  # ... this share of the seconds that speculation saved, and exploration.CREDIT
 UPDATE = 2 * acceptance.HALF_LIFE  # rounds by which an update of weights ages acceptance evidence
 REFIT = 1.1  # growth of the number of measurements after which the cost weights are fitted again
-HOLD = (1, 16)  # choices for which a decision is reused: at first, and at most
-SURPRISE = 0.15  # running mean of the error in log speed above which a decision is dropped
 MOST_NODES = 1024  # limit on batch x nodes of a strategy
 
 
@@ -50,9 +48,7 @@ def goodput(
     the batches for which batch x nodes is at most MOST_NODES. The incumbent is replaced when
     another arm is predicted to be faster by more than a hysteresis. An arm that may be faster, but
     whose prediction is uncertain, is explored for one chunk when the exploration budget covers the
-    expected loss: some plain rounds, and small shares of all time and of the time saved. The
-    decision for a batch is reused for a number of choices that doubles each time it is confirmed,
-    until an exploration is measured or measured speeds deviate from the prediction. `node_cost` is
+    expected loss: some plain rounds, and small shares of all time and of the time saved. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
     accelerator. `learning`: drafters that know nothing at first; an arm of theirs is not usable
     before their acceptance was estimated (`renew`) or measured. Raises ValueError as
@@ -69,19 +65,9 @@ def goodput(
     def choose(
         state: State, live: int, batch: int, slots: int, there: Sequence[Strategy] = ()
     ) -> tuple[State, Choice]:
-        state, place = {**state, "choices": state["choices"] + 1}, str(batch)
+        state = {**state, "choices": state["choices"] + 1}
         offered = (PLAIN, *usable(state, batch))
         known = [arm for arm in offered if not there or arm in there]
-        plan = state["plans"].get(place)
-        if (
-            plan
-            and plan["left"] > 0
-            and plan["offered"] == len(known)
-            and (arm := parse(plan["arm"])) in known
-        ):
-            plans = {**state["plans"], place: {**plan, "left": plan["left"] - 1}}
-            return {**state, "plans": plans}, Choice(arm, live * math.exp(plan["speed"]), "kept")
-
         if not state["cells"]:
             return state, Choice(PLAIN if PLAIN in known else known[0], math.nan, "baseline")
 
@@ -89,16 +75,10 @@ def goodput(
         view = outlook(state, offered, batch, slots)
         is_there = np.array([arm in known for arm in offered])
         state, i, reason = decide(state, view, batch, is_there)
-
-        incumbent = state["incumbents"][str(batch)]
-        speed = float(view.speed[view.arms.index(parse(incumbent))])
-        plans = planned(state, place, incumbent, speed, len(known))
-        is_exploring = name(view.arms[i]) != incumbent
+        is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
-        return {**state, "plans": plans}, Choice(
-            view.arms[i], predicted, reason, rounds, is_exploring
-        )
+        return state, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         return outlook_of(refitted(state, node_cost) if state["cells"] else state, cells)
@@ -113,11 +93,8 @@ def begin() -> State:
 
     clock: rounds so far. funds: exploration budget in seconds, without the credit. gain: predicted
     speed of the best arm over that of plain decoding. chunk: rounds of the last chunk that did not
-    explore. incumbents: batch -> arm. trial: the last exploration; open until measured. plans:
-    batch -> its decision: arm, log speed, number of choices to reuse it for (hold) and still left,
-    running mean of the error in log speed (drift), from how many arms it was chosen (offered).
-    seen: timed measurements. catch_up: see catching_up. kind, others: see
-    interface.swapped. law: weights of the cost model, and the number of measurements they
+    explore. incumbents: batch -> arm. trial: the last exploration; open until measured. seen: timed
+    measurements. kind, others: see interface.swapped. law: weights of the cost model, and the number of measurements they
     are fitted to. evidence, estimates, cells: see acceptance, cost_model.
     """
     return {
@@ -125,7 +102,6 @@ def begin() -> State:
         "clock": 0,
         "funds": 0.0,
         "estimates": {},
-        "catch_up": catching_up.begin(),
         "cells": {},
         "seen": 0,
         "law": None,
@@ -143,54 +119,12 @@ def begin_kind() -> State:
         "evidence": {},
         "incumbents": {},
         "trial": None,
-        "plans": {},
     }
 
 
 def switched(state: State, kind: str) -> State:
     """The state for rollouts of another kind; the drafters know nothing of these."""
-    return swapped(
-        {**state, "catch_up": catching_up.renewed(state["catch_up"])}, kind, begin_kind()
-    )
-
-
-def planned(state: State, place: str, arm: str, speed: float, offered: int) -> State:
-    """The plans with this decision for a batch.
-
-    It is not reused while a recent exploration is still open; else for HOLD[0] choices, and twice
-    as many each time the arm stays the same.
-    """
-    before, trial = state["plans"].get(place, {}), state["trial"]
-    if trial and trial["open"] and state["choices"] - trial["since"] < REST:
-        hold, left = HOLD[0], 0
-    else:
-        hold = left = min(2 * before["hold"], HOLD[1]) if before.get("arm") == arm else HOLD[0]
-    return {
-        **state["plans"],
-        place: {
-            "arm": arm,
-            "speed": speed,
-            "hold": hold,
-            "left": left,
-            "drift": 0.0,
-            "offered": offered,
-        },
-    }
-
-
-def watched(plans: State, place: str, arm: str, speed: float) -> State:
-    """The plans after a chunk of this measured log speed.
-
-    The batch's plan is dropped when the running mean of its errors exceeds SURPRISE.
-    """
-    plan = plans.get(place)
-    if plan is None or plan["arm"] != arm:
-        return plans
-
-    drift = plan["drift"] + (speed - plan["speed"] - plan["drift"]) / 4
-    if abs(drift) > SURPRISE:
-        return {other: plan for other, plan in plans.items() if other != place}
-    return {**plans, place: {**plan, "drift": drift}}
+    return swapped(state, kind, begin_kind())
 
 
 def refitted(state: State, node_cost: float) -> State:
@@ -208,15 +142,7 @@ def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) ->
     )
     targets = [Cell(batch, slots, arm) for arm in arms]
     seconds, doubt = cost_model.predict(state["cells"], targets, state["law"]["weights"])
-    known, clock = state["catch_up"], state["clock"]
-    return Outlook(
-        arms,
-        np.log1p(accepted) - seconds,
-        np.hypot(error, doubt),
-        seconds,
-        catching_up.expected(known, clock, arms, batch, slots),
-        catching_up.overhead(known, arms),
-    )
+    return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
 
 
 def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
@@ -243,7 +169,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
 
     text = name(seen.strategy)
     clock = state["clock"] + int(seen.rounds)
-    evidence, trial, plans = state["evidence"], state["trial"], state["plans"]
+    evidence, trial = state["evidence"], state["trial"]
     if seen.strategy != PLAIN:
         evidence = acceptance.add(
             evidence, clock, seen.batch, seen.strategy, seen.row_rounds, seen.hits, arms
@@ -254,8 +180,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
         seen.tokens / seen.row_rounds * seen.rounds / math.exp(trial["speed"]) if is_tried else 0.0
     )
     trial = {**trial, "open": False} if is_tried else trial
-    caught_up = catching_up.measured(state["catch_up"], clock, seen)
-    state = {**state, "clock": clock, "evidence": evidence, "trial": trial, "catch_up": caught_up}
+    state = {**state, "clock": clock, "evidence": evidence, "trial": trial}
 
     # Without a reliable time the loss of an exploration is unknown: the incumbent's time for its
     # rounds is deducted; nothing for the first run of a program, which happens once.
@@ -264,23 +189,14 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
 
         return {**state, "funds": state["funds"] - charge}
 
-    per_round = seen.seconds / seen.rounds
-    plans = watched(
-        plans, str(seen.batch), text, math.log(seen.tokens / seen.row_rounds / per_round)
-    )
     funds = state["funds"] + seen.seconds * (SHARE + DIVIDEND * max(state["gain"] - 1, 0.0))
     if is_tried:
         funds -= min(max(seen.seconds - usual, 0.0), 4 * usual) + seen.catch_up
-        plans = {
-            place: {**plan, "left": 0 if place == str(seen.batch) else plan["left"]}
-            for place, plan in plans.items()
-        }
     return {
         **state,
         "funds": funds,
         "chunk": state["chunk"] if seen.is_exploring else int(seen.rounds),
         "cells": cost_model.measured(state["cells"], seen),
-        "plans": plans,
         "seen": state["seen"] + 1,
     }
 
@@ -303,6 +219,5 @@ def renew_goodput(state: State, estimated: Mapping[str, Sequence[float]] = {}) -
         "clock": clock,
         "estimates": estimates,
         "trial": None,
-        "catch_up": catching_up.renewed(state["catch_up"]),
         "others": {kind: {**own, "trial": None} for kind, own in state["others"].items()},
     }
