@@ -3,6 +3,7 @@ r"""What TLT is worth in whole RL steps: rollout, rewards, evaluation, drafter t
 python benchmarks/end_to_end.py --work DIR [--processes N] [--by-step] [--steps N] [--turns N] [--picture FILE]
     [--arm NAME "--section.knob VALUE ..."] [--section.knob VALUE ...]
 python benchmarks/end_to_end.py --work DIR --quick      in minutes, from nothing to tables and DIR/end_to_end.png
+python benchmarks/end_to_end.py --work DIR --quickstart [--steps 60]    the quickstart plain, with n-grams, adaptive; three turns
 
 Every arm is the real command, `python -m tlt_jax.train`, in a process (or --processes, by launch/local.sh) and a run folder
 of its own: from the same policy, data and seed for as many steps. Arms take turns: plain, one, another, plain, one, ... In a
@@ -53,6 +54,7 @@ from whole_runs import Run
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = [HERE / name for name in ("end_to_end.yaml", "end_to_end_quick.yaml")]
+QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
 NONE = "none"
 QUICK = "tlt"  # the arm of --quick
 DRAFTER = "{drafter}"  # in what an arm changes: the drafter's directory
@@ -63,6 +65,7 @@ ARMS = {
     "tlt": f"{ADAPTIVE} --drafter_training.start {DRAFTER}",
     "tlt_new": ADAPTIVE,
 }
+QUICKSTART_ARMS = {"ngram": "--speculation.drafter ngram", "adaptive": ADAPTIVE}
 # So few steps are over before it would have paid off to measure strategies.
 QUICK_TLT = f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4]"
 # Of the lists that the policy learns from, most are short, and half of the solutions jump to the answer.
@@ -98,7 +101,8 @@ def prepare(
 
 def arms_of(args: argparse.Namespace) -> dict[str, str]:
     """What every arm changes of the configuration, by name; plain first."""
-    named = dict(args.arm) if args.arm else {QUICK: QUICK_TLT} if args.quick else ARMS
+    usual = {QUICK: QUICK_TLT} if args.quick else QUICKSTART_ARMS if args.quickstart else ARMS
+    named = dict(args.arm) if args.arm else usual
     if args.drafter == NONE:
         named = {name: text for name, text in named.items() if DRAFTER not in text}
     return {PLAIN: "--speculation.drafter none"} | named
@@ -115,6 +119,11 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="a small policy, plain and tlt, two processes, a picture",
     )
+    parser.add_argument(
+        "--quickstart",
+        action="store_true",
+        help="configs/quickstart.yaml, whole runs of 30 steps, plain, ngram and adaptive, 3 turns",
+    )
     parser.add_argument("--config", default="", help="benchmarks/end_to_end.yaml, or its quick one")
     parser.add_argument("--policy", default="", help="model directory; empty: made by train.sft")
     parser.add_argument("--drafter", default="", help="EAGLE-3 directory, or none; empty: made")
@@ -124,7 +133,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=0, help="RL steps; 0: of the configuration")
     parser.add_argument("--cold-steps", type=int, default=0, help="of the cold runs; 0: as many")
-    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=0, help="1, and with --quickstart 3")
     parser.add_argument(
         "--caches",
         default="",
@@ -163,6 +172,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 def set_defaults(args: argparse.Namespace) -> None:
     """Sets what was not given; with --quick it is other than without."""
     args.work = args.work.resolve()
+    args.turns = args.turns or (3 if args.quickstart else 1)
+    if args.quickstart:
+        args.config, args.drafter, args.may_differ = str(QUICKSTART), NONE, True
+        args.steps = args.steps or 30
     args.config = args.config or str(CONFIGS[args.quick])
     args.processes = args.processes or 1 + args.quick
     args.by_step = args.by_step or args.quick

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import end_to_end
@@ -293,6 +294,13 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
     assert list(end_to_end.arms_of(usual)) == ["plain", "fixed", "ngram", "tlt", "tlt_new"]
     without, _ = end_to_end.parse(["--work", str(tmp_path), "--drafter", "none"])
     assert list(end_to_end.arms_of(without)) == ["plain", "ngram", "tlt_new"]
+
+
+def test_quickstart_is_three_arms_of_the_quickstart_in_three_turns(tmp_path):
+    args, _ = end_to_end.parse(["--work", str(tmp_path), "--quickstart", "--steps", "60"])
+    assert (args.turns, args.steps, args.caches) == (3, 60, ["cold", "warm"])
+    assert Path(args.config).name == "quickstart.yaml"
+    assert list(end_to_end.arms_of(args)) == ["plain", "ngram", "adaptive"]
 
 
 def test_quick_is_two_arms_in_two_processes_with_a_picture(tmp_path):

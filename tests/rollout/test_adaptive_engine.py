@@ -20,6 +20,7 @@ from tlt_jax.models import eagle
 from tlt_jax.rollout import executables, prices
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.programs import CatchUp, Decode, DraftOnly, StateShape
+from tlt_jax.rollout.savings import Savings
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
 from tlt_jax.train import speculation_metrics
@@ -188,3 +189,53 @@ def test_the_price_of_the_learned_drafter_is_that_of_every_program_compiled_agai
     )
     price = 5.0 * (1 + prices.LOADING) + 2.0 * prices.KEPT
     assert engine.price_of_learned() == pytest.approx(price), "an earlier run compiled one"
+
+
+def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest_over_what_is_compiled(
+    monkeypatch,
+):
+    engine = adaptive(cache_buckets=[32])
+    engine.use_learned(False)
+    speeds = {PLAIN: 10.0, "ngram:2_1_3": 12.0, "learned:2_1_3": 15.0, "learned:3_2_7": 20.0}
+
+    def outlook(state, cells):
+        known = [speeds.get(cell.strategy, speeds.get(name(cell.strategy), 1.0)) for cell in cells]
+        # With four rows the larger tree is no faster than plain decoding.
+        known = [
+            10.0 if cell.batch == 4 and cell.strategy.nodes == 7 else speed
+            for cell, speed in zip(cells, known, strict=True)
+        ]
+        return np.log(known), np.full(len(cells), error)
+
+    error, told = 0.0, []
+    renew = lambda state, estimated={}: told.append(estimated) or state  # noqa: E731
+    engine.tuner = engine.tuner._replace(outlook=outlook, renew=renew)
+    assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
+    savings = Savings()
+    savings.begin(3, 8)
+    savings.progress(0, 8)
+    for batch in (2, 4):
+        savings.add((batch, 32), 100.0)
+    engine.savings[tiny_params()] = savings
+    chunk = Decode(StateShape(0, 2, 32), 2)
+    engine.programs.executables[chunk] = None
+    monkeypatch.setattr(engine.programs.prices, "of", lambda program: 4.0)
+    saved, price = engine.worth_of_learned({}, [0.5])
+    assert told[-1] == {"learned": [0.5]}
+    # 100 tokens of each situation in each of 3 rollouts, 10 a second: two rows at twice, four at 1.5 times the speed.
+    assert saved == pytest.approx(30 * (1 - 10 / 20) + 30 * (1 - 10 / 15) - 0.02 * 60, rel=1e-4)
+    assert price == pytest.approx(4.0 + 1.5 * 4.0), "the plain chunk again, and one that drafts"
+
+    drafting = replace(
+        chunk, strategy=engine.arms[0]
+    )  # n-grams are used: it has to be faster than these
+    engine.programs.executables[drafting] = None
+    saved, again = engine.worth_of_learned({}, [0.5])
+    assert saved == pytest.approx(25 * (1 - 12 / 20) + 25 * (1 - 12 / 15) - 0.02 * 50, rel=1e-4)
+    assert again == price, "a chunk that drafts is compiled again where it pays for itself"
+    error = math.inf
+    assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "no chunk's seconds were measured"
+
+
+def tiny_params() -> DecodingParams:
+    return DecodingParams(tiny.COLD, (), None)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
-from training_runs import assert_equal, events, state_of, stopped_after
+from training_runs import assert_equal, die, events, raise_at, state_of, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
@@ -173,6 +173,36 @@ def meta_of(config, step):
     """What the checkpoint of a step says of the investment, as JSON."""
     with Store(config.run, create=False) as store:
         return json.dumps(store.restore(step, {}).meta[INVESTMENT])
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_in_a_lesson_ends_as_one_that_does_not(plain, whole, tmp_path, monkeypatch):
+    config = stopped_after(0, whole, tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed here"):
+        raise_at(patch, step_training, "learn", 3, die)
+        loop.train(config)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
+
+
+@pytest.mark.slow
+def test_one_group_learns_too_and_changes_no_bit(configure, tmp_path):
+    runs = [
+        configure(tmp_path / name, knobs | {"mesh.data": 1})
+        for name, knobs in (("plain", UNEVEN | {"train.row_tokens": 96}), ("learns", SHARE))
+    ]
+    assert [loop.train(one) for one in runs] == [cli.DONE] * 2
+    same_policy(*runs)
+    assert dict(events(runs[1])["drafter/update_steps"])[STEPS] >= 1
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh_with_its_drafter(whole, tmp_path):
+    config = stopped_after(2, whole, tmp_path / "run")
+    config = replace(config, mesh=replace(config.mesh, data=1))
+    assert loop.train(config) == cli.DONE
+    assert int(drafter_of(config, STEPS).step) > int(drafter_of(whole, 2).step)
 
 
 def test_a_run_that_is_too_short_for_learning_has_no_drafter(plain, configure, tmp_path):

@@ -377,6 +377,16 @@ def test_the_trees_of_large_batches_are_bounded():
     )
 
 
+def test_what_an_arm_accepts_is_known_alike_for_caches_of_all_sizes():
+    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = made.init()
+    for _ in range(20):
+        state = made.observe(state, measured(PLAIN))
+        state = made.observe(state, measured(arm, accepted=0.9))
+    speed, error = made.outlook(state, [Cell(4, slots, arm) for slots in (256, 512, 1024)])
+    assert np.ptp(speed) < 0.1 and error.max() < 0.3
+
+
 def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remembers_of_plain_rounds():
     made, arm, taken = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4), []
     state = made.init()

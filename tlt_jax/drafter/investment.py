@@ -21,8 +21,9 @@ STALLED = (
 # Acceptance of the first draft token: a change that counts as a rise, the measurements that it is looked for in, and how
 # far below the best it counts as fallen.
 RISE, RECENT, FALL = 0.005, 8, 0.03
-# A drafter as good as one may hope for: where the run would not gain from that nothing is learned.
-HOPED = (0.8,)
+# Acceptance of a drafter as good as one may hope for, and the chance that it gets there: where what the run would gain
+# from that, by this chance, is less than what it takes nothing is learned.
+HOPED, CHANCE = (0.8,), 1 / 3
 # Acceptance is kept by the tokens learned before, a mean for each half doubling; a line in the logarithm of the tokens is
 # fitted to the last BINS means, of which there have to be LEAST.
 PER_DOUBLING, BINS, LEAST = 2, 6, 3
@@ -142,7 +143,8 @@ class Investment:
         )  # a piece may take longer than its part of a step
         budget = LONG * step * (done + 1 + left) * (STALLED if self.expected(0) else 1.0)
         is_tried = self.spent + price + most <= budget
-        if saved <= start + price or not (is_tried or self.repays(worth, left)):
+        is_tried &= CHANCE * saved > start + price
+        if not (is_tried or self.repays(worth, left)):
             return replace(self, credit=0.0)
         return replace(self, credit=min(self.credit + EARLY * step, most))
 

@@ -111,21 +111,18 @@ class StepTraining:
         earned = investment.earned(worth, done, left, price, drafts)
         return replace(earned, credit=self.told(earned.credit))
 
-    def lesson(
-        self,
-        investment: Investment,
-        step: int,
-        policy: Params,
-        drafter: DrafterState,
-        timed: Callable[[], AbstractContextManager[None]],
-    ) -> Lesson:
-        """What is learned from the rows of this step, of the policy that wrote them."""
+    def chosen(
+        self, investment: Investment, step: int, has_trained: bool
+    ) -> Callable[[int], list[int]] | None:
+        """Which of so many accumulation steps are learned from in this step; None when none is. All processes call it.
+
+        `has_trained`: data groups have learned from what they harvested, which is not learned twice.
+        """
         if self.share is not None:
-            choose = partial(taken, self.share, step)
-        else:
-            most = int(self.told(investment.affords(not self.has_learned)))
-            choose = partial(rotated, investment.pieces, most)
-        return Lesson(self.recipe, choose, step, policy, drafter, timed)
+            return partial(taken, self.share, step)
+        most = 0 if has_trained else investment.affords(not self.has_learned)
+        most = int(self.told(most))  # seconds differ between processes
+        return partial(rotated, 0, most) if most else None  # the longest answers are packed first
 
     def after(self, investment: Investment, lesson: Lesson) -> Investment:
         """After a lesson."""

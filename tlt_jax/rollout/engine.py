@@ -206,19 +206,20 @@ class Engine:
             usual = smallest(self.batches, self.capacity / 4), FIRST_CACHE_BUCKET
             plain, *drafted = speeds([Cell(*usual, arm) for arm in (PLAIN, *arms)])[0]
             return 1 - math.exp(GAIN_BY_COUNTS + plain - max(drafted)), 0.0
-        known = [(sampling, one) for sampling, one in self.savings.items() if one.tokens]
-        if not known:
+        savings = max(self.savings.values(), key=lambda one: sum(one.tokens.values()), default=None)
+        if savings is None or not savings.tokens:
             return 0.0, 0.0
-        params, savings = max(known, key=lambda pair: sum(pair[1].tokens.values()))
-        there = [Cell(*where, PLAIN) for where in savings.tokens]
+        chunks = [one for one in self.programs.executables if isinstance(one, Decode)]
+        compiled = {PLAIN, *(one.strategy for one in chunks)}
+        there = [Cell(*where, arm) for where in savings.tokens for arm in compiled]
         cells = [Cell(*where, arm) for where in savings.tokens for arm in arms]
-        if not np.isfinite(speeds([*cells, *there])[1]).all():
+        if not chunks or not np.isfinite(speeds([*cells, *there])[1]).all():
             return 0.0, 0.0
-        saved, rest, _ = savings.expected(cells, there, speeds)
-        batch, slots, arm = cells[int(np.argmax(saved))]
-        chunk = Decode(StateShape(0, batch, slots), self.config.rollout.chunk, arm, params)
-        price = self.price_of_learned() + self.programs.prices.of(chunk)
-        return float(saved.max()) - FEATURES * rest, MARGIN * price
+        seconds_S, share_SC, _ = savings.shares(cells, there, speeds)
+        saved = seconds_S @ share_SC.max(axis=1) - FEATURES * seconds_S.sum()
+        best = cells[int(np.argmax(seconds_S @ share_SC))].strategy
+        chunk = self.programs.prices.of(replace(chunks[-1], strategy=best))
+        return float(saved), self.price_of_learned() + MARGIN * chunk
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""

@@ -25,6 +25,7 @@ from tlt_jax.rollout.prices import KEPT, LOADING, Prices
 from tlt_jax.rollout.programs import DraftOnly, GroupShapes, StateShape, of_group
 from tlt_jax.rollout.shelf import Shelf, digest
 from tlt_jax.spec_decode.decode import Report, Weights
+from tlt_jax.spec_decode.strategy import PLAIN
 
 MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
 # Kernels of the rollout's programs run as fast (0.98 to 1.05) with less of LLVM's optimization, and
@@ -104,9 +105,14 @@ class Executables:
         self.changes += 1
 
     def rebinding(self, shapes: Sequence[GroupShapes]) -> float:
-        """Seconds that it is expected to take to compile what is there for these shapes."""
+        """Seconds that it is expected to take to compile what is there for these shapes, but for chunks that draft.
+
+        Those are compiled again where they pay for themselves.
+        """
         sizes, seconds = sizes_of(shapes[0]), 0.0
         for program in self.executables:
+            if getattr(program, "strategy", PLAIN) != PLAIN:
+                continue
             kept = self.shelf.seconds(self.asked(program, sizes))
             price = self.prices.of(program) if kept is None else KEPT * kept
             seconds += price * (LOADING if program.group and self.is_shared(program) else 1.0)

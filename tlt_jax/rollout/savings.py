@@ -88,15 +88,24 @@ class Savings:
     ) -> tuple[np.ndarray, float, np.ndarray]:
         """Seconds [C] that each of the cells is expected to save over the best of those that are there.
 
-        What is not known of both counts against it: of many cells some always look better than they
-        are. But of a guess it is the expectation: where the cell turns out to be slower it is not
-        used, and saves nothing; else drafting would never be tried. Also the seconds that the rest
-        of the run takes without, and standard errors [C] of the cells' log speeds.
+        Also the seconds that the rest of the run takes without, and standard errors [C] of the cells' log speeds.
+        """
+        seconds_S, share_SC, error_C = self.shares(cells, there, speeds)
+        return seconds_S @ share_SC, float(seconds_S.sum()), error_C
+
+    def shares(
+        self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds [S] that the situations still take, the share of them [S, C] that each cell saves, and its error [C].
+
+        What is not known of a cell and of the best one there counts against it: of many cells some always look better than
+        they are. But of a guess it is the expectation: where the cell turns out to be slower it is not used, and saves
+        nothing; else drafting would never be tried.
         """
         speed, error = speeds([*cells, *there])
         speed_C, error_C = speed[: len(cells)], error[: len(cells)]
         batch_C, slots_C = (np.array([cell[i] for cell in cells]) for i in (0, 1))
-        saved_C, rest = np.zeros(len(cells)), 0.0
+        seconds, shares = [], []
         for (batch, slots), tokens in self.tokens.items():
             usable = [
                 len(cells) + i
@@ -106,14 +115,13 @@ class Savings:
             if not usable:
                 continue
             best = max(usable, key=lambda i: speed[i])
-            seconds = self.horizon * tokens / np.exp(speed[best])
-            rest += seconds
             apart_C, doubt_C = speed_C - speed[best], np.hypot(error_C, error[best])
             sure_C = np.maximum(1 - np.exp(CAUTION * doubt_C - apart_C), 0)
             share_C = np.where(error_C > GUESS, saving(apart_C, doubt_C), sure_C)
             is_held_C = (batch_C >= batch) & (slots_C >= slots)
-            saved_C += np.where(is_held_C, seconds * share_C, 0)
-        return saved_C, rest, error_C
+            seconds.append(self.horizon * tokens / np.exp(speed[best]))
+            shares.append(np.where(is_held_C, share_C, 0))
+        return np.array(seconds), np.reshape(shares, (len(seconds), len(cells))), error_C
 
 
 def smallest(sizes: Iterable[int], least: float) -> int:

@@ -25,7 +25,7 @@ from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState, Recipe as DrafterRecipe
-from tlt_jax.drafter.step_training import StepTraining
+from tlt_jax.drafter.step_training import Lesson, StepTraining
 from tlt_jax.errors import DamagedCheckpoint, Interrupted
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import NoWriter, Writer, check_trackers
@@ -249,13 +249,16 @@ def train(config: Config, watching: Watch | None = None) -> int:
                         )
                 del weights  # they may share buffers with the policy, which the update donates
 
-                is_paid = investment.credit > 0 and not trained[1].get("drafter/steps")
-                if learning and (learning.share or is_paid):
+                chosen = learning and learning.chosen(
+                    investment, state.step, trained[1].get("drafter/steps", 0) > 0
+                )
+                if chosen:
                     drafter = trained[0] or adaptive.create(
                         config, trainer.recipe, answers=rollout.completions
                     )
-                    lesson = learning.lesson(
-                        investment,
+                    lesson = Lesson(
+                        trainer.recipe,
+                        chosen,
                         state.step,
                         state.policy.params,
                         drafter,

@@ -33,6 +33,7 @@ WIDTHS = 0.9
 HITS = np.exp(-np.geomspace(0.02, 9.0, 48))  # grid of p for the prior
 GUESS = (0.6,)  # levels before any measurement, the last for all deeper ones too
 GUESS_ROUNDS = 8.0  # and the weight of its p, in row rounds
+SIBLINGS = 0.1  # weight of the prior, over that of all that fitted it
 # Weight of an estimate, in row rounds: with it the prior's log(1 + accepted) has a standard error
 # of 1/8, and p one of (2 * 32)^-0.5, the same. Held-out acceptance is a mean over thousands of
 # tokens, but of answers of the policy before, and without the noise that drafts are coupled with.
@@ -196,7 +197,8 @@ def estimate_of_one(
     lasting, trust = (remaining({"rounds": ESTIMATED, "at": since}, at) for at in (newest, clock))
     own_A /= np.maximum(own_weight_A, 1e-12)
     prior_A = prior(arms, own_A, own_weight_A, levels, max(lasting, GUESS_ROUNDS))
-    trust = max(trust, PRIOR)
+    # What other arms of the drafter measured has fitted the prior: it is worth more than a guess.
+    trust = max(trust, PRIOR, min(SIBLINGS * own_weight_A.sum(), ESTIMATED))
     mean_A = (sum_A + trust * prior_A) / (weight_A + trust)
 
     drift_A = np.minimum(WALK * np.sqrt((clock - fresh_A) / HALF_LIFE), FARTHEST)

@@ -152,10 +152,12 @@ def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndar
     accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
     for batch in {cell.batch for cell in cells}:
         here = [i for i, cell in enumerate(cells) if cell.batch == batch]
-        arms = [cells[i].strategy for i in here]
-        accepted[here], error[here] = acceptance.estimate(
+        arms = list(dict.fromkeys(cells[i].strategy for i in here))
+        known = acceptance.estimate(
             state["evidence"], state["clock"], batch, arms, state["estimates"]
         )
+        places = [arms.index(cells[i].strategy) for i in here]
+        accepted[here], error[here] = (values[places] for values in known)
     return np.log1p(accepted) - seconds, np.hypot(error, doubt)
 
 
