@@ -3,7 +3,7 @@ r"""What TLT is worth in whole RL steps: rollout, rewards, evaluation, drafter t
 python benchmarks/end_to_end.py --work DIR [--processes N] [--by-step] [--steps N] [--turns N] [--picture FILE]
     [--arm NAME "--section.knob VALUE ..."] [--section.knob VALUE ...]
 python benchmarks/end_to_end.py --work DIR --quick      in minutes, from nothing to tables and DIR/end_to_end.png
-python benchmarks/end_to_end.py --work DIR --quickstart [--steps 60]    the quickstart plain, with n-grams, adaptive; three turns
+python benchmarks/end_to_end.py --work DIR --quickstart [--steps 60]    the quickstart plain, with n-grams, adaptive; 3 turns
 
 Every arm is the real command, `python -m tlt_jax.train`, in a process (or --processes, by launch/local.sh) and a run folder
 of its own: from the same policy, data and seed for as many steps. Arms take turns: plain, one, another, plain, one, ... In a

@@ -133,6 +133,10 @@ class Investment:
         `price`: seconds that compiling it takes first. `drafts`: the rollout drafts with the drafter.
         """
         step = self.step_seconds
+        if (
+            not drafts and CHANCE * step * left <= price
+        ):  # nothing can save more than all that is left
+            return replace(self, credit=0.0)
         if not step or not left:
             return replace(self, credit=0.0)
         if drafts:
