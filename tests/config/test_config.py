@@ -54,6 +54,13 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
         validate.validate_rl(parse([*write(), "--drafter_training.share", "0.5"]))
 
 
+def test_a_deterministic_run_has_no_floor_of_idle_training(write):
+    words = ["--rollout.deterministic", "true", "--speculation.drafter", "adaptive"]
+    validate.validate_rl(parse([*write(), *words]))
+    with pytest.raises(ConfigError, match="no idle group trains where no clock takes part"):
+        validate.validate_rl(parse([*write(), *words, "--idle_training.floor", "2"]))
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("auto", "auto"), ("1", 1.0), ("0.25", 0.25), ("0", 0.0), ("1e-1", 0.1)]
 )

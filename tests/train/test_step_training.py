@@ -148,7 +148,9 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     monkeypatch.setattr(
         Engine, "worth_of_learned", lambda self, *_: (0.0 if self.drafter else 1e9, 0.0)
     )
-    monkeypatch.setattr(investment, "LONG", 0.6)  # of so short a run, in which compiling costs nothing
+    monkeypatch.setattr(
+        investment, "LONG", 0.6
+    )  # of so short a run, in which compiling costs nothing
     monkeypatch.setattr(Prices, "of", lambda *_: 0.01)
     monkeypatch.setattr(investment, "CHANCE", 1e3)
     monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))

@@ -62,6 +62,11 @@ def validate_rl(config: Config) -> None:
             "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
             "another above 0"
         )
+    if config.rollout.deterministic and config.idle_training.floor:
+        raise ConfigError(
+            f"rollout.deterministic with idle_training.floor {config.idle_training.floor}: no idle group trains where no clock "
+            "takes part: use drafter_training.share, and a floor of 0"
+        )
     share, drafter = config.drafter_training.share, config.speculation.drafter
     if share not in (AUTO, 0) and drafter != ADAPTIVE:
         raise ConfigError(

@@ -338,7 +338,7 @@ class IdleTraining:
         that it is over; `paid_seconds` then says how long they did.
         """
         self.seconds, self.idle = seconds, idle
-        begins = not self.pays_off and (self.floor > 0 or not self.follows)
+        begins = self.is_idle_used and not self.pays_off and (self.floor > 0 or not self.follows)
         if begins and self.job.decided(self.pays(seconds * rollouts_left)):
             log.info("the drafter is trained from here on")
             self.activate()
