@@ -147,7 +147,10 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     assert not setting.trainer.is_active, (
         "the rollout's programs take too long to be compiled again"
     )
-    setting.trainer.starting = lambda: 1.0
+    setting.trainer.starting, setting.trainer.is_idle_used = lambda: 1.0, False
+    setting.step()
+    assert not setting.trainer.is_active, "no clock may decide that it begins"
+    setting.trainer.is_idle_used = True
     setting.step()
     setting.step()
     assert setting.trainer.is_active
