@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
-from training_runs import assert_equal, die, events, raise_at, state_of, stopped_after
+from test_processes import TOLERANCE, Job
+from training_runs import assert_equal, completions, die, events, raise_at, state_of, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
@@ -172,6 +173,23 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     assert loop.train(again) == cli.DONE
     same_policy(again, plain)
     assert int(drafter_of(again, STEPS).step) > int(drafter_of(config, 3).step)
+
+
+def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp_path):
+    """share auto: the seconds of process 0 count, for what is learned, from which rows, and when drafting begins."""
+    rest = {"drafter_training.share": "auto", "idle_training.floor": 0, "mesh.fake_devices": 2}
+    config = configure(tmp_path / "run", SHARE | rest)
+    with Job(2, config, {"MODULE": "disagreeing_process"}) as job:
+        assert job.wait() == cli.DONE, job.said
+    assert completions(config) == completions(plain)
+    jax.tree.map(  # sums over data groups may be taken in another order
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
+        *(jax.tree.map(np.asarray, state_of(one).params) for one in (config, plain)),
+    )
+    measured = {name: dict(values) for name, values in events(config).items()}
+    assert measured["drafter/update_steps"][2] >= 1, "once a step's seconds are known"
+    assert measured["drafter/steps"][STEPS - 1] >= 1, "from what is harvested, once drafting pays"
+    assert "the drafter drafts from here on" in job.said
 
 
 def meta_of(config, step):

@@ -1,0 +1,44 @@
+"""`python -m tlt_jax.train`, in a job whose processes disagree on how long everything takes: an RL step takes 4 s in the first
+and 8 in the second, compiling a hundredth of a second and 3, and what the drafter would save 1e9 s and nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tlt_jax import cli
+from tlt_jax.train import __main__ as command
+
+
+def main() -> int:
+    """The command, with the clocks of this process."""
+    prepared = cli.prepared
+
+    @contextmanager
+    def with_clocks(*arguments, **named):
+        with prepared(*arguments, **named):  # JAX may be imported from here on
+            disagree(int(os.environ["JAX_PROCESS_ID"]))
+            yield
+
+    cli.prepared = with_clocks
+    return command.main()
+
+
+def disagree(index: int) -> None:
+    """So short a run learns under drafter_training.share auto, by the first process's clocks."""
+    from tlt_jax.drafter import investment
+    from tlt_jax.rollout.engine import Engine
+    from tlt_jax.rollout.prices import Prices
+
+    investment.LONG, investment.CHANCE = 0.6, 1e3
+    seconds, price = 4.0 * (1 + index), 0.01 + 3.0 * index
+    worth = 0.0 if index else 1e9
+    Prices.of = lambda *_: price
+    Engine.worth_of_learned = lambda engine, *_: (0.0 if engine.drafter else worth, 0.0)
+    investment.Investment.after_step = lambda self, _: replace(self, step_seconds=seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
