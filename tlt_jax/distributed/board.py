@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
 from jax.errors import JaxRuntimeError
@@ -33,31 +34,37 @@ class Board(Protocol):
 
 
 class LocalBoard:
-    """The board of a single process."""
+    """The board of a single process, for all of its threads."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        self.lock = threading.RLock()
 
     def increment(self, key: str, by: int = 1) -> int:
-        value = int(self.values.get(key, 0)) + by
-        self.values[key] = str(value)
+        with self.lock:
+            value = int(self.values.get(key, 0)) + by
+            self.values[key] = str(value)
         return value
 
     def counters(self, prefix: str) -> dict[str, int]:
         return {key: int(value) for key, value in self.texts(prefix).items()}
 
     def first(self, key: str, text: str) -> str:
-        return self.values.setdefault(key, text)
+        with self.lock:
+            return self.values.setdefault(key, text)
 
     def write(self, key: str, text: str) -> None:
-        self.values[key] = text
+        with self.lock:
+            self.values[key] = text
 
     def texts(self, prefix: str) -> dict[str, str]:
-        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+        with self.lock:
+            return {key: text for key, text in self.values.items() if key.startswith(prefix)}
 
     def delete(self, prefix: str) -> None:
-        for key in self.texts(prefix):
-            del self.values[key]
+        with self.lock:
+            for key in self.texts(prefix):
+                del self.values[key]
 
 
 class ServiceBoard:
