@@ -169,10 +169,11 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
         measured["drafter/update_tokens"].values()
     )
 
-    again = stopped_after(3, config, tmp_path / "again")
+    again = stopped_after(2, config, tmp_path / "again")
     assert loop.train(again) == cli.DONE
     same_policy(again, plain)
-    assert int(drafter_of(again, STEPS).step) > int(drafter_of(config, 3).step)
+    # In the last step nothing is paid for: groups learn there only if they happen to be idle.
+    assert int(drafter_of(again, 3).step) > int(drafter_of(config, 2).step)
 
 
 def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp_path):
