@@ -26,6 +26,7 @@ MODEL = """
 model:
   init: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32}
 mesh: {data: 2, fake_devices: 8}
+speculation: {drafter: none}
 """
 
 
@@ -118,7 +119,7 @@ def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
 ):
     folder = tmp_path / "adaptive"
     source = tmp_path / "source.yaml"
-    source.write_text(f"run: {folder}{MODEL}speculation: {{drafter: adaptive}}\n")
+    source.write_text(f"run: {folder}{MODEL.replace('none', 'adaptive')}")
     config = configuration.read(source)
     folder.mkdir()
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
@@ -142,3 +143,9 @@ def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
         call(monkeypatch, "--run", run, "--out", tmp_path / "none", "--drafter")
     assert stopped.value.code == 2
     assert "trains no drafter, its speculation.drafter is none" in capsys.readouterr().err
+    untrained = "--run", run, "--out", tmp_path / "none", "--speculation.drafter", "adaptive"
+    with pytest.raises(SystemExit) as stopped:
+        call(monkeypatch, *untrained, "--drafter")
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert "--drafter: the run had trained none at step 2" in error and error.count("\n") == 1

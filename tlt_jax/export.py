@@ -67,9 +67,9 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
 def export_drafter(
     config: Config, run: Path, out: Path, step: str = "latest", dtype: str = ""
 ) -> int:
-    """As `export`, the drafter that the run trains in idle time, for serving engines.
+    """As `export`, the drafter that the run trains, for serving engines.
 
-    Raises ConfigError also for a run that trains none.
+    Raises ConfigError also for a run that trains none, and for one that had not begun to.
     """
     from tlt_jax.drafter import recipe as drafter_recipe
     from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
@@ -112,6 +112,11 @@ def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tup
         if chosen is None:
             raise ConfigError(
                 f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}"
+            )
+        if item not in store.index(chosen)["items"]:
+            raise ConfigError(
+                f"--{item}: the run had trained none at step {chosen}, since the rest of it would not have repaid that; "
+                "drafter_training.share 1 trains one from the first step on"
             )
         return chosen, store.restore(chosen, {item: target}).items[item]
 
