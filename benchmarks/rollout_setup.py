@@ -15,6 +15,7 @@ import numpy as np
 from result_table import add_csv
 
 from tlt_jax.config import Config, load as configuration
+from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.data.dataset import tokenizer
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
@@ -81,7 +82,8 @@ class Ours:
         data = replace(Config().data, max_prompt_tokens=PROMPT_TOKENS)
         mesh = meshes.make_mesh(1, 1)
         self.model = hf.read_config(directory)
-        self.engine = Engine(replace(Config(), rollout=settings, data=data), self.model, mesh)
+        config = Config(speculation=Speculation(NONE), rollout=settings, data=data)
+        self.engine = Engine(config, self.model, mesh)
         self.weights = self.engine.publish(hf.load(directory, self.model, mesh, "float32"))
 
     def decode(self, prompts: np.ndarray, lengths: Sequence[int], turn: int) -> dict[str, float]:

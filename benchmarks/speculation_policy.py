@@ -17,7 +17,7 @@ import numpy as np
 from result_table import ResultTable
 from speculation_setup import Arm, arguments, read
 
-from tlt_jax.config.schema import Speculation
+from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.models import hf, transformer
 from tlt_jax.rollout.recorder import Completion
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; prints the table."""
     args, config, prompts = read(arguments(__doc__), argv)
     table = ResultTable(COLUMNS, args.csv)
-    arm = Arm(config, Speculation(), 32)
+    arm = Arm(config, Speculation(NONE), 32)
     answers = arm.decode(prompts).completions
     lengths = [len(one.tokens) for one in answers]
     middle, late = np.percentile(lengths, [50, 75])

@@ -18,14 +18,14 @@ from speculation_race import COLUMNS, add_tuners, add_turns, race, tuned
 from speculation_setup import add_drafters, arguments, label, listed, read
 
 from tlt_jax.config import schema
-from tlt_jax.config.schema import Speculation
+from tlt_jax.config.schema import NONE, Speculation
 
 
 def arms_of(args: argparse.Namespace) -> dict[str, Speculation | str]:
     """What races, by name."""
     texts, tuners, (first, *others) = listed(args.strategies), listed(args.tuners), args.drafter
     alone = texts if args.alone is None else listed(args.alone)
-    arms = {"plain": Speculation()} | tuned(first, tuners, texts)
+    arms = {"plain": Speculation(NONE)} | tuned(first, tuners, texts)
     arms |= {f"{label(first)} {text}": Speculation(first, "fixed", [text]) for text in alone}
     for text in alone[-1:] if first != schema.NGRAM else ():
         uncoupled = Speculation(first, "fixed", [text], coupling=0.0)

@@ -16,7 +16,7 @@ from result_table import ResultTable
 from speculation_race import COLUMNS, add_tuners, add_turns, race, tuned
 from speculation_setup import add_drafters, arguments, listed, read
 
-from tlt_jax.config.schema import Speculation
+from tlt_jax.config.schema import NONE, Speculation
 
 SEQUENCES, BUCKETS = 64, (1, 2, 4, 8, 16, 32, 64)
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_turns(parser)
     args, config, prompts = read(parser, argv)
     texts, tuners = listed(args.strategies), listed(args.tuners)
-    arms: dict[str, Speculation | str] = {"plain": Speculation()}
+    arms: dict[str, Speculation | str] = {"plain": Speculation(NONE)}
     for drafter in args.drafter:
         arms |= tuned(drafter, tuners if drafter == args.drafter[0] else tuners[:1], texts)
     arms |= {"tunix": args.peer} if args.peer else {}

@@ -15,7 +15,7 @@ from result_table import ResultTable
 from speculation_race import add_turns, race
 from speculation_setup import arguments, read
 
-from tlt_jax.config.schema import Speculation
+from tlt_jax.config.schema import NONE, Speculation
 
 TREES = [
     f"{d}_{k}_{n}"
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trees", default=",".join(TREES))
     add_turns(parser)
     args, config, prompts = read(parser, argv)
-    arms = {"plain": Speculation()}
+    arms = {"plain": Speculation(NONE)}
     arms |= {text: Speculation(args.drafter, "fixed", [text]) for text in args.trees.split(",")}
     table = ResultTable(COLUMNS, args.csv)
     for cells in race(config, arms, prompts, 1, (args.warm_up, args.turns), EACH):

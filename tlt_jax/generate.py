@@ -14,7 +14,7 @@ import numpy as np
 
 from tlt_jax import cli
 from tlt_jax.config import Config, parse as parsing, validate
-from tlt_jax.config.schema import Rollout
+from tlt_jax.config.schema import NONE, Rollout
 from tlt_jax.data import dataset, files
 from tlt_jax.errors import ConfigError, DataError
 
@@ -28,6 +28,8 @@ KNOBS = {  # option -> the knob that gives its default, help text and limits
     "dtype": "model.compute_dtype",
     "drafter": "speculation.drafter",
 }
+# Unlike those of training: one answer, and nothing is compiled to draft for so few.
+DEFAULTS = {"rollout.samples": "1", "speculation.drafter": NONE}
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"(compilation took {output['compile_seconds']:.1f} s more)"
     )
 
-    if arguments.drafter != "none":
+    if arguments.drafter != NONE:
         share = output["speculated_tokens"] / output["tokens"]
         print(
             f"accept length {output['accept_length']:.2f}, in rounds that made {share:.0%} of the tokens"
@@ -100,7 +102,7 @@ def parser() -> Parser:
 
     knobs = parsing.knobs(Config)
     for option, name in KNOBS.items():
-        default = 1 if name == "rollout.samples" else knobs[name].default
+        default = DEFAULTS.get(name, knobs[name].default)
         meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"
         out.add_argument(
             f"--{option}", default=str(default), metavar=option[0].upper(), help=meaning
@@ -121,7 +123,8 @@ def configure(arguments: argparse.Namespace) -> Config:
 
 def configuration_of(directory: str, pairs: Sequence[tuple[str, str]]) -> Config:
     """The configuration of a model that only answers, with these knobs. Raises ConfigError."""
-    config = parsing.build(Config, {}, [("model.path", directory), *pairs])
+    given = [*DEFAULTS.items(), ("model.path", directory), *pairs]
+    config = parsing.build(Config, {}, given)
     validate.validate_without_training(config)
     return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
 

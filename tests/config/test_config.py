@@ -51,11 +51,12 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
     with pytest.raises(
         ConfigError, match="drafter_training.share 0.5 .* no drafter learns in this"
     ):
-        validate.validate_rl(parse([*write(), "--drafter_training.share", "0.5"]))
+        words = ["--speculation.drafter", "ngram", "--drafter_training.share", "0.5"]
+        validate.validate_rl(parse([*write(), *words]))
 
 
 def test_a_deterministic_run_has_no_floor_of_idle_training(write):
-    words = ["--rollout.deterministic", "true", "--speculation.drafter", "adaptive"]
+    words = ["--rollout.deterministic", "true"]
     validate.validate_rl(parse([*write(), *words]))
     with pytest.raises(ConfigError, match="no idle group trains where no clock takes part"):
         validate.validate_rl(parse([*write(), *words, "--idle_training.floor", "2"]))

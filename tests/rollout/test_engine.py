@@ -270,7 +270,8 @@ def test_rows_that_are_not_live_change_nothing(x64):
 
 def test_the_cache_is_updated_in_place():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
-    engine = Engine(Config(rollout=Rollout(compile_cache=CACHE)), model, meshes.make_mesh(1, 1))
+    config = Config(rollout=Rollout(compile_cache=CACHE), speculation=Speculation("none"))
+    engine = Engine(config, model, meshes.make_mesh(1, 1))
     chunk = Decode(StateShape(0, 16, 512), 16, params=DecodingParams(PLAIN, (0,)))
     engine.programs.get(chunk)
     compiled = engine.programs.compiles[-1]

@@ -14,7 +14,7 @@ import references
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Model as ModelSection, Rollout
+from tlt_jax.config.schema import Data, Model as ModelSection, Rollout, Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
@@ -53,6 +53,7 @@ def engine_of(
             }
             | rollout
         ),
+        speculation=Speculation("none"),
     )
     return Engine(config, policy, meshes.make_mesh(data, model), stop_tokens(STOPS))
 

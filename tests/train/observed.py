@@ -31,6 +31,7 @@ TINY = {
     },
     "data.task_args": {"min_length": 3, "max_length": 4, "modulus": 5},
     "data.max_prompt_tokens": 8,
+    "speculation.drafter": "none",
     "checkpoint.every": 0,
     "checkpoint.export": False,
     "log.progress": False,

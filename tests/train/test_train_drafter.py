@@ -38,6 +38,7 @@ KNOBS = {
     "rollout.prompts": 16,
     "rollout.samples": 2,
     "rollout.max_new_tokens": 24,
+    "speculation.drafter": "none",
     "rollout.temperature": 0.0,
     "rollout.slots": 32,
     "rollout.batch_buckets": [32],

@@ -38,6 +38,7 @@ KNOBS = {
     "rollout.prompts": 2,
     "rollout.samples": 3,
     "rollout.max_new_tokens": 12,
+    "speculation.drafter": "none",
     "rollout.chunk": 4,
     "rollout.slots": 3,
     "rollout.batch_buckets": [3],

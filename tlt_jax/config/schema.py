@@ -155,9 +155,9 @@ class Speculation:
     """Drafting ahead of the policy in the rollout; it changes no token, only the speed."""
 
     drafter: str = knob(
-        "none",
-        "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter | adaptive: n-grams, and the "
-        "drafter of `drafter_training`, which learns during the run; only for training",
+        ADAPTIVE,
+        "none | ngram: repeats what followed before | directory of an EAGLE or EAGLE-3 drafter; or, where a run trains, "
+        "adaptive: n-grams, and the drafter of `drafter_training`, which learns during the run",
     )
     tuner: str = knob(
         "goodput",

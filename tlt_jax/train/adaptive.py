@@ -1,4 +1,4 @@
-"""The drafter of speculation.drafter `adaptive` in the RL loop: made from nothing, trained in idle time."""
+"""The drafter of speculation.drafter `adaptive` in the RL loop: made from nothing, trained in RL steps and in idle time."""
 
 from __future__ import annotations
 
