@@ -56,6 +56,8 @@ WHERE = {
     "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
     "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches warm "
     "--steps 20": f"{ROWS}end_to_end.csv",
+    "python benchmarks/end_to_end.py --work DIR --drafter none --steps 60 --caches cold --by-step "
+    '--arm adaptive "--speculation.drafter adaptive" --mesh.data 1 --mesh.fake_devices 1': f"{ROWS}end_to_end.csv",
     "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches cold "
     "--steps 15": f"{ROWS}end_to_end.csv",
     "python benchmarks/speculation_speed.py --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
