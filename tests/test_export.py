@@ -103,6 +103,8 @@ def test_a_checkpoint_that_is_not_there_is_named(run):
     config = configuration.read(run / "config.yaml")
     with pytest.raises(ConfigError, match="best.*only \\[1, 2\\]"):
         export.export(config, run, Path("unused"), "best")
+    with pytest.raises(ConfigError, match="--step 7.*only \\[1, 2\\]"):
+        export.export(config, run, Path("unused"), "7")
     with pytest.raises(ConfigError, match="'soon' is neither"):
         export.export(config, run, Path("unused"), "soon")
 

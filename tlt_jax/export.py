@@ -109,7 +109,7 @@ def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tup
 
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
         chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
-        if chosen is None:
+        if chosen not in store.steps():
             raise ConfigError(
                 f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}"
             )
