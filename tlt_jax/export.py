@@ -115,8 +115,8 @@ def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tup
             )
         if item not in store.index(chosen)["items"]:
             raise ConfigError(
-                f"--{item}: the run had trained none at step {chosen}, since the rest of it would not have repaid that; "
-                "drafter_training.share 1 trains one from the first step on"
+                f"--{item}: the run had trained none at step {chosen}: drafter_training.share auto trains one where the rest "
+                "of the run repays it, and share 1 from the first step on"
             )
         return chosen, store.restore(chosen, {item: target}).items[item]
 
