@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
 from test_processes import TOLERANCE, Job
-from training_runs import assert_equal, completions, die, events, raise_at, state_of, stopped_after
+from training_runs import assert_equal, completions, events, state_of, stopped_after
 
 from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
@@ -199,22 +199,24 @@ def meta_of(config, step):
         return json.dumps(store.restore(step, {}).meta[INVESTMENT])
 
 
-@pytest.mark.slow
-def test_a_run_that_dies_in_a_lesson_ends_as_one_that_does_not(plain, whole, tmp_path, monkeypatch):
+def test_a_run_that_is_killed_in_a_lesson_ends_as_one_that_is_not(plain, whole, tmp_path):
     config = stopped_after(0, whole, tmp_path / "run")
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed here"):
-        raise_at(patch, step_training, "learn", 3, die)
-        loop.train(config)
+    with Job(1, config, {"MODULE": "killed_process"}) as job:
+        assert job.wait() != cli.DONE
+    assert drafter_of(config, 1), "it was killed after its first step"
+    assert not (Path(config.run) / "hf").exists(), "and before its end"
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
 
 
 @pytest.mark.slow
-def test_one_group_learns_too_and_changes_no_bit(configure, tmp_path):
+@pytest.mark.parametrize("groups", [1, 4])
+def test_any_number_of_groups_learns_and_changes_no_bit(configure, tmp_path, groups):
+    knobs = {"mesh.data": groups, "rollout.prompts": 4}
     runs = [
-        configure(tmp_path / name, knobs | {"mesh.data": 1})
-        for name, knobs in (("plain", UNEVEN | {"train.row_tokens": 96}), ("learns", SHARE))
+        configure(tmp_path / name, given | knobs)
+        for name, given in (("plain", UNEVEN | {"train.row_tokens": 96}), ("learns", SHARE))
     ]
     assert [loop.train(one) for one in runs] == [cli.DONE] * 2
     same_policy(*runs)
