@@ -31,8 +31,8 @@ from tlt_jax.distributed import mesh as meshes, process
 from tlt_jax.kernels import tree_attention
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout.executables import time_draft
-from tlt_jax.rollout.programs import DraftOnly, StateShape
+from tlt_jax.rollout.executables.compilation import time_draft
+from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import parse
 from tlt_jax.train import policy_batch, policy_update

@@ -28,8 +28,8 @@ from tlt_jax.config.schema import Rollout, Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, hf, transformer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.harvest import Harvest
-from tlt_jax.rollout.programs import Decode, StateShape, zeros
+from tlt_jax.rollout.executables.programs import Decode, StateShape, zeros
+from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 MIDDLE = {

@@ -21,7 +21,7 @@ from result_table import ResultTable
 from speculation_setup import Arm, add_drafters, arguments, label, listed, read
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.programs import Decode, DraftOnly, Start, StateShape
+from tlt_jax.rollout.executables.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decode import Known
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling

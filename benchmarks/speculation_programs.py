@@ -14,7 +14,7 @@ from result_table import ResultTable
 from speculation_setup import Arm, arguments, read
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout.programs import Decode, StateShape
+from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.arms import PAPER_ARMS, bucketed, parse_arms, strategies_for

@@ -69,7 +69,7 @@ def replay(
     for number, place in (
         pair for _ in range(REPLAYS) for found in places for pair in enumerate(found)
     ):
-        state = tuner.renew(state) if number == 0 else state
+        state = tuner.update_prior(state) if number == 0 else state
         state, choice = tuner.choose(state, round(place.live), place.batch, place.slots)
         options = chunks[place.batch, choice.strategy]
         drawn = options[random.integers(len(options))]

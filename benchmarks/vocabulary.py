@@ -28,7 +28,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, hf, transformer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.programs import Decode, Start, StateShape
+from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 

@@ -26,7 +26,7 @@ from tlt_jax.models import from_config, hf_drafter_config
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN

@@ -18,7 +18,7 @@ SIZES = [
 CHUNKS = """
 import sys
 from tlt_jax import plan
-from tlt_jax.rollout.programs import Decode
+from tlt_jax.rollout.executables.programs import Decode
 
 largest = plan.Engine.largest_programs
 plan.Engine.largest_programs = lambda *args: {

@@ -15,15 +15,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout import driver
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.executables import Executables
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.programs import GroupShapes
-from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.executables.compilation import Executables
+from tlt_jax.rollout.executables.programs import GroupShapes
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupContext, GroupView, Needs, Offers, no_context
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.rollout.scheduler.state import (
+    CandidatePrograms,
+    GroupContext,
+    GroupView,
+    Needs,
+    no_context,
+)
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
@@ -239,10 +245,10 @@ class Decided:
 
     given: Callable[[GroupView], Decision]
 
-    def worth_compiling(self, view: GroupView, offers: Offers) -> None:
+    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> None:
         return None
 
-    def decide(self, view: GroupView, offers: Offers) -> Decision:
+    def decide(self, view: GroupView, candidates: CandidatePrograms) -> Decision:
         return self.given(view)
 
     def observe(self, measurement: Measurement) -> None:

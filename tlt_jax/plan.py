@@ -35,7 +35,7 @@ from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.programs import CatchUp, Decode
+from tlt_jax.rollout.executables.programs import CatchUp, Decode
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.train import adaptive, policy_batch, policy_update
 from tlt_jax.train.memory import (

@@ -23,11 +23,11 @@ from tlt_jax.distributed import (
     watch as watches_module,
 )
 from tlt_jax.distributed.board import LocalBoard, ServiceBoard
+from tlt_jax.distributed.ending import FINISHED, INTERRUPTED, LOOK_S, TELL_S, Ending
 from tlt_jax.distributed.job import Job, Place
 from tlt_jax.distributed.watch import BEAT_S, Watch
 from tlt_jax.errors import ConfigError
-from tlt_jax.rollout.ending import FINISHED, INTERRUPTED, LOOK_S, TELL_S, Ending
-from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.scheduler.queue import WorkQueue
 
 
 @pytest.fixture(scope="module")
@@ -421,9 +421,9 @@ def test_a_process_has_whole_data_groups(owners, expected, monkeypatch):
         monkeypatch.setattr(jax, name, lambda value=value: value)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            meshes.own_groups(mesh_of(owners))
+            meshes.local_groups(mesh_of(owners))
     else:
-        assert meshes.own_groups(mesh_of(owners)) == expected
+        assert meshes.local_groups(mesh_of(owners)) == expected
 
 
 # The end of a rollout

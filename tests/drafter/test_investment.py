@@ -52,8 +52,8 @@ def whole_run(steps, curve, start_price=20.0, noise=0.01, seed=0):
             known = known.learned(pieces * TOKENS, pieces, seconds, not has_learned)
         gain = saved_share(acceptance) * ROLLOUT * STEP if drafts else 0.0
         total += STEP - gain + seconds
-        saved, price = worth([acceptance])
-        if not drafts and pieces and saved > price:
+        saved, compile_cost = worth([acceptance])
+        if not drafts and pieces and saved > compile_cost:
             began, total = step, total + start_price
         known = known.after_step(STEP - gain)
         known = Investment.of(json.loads(json.dumps(known.saved())))  # as from a checkpoint

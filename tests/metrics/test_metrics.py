@@ -337,9 +337,9 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
     progress = console.Progress(100, 90, live=True, console=Console(file=out, width=200))
     progress.step(91, {**VALUES, "timing_s/step": 10.0})
     progress.step(92, {**VALUES, "timing_s/step": 20.0})
-    logging.getLogger("tlt_jax.rollout.executables").info("an important message")
+    logging.getLogger("tlt_jax.rollout.executables.compilation").info("an important message")
     progress.close()
-    logging.getLogger("tlt_jax.rollout.executables").info("after the end")
+    logging.getLogger("tlt_jax.rollout.executables.compilation").info("after the end")
     assert out.getvalue().splitlines() == [
         "step 91/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  10.0 s/step  1:30 to go",
         "step 92/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  15.0 s/step  2:00 to go",
@@ -349,7 +349,7 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
 
 @pytest.mark.parametrize("details", [False, True])
 def test_programs_that_were_compiled_are_one_line_unless_details_are_wanted(details, monkeypatch):
-    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables")
+    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
     monkeypatch.setattr(console.time, "monotonic", lambda: 1.0)
     progress = console.Progress(
         2, 0, live=False, console=Console(file=out, width=200), details=details
@@ -369,7 +369,7 @@ def test_programs_that_were_compiled_are_one_line_unless_details_are_wanted(deta
 
 
 def test_a_long_compilation_is_said_before_the_step_ends(monkeypatch):
-    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables")
+    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     progress = console.Progress(2, 0, live=False, console=Console(file=out, width=200))

@@ -17,9 +17,9 @@ import toys
 from test_group import PROMPTS, RULES, SAMPLES, TABLE, V
 
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout.offers import GroupOffers
-from tlt_jax.rollout.programs import CatchUp, Decode, Start, StateShape
-from tlt_jax.rollout.state import GroupView
+from tlt_jax.rollout.executables.programs import CatchUp, Decode, Start, StateShape
+from tlt_jax.rollout.scheduler.candidates import GroupCandidates
+from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Decoder, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -111,7 +111,7 @@ def test_ngrams_alone_need_no_catching_up():
 def test_the_programs_of_a_chunk_catch_up_only_where_the_learned_drafter_drafts(arm):
     (context,) = toys.contexts(programs(), TABLE, PROMPTS, SAMPLES, RULES)
     view = GroupView(0, 0, 2, 20, 44, 16, 3, batch=2, slots=64)
-    needed = GroupOffers(context, view).needed(Cell(2, 64, arm))
+    needed = GroupCandidates(context, view).needed(Cell(2, 64, arm))
     assert any(isinstance(one, CatchUp) for one in needed) == (arm in EXTENDING)
 
 

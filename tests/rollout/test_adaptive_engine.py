@@ -17,10 +17,10 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import eagle
-from tlt_jax.rollout import executables, prices
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.programs import CatchUp, Decode, DraftOnly, StateShape
-from tlt_jax.rollout.savings import Savings
+from tlt_jax.rollout.executables import compilation, compile_cost
+from tlt_jax.rollout.executables.programs import CatchUp, Decode, DraftOnly, StateShape
+from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
 from tlt_jax.train import speculation_metrics
@@ -45,7 +45,7 @@ def in_turn(arms) -> Tuner:
     """The next chunk has the next strategy; each is followed by each of the others in time."""
     arms = (*arms, PLAIN)
 
-    def outlook(state, cells):
+    def predict(state, cells):
         return np.zeros((2, len(cells)))
 
     def choose(state, live, batch, slots, there=()):
@@ -55,7 +55,7 @@ def in_turn(arms) -> Tuner:
 
     same = interface.unchanged
     begin, usable = lambda: {"turn": 0}, lambda *_: arms
-    return Tuner(begin, choose, same, same, usable, outlook, goes_by_rule=True)
+    return Tuner(begin, choose, same, same, usable, predict, has_fixed_policy=True)
 
 
 @pytest.mark.parametrize("kind, data, slots", [("trained", 1, 5), ("eagle", 2, 0)])
@@ -173,22 +173,22 @@ def test_until_the_learned_drafter_is_used_nothing_is_captured_and_no_token_chan
 
 def test_the_price_of_the_learned_drafter_is_that_of_every_program_compiled_again(monkeypatch):
     engine = adaptive("eagle", 2, cache_buckets=[32])
-    assert engine.price_of_learned() == 0.0, "it is used"
+    assert engine.learned_compile_cost() == 0.0, "it is used"
     engine.use_learned(False)
-    assert engine.price_of_learned() == 0.0, "nothing was compiled"
-    monkeypatch.setattr(engine.programs.prices, "of", lambda program: 5.0)
+    assert engine.learned_compile_cost() == 0.0, "nothing was compiled"
+    monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 5.0)
     monkeypatch.setattr(engine.programs, "is_shared", lambda program: True)
     shapes = [StateShape(group, 2, 32) for group in (0, 1)]
     for program in (Decode(shapes[0], 2), Decode(shapes[1], 2), CatchUp(shapes[0])):
         engine.programs.executables[program] = None
-    assert engine.price_of_learned() == pytest.approx(5.0 * (2 + prices.LOADING))
-    with_learned = executables.sizes_of(engine.shapes(engine.learned)[0])
+    assert engine.learned_compile_cost() == pytest.approx(5.0 * (2 + compile_cost.LOADING))
+    with_learned = compilation.sizes_of(engine.shapes(engine.learned)[0])
     kept = engine.programs.asked(CatchUp(shapes[0]), with_learned)
     monkeypatch.setattr(
-        engine.programs.shelf, "seconds", lambda asked: 2.0 if asked == kept else None
+        engine.programs.disk_cache, "seconds", lambda asked: 2.0 if asked == kept else None
     )
-    price = 5.0 * (1 + prices.LOADING) + 2.0 * prices.KEPT
-    assert engine.price_of_learned() == pytest.approx(price), "an earlier run compiled one"
+    expected = 5.0 * (1 + compile_cost.LOADING) + 2.0 * compile_cost.KEPT
+    assert engine.learned_compile_cost() == pytest.approx(expected), "an earlier run compiled one"
 
 
 def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest_over_what_is_compiled(
@@ -198,7 +198,7 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
     engine.use_learned(False)
     speeds = {PLAIN: 10.0, "ngram:2_1_3": 12.0, "learned:2_1_3": 15.0, "learned:3_2_7": 20.0}
 
-    def outlook(state, cells):
+    def predict(state, cells):
         known = [speeds.get(cell.strategy, speeds.get(name(cell.strategy), 1.0)) for cell in cells]
         # With four rows the larger tree is no faster than plain decoding.
         known = [
@@ -208,23 +208,25 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
         return np.log(known), np.full(len(cells), error)
 
     error, told = 0.0, []
-    renew = lambda state, estimated={}: told.append(estimated) or state  # noqa: E731
-    engine.tuner = engine.tuner._replace(outlook=outlook, renew=renew)
+    update_prior = lambda state, estimated={}: told.append(estimated) or state  # noqa: E731
+    engine.tuner = engine.tuner._replace(predict=predict, update_prior=update_prior)
     assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
-    savings = Savings()
-    savings.begin(3, 8)
-    savings.progress(0, 8)
+    payback = Payback()
+    payback.begin(3, 8)
+    payback.progress(0, 8)
     for batch in (2, 4):
-        savings.add((batch, 32), 100.0)
-    engine.savings[tiny_params()] = savings
+        payback.add((batch, 32), 100.0)
+    engine.payback[tiny_params()] = payback
     chunk = Decode(StateShape(0, 2, 32), 2)
     engine.programs.executables[chunk] = None
-    monkeypatch.setattr(engine.programs.prices, "of", lambda program: 4.0)
-    saved, price = engine.worth_of_learned({}, [0.5])
+    monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 4.0)
+    saved, compile_cost = engine.worth_of_learned({}, [0.5])
     assert told[-1] == {"learned": [0.5]}
     # 100 tokens of each situation in each of 3 rollouts, 10 a second: two rows at twice, four at 1.5 times the speed.
     assert saved == pytest.approx(30 * (1 - 10 / 20) + 30 * (1 - 10 / 15) - 0.02 * 60, rel=1e-4)
-    assert price == pytest.approx(4.0 + 1.5 * 4.0), "the plain chunk again, and one that drafts"
+    assert compile_cost == pytest.approx(4.0 + 1.5 * 4.0), (
+        "the plain chunk again, and one that drafts"
+    )
 
     drafting = replace(
         chunk, strategy=engine.arms[0]
@@ -232,7 +234,7 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
     engine.programs.executables[drafting] = None
     saved, again = engine.worth_of_learned({}, [0.5])
     assert saved == pytest.approx(25 * (1 - 12 / 20) + 25 * (1 - 12 / 15) - 0.02 * 50, rel=1e-4)
-    assert again == price, "a chunk that drafts is compiled again where it pays for itself"
+    assert again == compile_cost, "a chunk that drafts is compiled again where it pays for itself"
     error = math.inf
     assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "no chunk's seconds were measured"
 

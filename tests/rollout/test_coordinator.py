@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tlt_jax.rollout import coordinator
-from tlt_jax.rollout.coordinator import Ended, Expected, Finished, GaveUp, Mode, Start, Stop
+from tlt_jax.rollout.idle import coordinator
+from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, GaveUp, Mode, Start, Stop
 
 BUSY, IDLE, TRAINING = Mode.BUSY, Mode.IDLE, Mode.TRAINING
 

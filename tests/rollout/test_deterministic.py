@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tlt_jax.rollout import deterministic, driver, simulated
-from tlt_jax.rollout.deterministic import DealtQueue
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.simulated import in_world
+from tlt_jax.rollout.scheduler import deterministic, driver
+from tlt_jax.rollout.scheduler.deterministic import DealtQueue
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.simulate import scenarios, simulator
+from tlt_jax.simulate.scenarios import Scenario
+from tlt_jax.simulate.simulator import in_scenario
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import goodput, worlds
+from tlt_jax.tuner import goodput
 from tlt_jax.tuner.interface import Measurement
-from tlt_jax.tuner.worlds import World
 
 ARMS, NODE = ("2_2_4", "6_4_16"), 1 / 200
 
@@ -42,36 +43,43 @@ def test_the_table_knows_the_shape_and_the_rounds_alone():
     seen = Measurement(
         0, 8, 7.5, 512, parse("6_4_16"), 16, 120, 300, seconds=1.0, hits=np.zeros((6, 16, 4)), catch_up=3.0
     )  # fmt: skip
-    priced = deterministic.pricing(NODE)
-    other = seen._replace(seconds=9.0, doubt=5.0, catch_up=0.0, is_moved=True)
-    assert repr(priced(seen)) == repr(priced(other)) and priced(seen).is_timed
-    assert priced(seen._replace(rounds=32)).seconds == pytest.approx(2 * priced(seen).seconds)
-    plain = priced(seen._replace(strategy=PLAIN))
-    assert priced(seen).seconds > plain.seconds
-    assert priced(plain._replace(batch=64)).seconds > plain.seconds
+    with_table_seconds = deterministic.cost_table(NODE)
+    other = seen._replace(seconds=9.0, uncertainty=5.0, catch_up=0.0, is_moved=True)
+    assert (
+        repr(with_table_seconds(seen)) == repr(with_table_seconds(other))
+        and with_table_seconds(seen).is_timed
+    )
+    assert with_table_seconds(seen._replace(rounds=32)).seconds == pytest.approx(
+        2 * with_table_seconds(seen).seconds
+    )
+    plain = with_table_seconds(seen._replace(strategy=PLAIN))
+    assert with_table_seconds(seen).seconds > plain.seconds
+    assert with_table_seconds(plain._replace(batch=64)).seconds > plain.seconds
 
 
 def decided(noise: int, is_in_order: bool) -> list[str]:
     """Decisions of a rollout in three groups, of a machine whose jitter, stalls and bursts have this seed."""
-    law, tuner = simulated.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
-    programs = in_world(World(worlds.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), law)
-    trees = World(worlds.gpu, 0.6, seed=0).trees  # what drafts are worth is the same
+    law, tuner = simulator.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
+    programs = in_scenario(
+        Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), law
+    )
+    trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # what drafts are worth is the same
     programs.acceptance = trees
-    request = simulated.request([64] * 18, 4, 600, seed=5, capacity=12)
-    price = deterministic.pricing(NODE) if is_in_order else None
+    request = simulator.request([64] * 18, 4, 600, seed=5, capacity=12)
+    compile_cost = deterministic.cost_table(NODE) if is_in_order else None
     shared = Planner((1, 4, 12), (256, 512, 1024), tuner)
-    contexts = simulated.contexts(programs, request, shared, groups=3)
+    contexts = simulator.contexts(programs, request, shared, groups=3)
     if is_in_order:
         contexts = [
             replace(
                 one,
                 queue=DealtQueue(one.index, 3, 18, 4),
-                planner=Planner((1, 4, 12), (256, 512, 1024), tuner, pricing=price),
+                planner=Planner((1, 4, 12), (256, 512, 1024), tuner, cost_table=compile_cost),
                 is_in_order=True,
             )
             for one in contexts
         ]
-    result = simulated.simulate(driver.start(contexts, clock=programs.clock), programs)
+    result = simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
     assert len(result.completions) == 72
     return sorted(repr((one.group, number, one)) for number, one in numbered(result.decisions))
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout import driver
 from tlt_jax.rollout.events import Decided, Dispatched, Look, Retired, WentIdle
 from tlt_jax.rollout.recorder import RolloutRecorder
+from tlt_jax.rollout.scheduler import driver
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
 V = 12

@@ -18,8 +18,8 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
-from tlt_jax.rollout import group as machine
 from tlt_jax.rollout.events import Emitted
+from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.stopping import RUNNING

@@ -46,8 +46,8 @@ from tlt_jax.models import eagle, transformer
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.rollout.ngram_memory import NGramMemory
-from tlt_jax.rollout.programs import Decode, DraftOnly, Start, StateShape
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.train.run_state import resumed_tuner

@@ -16,10 +16,10 @@ import toys
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import atomic
-from tlt_jax.rollout import executables, portable, prices, shelf
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Decode, Start, StateShape, of_group
+from tlt_jax.rollout.executables import compilation, compile_cost, disk_cache, serialized
+from tlt_jax.rollout.executables.programs import Decode, Start, StateShape, of_group
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import fixed
@@ -64,11 +64,11 @@ class Scripted(Planner):
         super().__init__(batches, (64,), fixed.fixed(first))
         self.after = after
 
-    def worth_compiling(self, view, offers):
+    def worth_compiling(self, view, candidates):
         self.after()
         if view.retired:
             self.tuner = fixed.fixed(WANTED)
-        return super().worth_compiling(view, offers)
+        return super().worth_compiling(view, candidates)
 
 
 def play(programs, first: Strategy, after=lambda: None, batches=(6,), **rest):
@@ -135,10 +135,10 @@ def test_without_anything_else_the_program_is_waited_for(monkeypatch):
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
     programs = toys.executables(1, V)
     programs.waits = False
-    monkeypatch.setattr(executables, "compile_now", lambda *arguments: np.zeros(0)[1])
+    monkeypatch.setattr(compilation, "compile_now", lambda *arguments: np.zeros(0)[1])
     start = Start(StateShape(0, 2, 64))
     programs.prepare([start])
-    while programs.price(start):
+    while programs.compile_cost(start):
         pass
     with pytest.raises(IndexError):
         programs.get(start)
@@ -150,7 +150,7 @@ def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compile
     expected = answers(
         toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
     )
-    monkeypatch.setattr(executables, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(compilation, "MAX_PROGRAMS", 2)
     programs = toys.executables(1, V, toys.table_drafter())
     for first in (PLAIN, Strategy(1, 2, 3)):
         assert answers(play(programs, first)) == expected
@@ -163,7 +163,7 @@ def test_the_log_of_a_compilation_names_the_strategy_and_counts_mebibytes(caplog
     program = Decode(StateShape(1, 8, 256), 16, WANTED, RULES)
     sizes = [int(size * 2**20) for size in (3.5, 2.25, 1.5, 0.5)]
     with caplog.at_level(logging.DEBUG, "tlt_jax"):
-        executables.log_compile(executables.Compiled(program, 1.25, *sizes, code=7))
+        compilation.log_compile(compilation.Compiled(program, 1.25, *sizes, code=7))
     assert [record.getMessage() for record in caplog.records] == [
         "compiled chunk of 16 rounds, 2_2_4, of 8 x 256, group 1 in 1.25 s: "
         "3.5 MiB in, 2.2 out (1.5 in place), 0.5 temporary"
@@ -174,7 +174,7 @@ def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(mon
     slow = Slow(monkeypatch)
     program = Decode(StateShape(0, 6, 64), 2, WANTED, RULES)
     slow.executables.prepare([program])
-    assert slow.executables.price(program)
+    assert slow.executables.compile_cost(program)
     ((begin, end),) = slow.executables.waited
     assert 0 < end - begin
     slow.allowed.set()
@@ -200,11 +200,11 @@ def test_a_group_loads_the_programs_that_another_has_and_they_compute_the_same()
     for one in loaded:
         devices = programs.get(one).runtime_executable().local_devices()
         assert devices == list(programs.shapes[one.group].mesh.devices.flat)
-    assert programs.prices.alike.keys() == {prices.kind(one) for one in compiled}
+    assert programs.compile_costs.alike.keys() == {compile_cost.kind(one) for one in compiled}
 
 
 def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(monkeypatch):
-    monkeypatch.setattr(portable, "PLATFORMS", ("cuda",))
+    monkeypatch.setattr(serialized, "PLATFORMS", ("cuda",))
     programs = toys.executables(2, V)
     toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
     assert not any(one.is_loaded for one in programs.compiles)
@@ -213,8 +213,8 @@ def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compil
 def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_damaged(tmp_path):
     def made():
         first = toys.executables(2, V, toys.table_drafter())
-        programs = executables.Executables(
-            first.shapes, lambda compiled: None, shelf.Shelf(tmp_path / "kept")
+        programs = compilation.Executables(
+            first.shapes, lambda compiled: None, disk_cache.ExecutableCache(tmp_path / "kept")
         )
         rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
         result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
@@ -230,12 +230,12 @@ def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_dam
 
 
 def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_others():
-    known, shape = prices.Prices(), StateShape(0, 6, 64)
+    known, shape = compile_cost.CompileCosts(), StateShape(0, 6, 64)
     plain, drafting = (Decode(shape, 2, arm, RULES) for arm in (PLAIN, WANTED))
-    assert known.of(plain) == prices.FIRST
+    assert known.of(plain) == compile_cost.FIRST
     known.note(plain, 8.0)
-    assert known.of(drafting) == 8.0 * (prices.DRAFTS + 2 * prices.LEVEL)
-    assert known.of(Start(shape)) == 8.0 * prices.RELATIVE[Start]
+    assert known.of(drafting) == 8.0 * (compile_cost.DRAFTS + 2 * compile_cost.LEVEL)
+    assert known.of(Start(shape)) == 8.0 * compile_cost.RELATIVE[Start]
     known.note(drafting, 1.0)
     assert known.of(Decode(StateShape(1, 2, 128), 9, WANTED, RULES)) == 1.0
 
@@ -243,40 +243,47 @@ def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_oth
 def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little():
     programs = toys.executables(2, V)
     ours, theirs = (Start(StateShape(group, 2, 64)) for group in (0, 1))
-    price, version = programs.price(theirs), programs.version
+    compile_cost, version = programs.compile_cost(theirs), programs.version
     programs.get(ours)
-    assert programs.price(ours) == 0 and programs.version != version
-    assert 0 < programs.price(theirs) == prices.LOADING * programs.prices.of(theirs) < price
+    assert programs.compile_cost(ours) == 0 and programs.version != version
+    assert (
+        0
+        < programs.compile_cost(theirs)
+        == compile_cost.LOADING * programs.compile_costs.of(theirs)
+        < compile_cost
+    )
 
 
 def test_what_an_earlier_run_compiled_costs_a_later_one_little_before_it_is_lowered(tmp_path):
-    def run(**rest) -> executables.Executables:
+    def run(**rest) -> compilation.Executables:
         group = toys.executables(2, V, **rest).shapes
-        return executables.Executables(group, lambda compiled: None, shelf.Shelf(tmp_path))
+        return compilation.Executables(
+            group, lambda compiled: None, disk_cache.ExecutableCache(tmp_path)
+        )
 
     start, fewer = (Start(StateShape(1, rows, 64)) for rows in (2, 4))
     first = run()
-    unknown = first.price(start)
+    unknown = first.compile_cost(start)
     first.get(start)
     (took,) = [one.seconds for one in first.compiles]
 
     later = run()
-    assert later.price(start) == pytest.approx(prices.KEPT * took, abs=1e-3)
-    assert later.price(fewer) == pytest.approx(unknown)
-    assert run(drafter=toys.table_drafter()).price(start) == pytest.approx(unknown)
+    assert later.compile_cost(start) == pytest.approx(compile_cost.KEPT * took, abs=1e-3)
+    assert later.compile_cost(fewer) == pytest.approx(unknown)
+    assert run(drafter=toys.table_drafter()).compile_cost(start) == pytest.approx(unknown)
     later.get(start)
-    assert later.compiles[0].is_loaded and not later.prices.alike
+    assert later.compiles[0].is_loaded and not later.compile_costs.alike
 
 
 def test_what_is_known_of_an_earlier_run_ends_with_the_sources_it_was_made_by(
     tmp_path, monkeypatch
 ):
-    shelf.Shelf(tmp_path).note("chunk", 2.5)
-    assert shelf.Shelf(tmp_path).seconds("chunk") == 2.5
-    assert shelf.Shelf(tmp_path).seconds("another") is None
-    monkeypatch.setattr(shelf, "sources", lambda: "changed")
-    assert shelf.Shelf(tmp_path).seconds("chunk") is None
-    assert shelf.Shelf(None).seconds("chunk") is None
+    disk_cache.ExecutableCache(tmp_path).note("chunk", 2.5)
+    assert disk_cache.ExecutableCache(tmp_path).seconds("chunk") == 2.5
+    assert disk_cache.ExecutableCache(tmp_path).seconds("another") is None
+    monkeypatch.setattr(disk_cache, "sources", lambda: "changed")
+    assert disk_cache.ExecutableCache(tmp_path).seconds("chunk") is None
+    assert disk_cache.ExecutableCache(None).seconds("chunk") is None
 
 
 # The folder of programs
@@ -300,7 +307,7 @@ def full(*_, **__):
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(jax_cache, caplog):
     for _ in range(2):
-        kept = executables.use_compile_cache("/proc/nowhere")
+        kept = compilation.use_compile_cache("/proc/nowhere")
         assert kept.folder is None and jax.config.jax_compilation_cache_dir != "/proc/nowhere"
         kept.note("chunk", 1.0)
     expected = "programs are not kept, since /proc/nowhere cannot be written ("
@@ -309,27 +316,27 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(jax_cach
 
 
 def test_a_folder_that_is_only_readable_is_read(jax_cache, tmp_path, monkeypatch, caplog):
-    executables.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
+    compilation.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
     x = jax.numpy.arange(3.0)
     jax.jit(lambda x: x * 3 + 1)(x)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     assert any(name.startswith("jit") for name in before)
-    monkeypatch.setattr(shelf, "unwritable", lambda folder: "Read-only file system")
-    kept = executables.use_compile_cache(str(tmp_path))
+    monkeypatch.setattr(disk_cache, "unwritable", lambda folder: "Read-only file system")
+    kept = compilation.use_compile_cache(str(tmp_path))
     kept.note("another", 1.0)
     jax.jit(lambda x: x * 5 + 1)(x)
     assert kept.seconds("chunk") == 2.5 and len(caplog.records) == 1
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    hits = len(executables.CACHE_HITS)
+    hits = len(compilation.CACHE_HITS)
     jax.clear_caches()
     jax.jit(lambda x: x * 3 + 1)(x)
-    assert len(executables.CACHE_HITS) > hits
+    assert len(compilation.CACHE_HITS) > hits
 
 
 def test_a_quota_that_is_reached_in_a_run_is_said_once_and_training_goes_on(
     tmp_path, monkeypatch, caplog
 ):
-    kept = shelf.Shelf(tmp_path)
+    kept = disk_cache.ExecutableCache(tmp_path)
     kept.note("chunk", 2.5)
     monkeypatch.setattr(Path, "write_bytes", full)
     for name in ("one", "two", "three"):
@@ -377,13 +384,13 @@ def test_what_nobody_uses_is_deleted_and_of_the_rest_what_was_used_longest_ago(
         os.utime(path, (now - days * day, now - 100 * day))  # read then, written long ago
         return path
 
-    monkeypatch.setattr(shelf, "MOST_BYTES", 100)
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", 100)
     new, other = file("new", 0, 40), file("other", 1, 40, "seconds")
     file("long ago", 31, 1), file("a temporary one.tmp", 2, 1)
     writing = file("being written.tmp", 0.1, 1)
-    shelf.prune(tmp_path, now)
+    disk_cache.prune(tmp_path, now)
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == {new, other, writing}
     bigger = file("bigger", 0.5, 60)
-    shelf.prune(tmp_path, now)
+    disk_cache.prune(tmp_path, now)
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == {new, writing}, bigger
-    shelf.prune(tmp_path / "nothing", now)
+    disk_cache.prune(tmp_path / "nothing", now)

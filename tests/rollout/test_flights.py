@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import toys
 
-from tlt_jax.rollout import group as machine
-from tlt_jax.rollout.state import InFlight
+from tlt_jax.rollout.scheduler import group as machine
+from tlt_jax.rollout.scheduler.state import InFlight
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 

@@ -17,14 +17,14 @@ import toys
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
-from tlt_jax.rollout import driver
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decision, Dispatched, Look, Retired
-from tlt_jax.rollout.group import prefill_sources
-from tlt_jax.rollout.queue import WorkQueue
 from tlt_jax.rollout.recorder import RolloutRecorder
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupState, GroupView
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.group import prefill_sources
+from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.rollout.scheduler.state import GroupState, GroupView
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.stats import BINS, Stats
@@ -269,7 +269,7 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
         (13.0, [Retired(3, "decode", 16, 64, STATS)], 13.0),
     )
     assert [measured.is_timed for measured in ledger.measurements] == [True, False, False, True]
-    assert [measured.doubt for measured in ledger.measurements] == pytest.approx(
+    assert [measured.uncertainty for measured in ledger.measurements] == pytest.approx(
         [0.2, 6.1, 6.1, 0.2]
     )
     assert [measured.seconds for measured in ledger.measurements] == pytest.approx(
@@ -332,10 +332,12 @@ def test_the_first_round_that_a_program_runs_is_not_timed():
         registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5)
     ).measurements:
         shape = measured.batch, measured.slots, measured.strategy
-        assert math.isinf(measured.doubt) == (shape not in seen)
+        assert math.isinf(measured.uncertainty) == (shape not in seen)
         seen.add(shape)
     again = toys.play(registry, TABLE, PROMPTS, SAMPLES, RULES, capacity=5, batches=(2, 5))
-    assert len(seen) > 1 and all(math.isfinite(measured.doubt) for measured in again.measurements)
+    assert len(seen) > 1 and all(
+        math.isfinite(measured.uncertainty) for measured in again.measurements
+    )
 
 
 def recorded(*looks):

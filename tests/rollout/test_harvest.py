@@ -13,7 +13,6 @@ import pytest
 import toys
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.rollout import driver, group as machine, harvest as reaper
 from tlt_jax.rollout.events import (
     Decided,
     Dispatched,
@@ -24,9 +23,10 @@ from tlt_jax.rollout.events import (
     Retired,
     WentIdle,
 )
-from tlt_jax.rollout.harvest import Harvest
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.rollout.state import InFlight
+from tlt_jax.rollout.scheduler import driver, group as machine, harvest as reaper
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.scheduler.state import InFlight
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 

@@ -18,8 +18,16 @@ from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import eagle, transformer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Ended, Harvested
-from tlt_jax.rollout.harvest import Harvest
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Resize,
+    Start,
+    StateShape,
+)
+from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode.strategy import Strategy
 
 compile_cache = tiny.compile_cache

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tlt_jax.rollout import driver, simulated
 from tlt_jax.rollout.events import Dispatched, Retired, WentIdle
-from tlt_jax.rollout.idle import IdleDriver
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.simulated import in_world
-from tlt_jax.rollout.state import GroupState
-from tlt_jax.tuner import fixed, worlds
-from tlt_jax.tuner.worlds import World
+from tlt_jax.rollout.idle.driver import IdleDriver
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.state import GroupState
+from tlt_jax.simulate import scenarios, simulator
+from tlt_jax.simulate.scenarios import Scenario
+from tlt_jax.simulate.simulator import in_scenario
+from tlt_jax.tuner import fixed
 
 PIECE = 0.013  # seconds
 GROUPS = 3
@@ -26,11 +27,11 @@ GROUPS = 3
 class Work:
     """Pieces of PIECE seconds; group `fails` raises at its third piece, a group not in `has` has none."""
 
-    programs: simulated.SimulatedPrograms
+    programs: simulator.SimulatedPrograms
     has: tuple[int, ...] = (0, 1, 2)
     fails: int | None = None
     kind: str = "train"
-    markers: dict[int, simulated.Marker] = field(default_factory=dict)
+    markers: dict[int, simulator.Marker] = field(default_factory=dict)
     dispatched: list[tuple[float, int]] = field(default_factory=list)
     finished: list[tuple[float, int]] = field(default_factory=list)
     errors: list[tuple[int, str]] = field(default_factory=list)
@@ -41,7 +42,7 @@ class Work:
         self.dispatched.append((self.programs.clock.now(), group))
         if group == self.fails and sum(one == group for _, one in self.dispatched) == 3:
             raise OSError("no such luck")
-        self.markers[group] = simulated.Marker(
+        self.markers[group] = simulator.Marker(
             self.programs.clock, self.programs.clock.now() + PIECE
         )
         self.programs.due.append(self.markers[group].at)
@@ -59,19 +60,19 @@ class Work:
 
 
 def request(seed=0):
-    return simulated.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
+    return simulator.request([64] * 12, 4, 1200, seed=seed, rounds=16, in_flight=2, capacity=16)
 
 
 def play(work=None, least=0.0, expected=lambda: math.inf, seed=0, **rest):
     """A rollout with or without idle work: result, driver, work, looks."""
-    programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(1200))
+    programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(1200))
     work = work and work(programs, **rest)
     planner, looks = Planner((1, 2, 4, 8, 16), (2048,), fixed.fixed("off")), []
-    contexts = simulated.contexts(programs, request(seed), planner, GROUPS)
+    contexts = simulator.contexts(programs, request(seed), planner, GROUPS)
     rollout = driver.start(contexts, [looks.append], clock=programs.clock)
-    beside = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None
-    result = simulated.simulate(rollout, programs, beside)
-    return result, beside, work, looks
+    background = IdleDriver(rollout, work, 5, GROUPS, least, expected) if work else None
+    result = simulator.simulate(rollout, programs, background)
+    return result, background, work, looks
 
 
 def answers(result):
@@ -93,10 +94,10 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
     seed,
 ):
     plain, *_ = play(seed=seed)
-    result, beside, work, looks = play(Work, seed=seed)
+    result, background, work, looks = play(Work, seed=seed)
     went = idle_from(looks)
     assert len(went) == GROUPS and work.dispatched
-    assert 0 <= beside.delay <= PIECE + 1e-9 and beside.is_done
+    assert 0 <= background.delay <= PIECE + 1e-9 and background.is_done
     read = [
         look.ended
         for look in looks
@@ -104,7 +105,7 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
         if isinstance(event, Retired) and event.kind == "train"
     ]
     waited = max(read) - max(went.values())
-    assert beside.delay == pytest.approx(waited, abs=1e-9) and waited > 0
+    assert background.delay == pytest.approx(waited, abs=1e-9) and waited > 0
     assert max(at for at, _ in work.dispatched) <= max(went.values())
     assert all(at >= went[group] for at, group in work.dispatched)
     assert len(work.finished) == len(work.dispatched)
@@ -114,16 +115,16 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
 
 
 def test_all_idle_time_is_used_and_stands_in_the_timeline():
-    result, beside, _, looks = play(Work)
+    result, background, _, looks = play(Work)
     went = idle_from(looks)
     end = max(went.values())
     idle = {group: end - at for group, at in went.items()}
     assert sum(idle.values()) > 20 * PIECE
     for group, seconds in idle.items():
-        assert abs(beside.used[group] - seconds) <= 2 * PIECE
+        assert abs(background.used[group] - seconds) <= 2 * PIECE
     spans = [one for one in result.spans if one.kind == "train"]
     assert sum(one.end - one.start for one in spans) == pytest.approx(
-        sum(beside.used.values()), rel=0.05
+        sum(background.used.values()), rel=0.05
     )
     kinds = [
         event for look in looks for event in look.events if isinstance(event, Dispatched | Retired)
@@ -141,24 +142,24 @@ def test_all_idle_time_is_used_and_stands_in_the_timeline():
 
 
 def test_without_enough_expected_idle_time_nothing_starts():
-    _, beside, work, _ = play(Work, least=0.5, expected=lambda: 0.4)
-    assert not work.dispatched and beside.delay == 0.0
+    _, background, work, _ = play(Work, least=0.5, expected=lambda: 0.4)
+    assert not work.dispatched and background.delay == 0.0
     _, _, work, _ = play(Work, least=0.5, expected=lambda: 0.6)
     assert work.dispatched
 
 
 def test_what_raises_ends_the_work_of_its_group_alone():
     plain, *_ = play()
-    result, beside, work, looks = play(Work, fails=next(iter(idle_from(play()[3]))))
+    result, background, work, looks = play(Work, fails=next(iter(idle_from(play()[3]))))
     assert work.errors == [(work.fails, "no such luck")]
     assert sum(group == work.fails for _, group in work.dispatched) == 3
     others = {group for _, group in work.dispatched} - {work.fails}
-    assert others and answers(result) == answers(plain) and beside.is_done
+    assert others and answers(result) == answers(plain) and background.is_done
 
 
 def test_how_long_a_piece_took_is_known_to_two_polls_and_a_stall_of_the_host_is_no_part_of_what_it_took_at_least():
     """The clock jumps to just before each piece is done; then the host is away for seconds, lowering a program."""
-    programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(1200))
+    programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(1200))
     work, clock = Work(programs), programs.clock
     idle = SimpleNamespace(
         clock=clock,
@@ -167,13 +168,13 @@ def test_how_long_a_piece_took_is_known_to_two_polls_and_a_stall_of_the_host_is_
         is_idle=lambda group: True,
         is_done=lambda: False,
     )
-    beside = IdleDriver(idle, work, 5, 2, 0.0, lambda: math.inf)
-    beside.poll()
+    background = IdleDriver(idle, work, 5, 2, 0.0, lambda: math.inf)
+    background.poll()
     for away in (0.0, 0.0, 3.0, 0.0):
         clock.sleep(PIECE / 2)
-        beside.poll()
+        background.poll()
         clock.sleep(PIECE / 2 + 1e-6 + away)
-        beside.poll()
+        background.poll()
     least, most = np.array([one[:2] for one in work.finished]).T
     np.testing.assert_allclose(least, PIECE / 2)
     np.testing.assert_allclose(most, PIECE + np.array([0, 0, 3, 0]), atol=1e-5)
@@ -181,8 +182,8 @@ def test_how_long_a_piece_took_is_known_to_two_polls_and_a_stall_of_the_host_is_
 
 def test_a_group_without_work_stays_idle():
     first = next(iter(idle_from(play()[3])))
-    _, beside, work, _ = play(Work, has=tuple(set(range(GROUPS)) - {first}))
+    _, background, work, _ = play(Work, has=tuple(set(range(GROUPS)) - {first}))
     assert {group for _, group in work.dispatched} and first not in {
         group for _, group in work.dispatched
     }
-    assert beside.used[first] == 0.0
+    assert background.used[first] == 0.0

@@ -25,8 +25,8 @@ from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import eagle
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout import prices
-from tlt_jax.rollout.programs import Decode, StateShape
+from tlt_jax.rollout.executables import compile_cost
+from tlt_jax.rollout.executables.programs import Decode, StateShape
 
 compile_cache = tiny.compile_cache
 ADAM = Adam(learning_rate=1e-2, total_steps=1)
@@ -66,11 +66,11 @@ class Setting:
             prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM,
             step=len(self.results), rollouts_left=5,
         )  # fmt: skip
-        beside = {}
+        background = {}
         if trains:
             self.trainer.begin(len(self.results), request, self.weights, self.state)
-            beside = self.trainer.beside_rollout()
-        result, _ = self.engine.run(request, self.weights, **beside)
+            background = self.trainer.background_work()
+        result, _ = self.engine.run(request, self.weights, **background)
         self.results.append(result)
         if trains:
             seconds = result.stats["seconds"]
@@ -159,7 +159,7 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
 
 def test_a_micro_step_is_expected_to_compile_longer_than_a_chunk_the_more_it_unrolls():
     setting = Setting()
-    known, piece = prices.Prices(), setting.trainer.piece(0, 256)
+    known, piece = compile_cost.CompileCosts(), setting.trainer.piece(0, 256)
     known.note(Decode(StateShape(0, 2, 32), 4), 3.0)
     assert known.of(piece) == pytest.approx(3.0 * (1.4 + 0.4 * 2))
     known.note(piece, 20.0)
@@ -249,7 +249,7 @@ def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
     high, low = [(4.0, 0), (4.2, 0)] * 4, [(3.0, 0)] * 3  # one step, or three, may be chance
     for accept_length, steps in [*high, *low, (0.0, 0), (3.0, 4)]:
         setting.trainer.begin(1, request, setting.weights, setting.state)
-        beside = setting.trainer.beside_rollout()
-        setting.engine.run(request, setting.weights, **beside)
+        background = setting.trainer.background_work()
+        setting.engine.run(request, setting.weights, **background)
         _, metrics = setting.trainer.end(setting.state, 1.0, 0.0, accept_length, 5)
         assert metrics["drafter/steps"] == steps

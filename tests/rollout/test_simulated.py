@@ -11,20 +11,35 @@ import pytest
 import toys
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout import driver, savings, simulated, simulated_rounds
 from tlt_jax.rollout.buckets import doubling
 from tlt_jax.rollout.events import Decided, Harvested
-from tlt_jax.rollout.harvest import Harvest
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
-from tlt_jax.rollout.simulated import Marker, SimulatedPrograms, VirtualClock, WorldCosts, in_world
-from tlt_jax.rollout.state import GroupView
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Resize,
+    Start,
+    StateShape,
+)
+from tlt_jax.rollout.scheduler import driver, payback
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.state import GroupView
+from tlt_jax.simulate import decoding, scenarios, simulator
+from tlt_jax.simulate.scenarios import Scenario, Trees
+from tlt_jax.simulate.simulator import (
+    Marker,
+    ScenarioCosts,
+    SimulatedPrograms,
+    VirtualClock,
+    in_scenario,
+)
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.sampling import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import fixed, goodput, worlds
+from tlt_jax.tuner import fixed, goodput
 from tlt_jax.tuner.arms import parse_arms
-from tlt_jax.tuner.worlds import Trees, World
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
@@ -42,7 +57,10 @@ def by_hand(program, rounds, at):
 def counted(*lengths, costs=by_hand):
     """Programs of sequences with these lengths, by uid."""
     return SimulatedPrograms(
-        costs, worlds.World(worlds.gpu, 0.5).trees, lambda key: lengths[key[1]], VirtualClock()
+        costs,
+        scenarios.Scenario(scenarios.gpu, 0.5).trees,
+        lambda key: lengths[key[1]],
+        VirtualClock(),
     )
 
 
@@ -59,13 +77,13 @@ def run(
 ):
     """(result, state of the tuner) of a simulated rollout."""
     planner = Planner(batches, slots, tuner or fixed.fixed("off"), state)
-    contexts = simulated.contexts(programs, request, planner, groups)
+    contexts = simulator.contexts(programs, request, planner, groups)
     rollout = driver.start(contexts, listeners, clock=programs.clock)
-    return simulated.simulate(rollout, programs), planner.state
+    return simulator.simulate(rollout, programs), planner.state
 
 
 def long_tail(seed=0, rounds=16, in_flight=2, capacity=48):
-    return simulated.request(
+    return simulator.request(
         [64] * 12, 4, LONGEST, seed=seed, rounds=rounds, in_flight=in_flight, capacity=capacity
     )
 
@@ -78,8 +96,8 @@ def answers(result):
 
 
 def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
-    law, request = simulated.long_tailed(2000), long_tail()
-    result, _ = run(in_world(World(worlds.gpu, 0.7), law), request, fixed.fixed(TREE))
+    law, request = simulator.long_tailed(2000), long_tail()
+    result, _ = run(in_scenario(Scenario(scenarios.gpu, 0.7), law), request, fixed.fixed(TREE))
     drawn = [law(key) for key in request.keys]
     assert [len(one.tokens) for one in result.completions] == [
         min(length, LONGEST) for length in drawn
@@ -91,7 +109,7 @@ def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
 
 
 def test_a_sequence_that_ends_at_its_limit_has_stopped_and_a_longer_one_is_cut():
-    result, _ = run(counted(3, 4, 5), simulated.request([5], 3, 4, seed=0, capacity=3))
+    result, _ = run(counted(3, 4, 5), simulator.request([5], 3, 4, seed=0, capacity=3))
     assert [(len(one.tokens), one.finish) for one in result.completions] == [
         (3, "stop"),
         (4, "stop"),
@@ -108,7 +126,7 @@ SCHEDULES = [
 
 def emitted(schedule):
     """The answers under a schedule: its groups hold fewer rows."""
-    programs = in_world(World(worlds.cpu, 0.7), simulated.long_tailed(LONGEST))
+    programs = in_scenario(Scenario(scenarios.cpu, 0.7), simulator.long_tailed(LONGEST))
     request = long_tail(capacity=48 // (1 + schedule.get("groups", 1)), rounds=5 + len(schedule))
     return answers(run(programs, request, **schedule)[0])
 
@@ -117,9 +135,9 @@ def test_what_a_sequence_emits_depends_on_no_strategy_group_or_bucket(monkeypatc
     first, *others = map(emitted, SCHEDULES)
     assert all(other == first for other in others)
     assert len({tuple(tokens[:8]) for _, tokens, _ in first}) == 48
-    hashed = simulated_rounds.hashed  # the mistake: a row's number, not its key
+    hashed = decoding.hashed  # the mistake: a row's number, not its key
     monkeypatch.setattr(
-        simulated_rounds, "hashed", lambda a, b, n: hashed(np.arange(len(a)).reshape(a.shape), n)
+        decoding, "hashed", lambda a, b, n: hashed(np.arange(len(a)).reshape(a.shape), n)
     )
     assert emitted(SCHEDULES[3]) != emitted(SCHEDULES[0])
 
@@ -127,7 +145,7 @@ def test_what_a_sequence_emits_depends_on_no_strategy_group_or_bucket(monkeypatc
 def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
     rounds = []
     for groups, batches in ((1, BATCHES), (1, (48,)), (3, BATCHES)):
-        programs = in_world(World(worlds.gpu, 0.7), simulated.long_tailed(LONGEST))
+        programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(LONGEST))
         result, _ = run(programs, long_tail(), fixed.fixed(TREE), batches=batches, groups=groups)
         rounds.append(sum(one.row_rounds for one in result.measurements))
     assert len(set(rounds)) == 1
@@ -135,7 +153,9 @@ def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
 
 def test_a_rollout_is_a_function_of_its_seeds():
     def made(seed, noise):
-        programs = in_world(World(worlds.gpu, 0.6, seed=noise), simulated.long_tailed(LONGEST))
+        programs = in_scenario(
+            Scenario(scenarios.gpu, 0.6, seed=noise), simulator.long_tailed(LONGEST)
+        )
         result, state = run(programs, long_tail(seed), goodput.goodput(SHIPPED), groups=2)
         return answers(result), repr(result.spans), repr(result.decisions), state
 
@@ -146,7 +166,7 @@ def test_a_rollout_is_a_function_of_its_seeds():
 
 def test_reports_count_what_verification_counts():
     result, _ = run(
-        in_world(World(worlds.gpu, 0.7), simulated.long_tailed(LONGEST)),
+        in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(LONGEST)),
         long_tail(),
         fixed.fixed(TREE),
     )
@@ -227,7 +247,7 @@ def test_it_decides_and_counts_as_the_real_programs_with_the_same_answers(strate
 
 def plain_seconds(programs):
     """Two rows, three sequences: chunks of 3 rounds (one ends, another waits), 2, and 4."""
-    request = simulated.request([5], 3, 20, seed=0, rounds=4, in_flight=1, capacity=2)
+    request = simulator.request([5], 3, 20, seed=0, rounds=4, in_flight=1, capacity=2)
     return run(programs, request, batches=(2,), slots=(64,))[0]
 
 
@@ -263,7 +283,7 @@ def test_two_groups_take_as_long_as_the_longer_one_which_steals():
         spent[program.group] += by_hand(program, rounds, at)
         return by_hand(program, rounds, at)
 
-    request = simulated.request([5, 5], 4, 50, seed=0, rounds=4, in_flight=1, capacity=2)
+    request = simulator.request([5, 5], 4, 50, seed=0, rounds=4, in_flight=1, capacity=2)
     result, _ = run(
         counted(40, 40, 40, 40, 4, 4, 4, 4, costs=costs),
         request,
@@ -285,12 +305,12 @@ def test_two_groups_take_as_long_as_the_longer_one_which_steals():
 
 def test_jumping_finds_what_waiting_finds():
     def made(wait):
-        programs = in_world(World(worlds.cpu, 0.8), simulated.long_tailed(LONGEST))
+        programs = in_scenario(Scenario(scenarios.cpu, 0.8), simulator.long_tailed(LONGEST))
         planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
         rollout = driver.start(
-            simulated.contexts(programs, long_tail(), planner, 2), clock=programs.clock
+            simulator.contexts(programs, long_tail(), planner, 2), clock=programs.clock
         )
-        return driver.run(rollout) if wait else simulated.simulate(rollout, programs)
+        return driver.run(rollout) if wait else simulator.simulate(rollout, programs)
 
     jumped, waited = made(False), made(True)
     assert answers(jumped) == answers(waited)
@@ -298,19 +318,21 @@ def test_jumping_finds_what_waiting_finds():
 
 
 def test_measurements_are_known_to_the_moment_when_every_event_is_looked_at(monkeypatch):
-    def doubts():
-        programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
+    def uncertainties():
+        programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
         run(programs, long_tail(), groups=2)
-        return [one.doubt for one in run(programs, long_tail(), groups=2)[0].measurements]
+        return [one.uncertainty for one in run(programs, long_tail(), groups=2)[0].measurements]
 
-    assert max(doubts()) < 3 * simulated.GLANCE
-    monkeypatch.setattr(simulated, "GLANCE", math.inf)  # no look before an end
-    assert np.median(doubts()) > 0.1
+    assert max(uncertainties()) < 3 * simulator.GLANCE
+    monkeypatch.setattr(simulator, "GLANCE", math.inf)  # no look before an end
+    assert np.median(uncertainties()) > 0.1
 
 
 def test_compiling_takes_the_host_its_seconds_once():
-    programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST), lambda program: 3.0)
-    free = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
+    programs = in_scenario(
+        Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST), lambda program: 3.0
+    )
+    free = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
     play = partial(run, groups=2, batches=(48,), slots=(1024,))
     (paid, _), (fast, _) = (play(one, long_tail()) for one in (programs, free))
     total, extra = sum(programs.compiled.values()), paid.stats["seconds"] - fast.stats["seconds"]
@@ -328,7 +350,7 @@ def test_compiling_takes_the_host_its_seconds_once():
 def test_what_ended_while_the_host_was_compiling_for_another_group_is_read_at_once():
     programs = counted(8, 4)
     programs.compiling = lambda program: 10.0 * (isinstance(program, Decode) and program.group == 1)
-    request = simulated.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
+    request = simulator.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
     result, _ = run(programs, request, batches=(1,), slots=(64,), groups=2)
     ends = [(one.group, one.kind, one.end) for one in result.spans if one.kind == "decode"]
     assert ends == [(0, "decode", 10.0), (0, "decode", 14.0), (1, "decode", 14.0)]
@@ -353,9 +375,9 @@ EXPECTED = [
     ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
 )
 def test_a_world_tells_what_every_program_costs(program, rounds, milliseconds):
-    assert simulated.quiet_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
+    assert simulator.quiet_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
     quiet, loaded = (
-        WorldCosts(World(law, 0.5, stalls=0.0, bursts=bursts)) for bursts in (False, True)
+        ScenarioCosts(Scenario(law, 0.5, stalls=0.0, bursts=bursts)) for bursts in (False, True)
     )
     spent = [[costs(program, rounds, 8.0) for _ in range(4)] for costs in (quiet, loaded)]
     assert np.array(spent[1]) == pytest.approx(2 * np.array(spent[0])), "noise of the seed alone"
@@ -366,15 +388,15 @@ def test_a_world_tells_what_every_program_costs(program, rounds, milliseconds):
 # What tuners predict, and what they gain
 
 
-def told(world, costs=None):
+def told(scenario, costs=None):
     """Predicted over measured speed of plain chunks whose rows stayed, by one who knows the costs."""
-    programs = in_world(world, simulated.long_tailed(LONGEST))
+    programs = in_scenario(scenario, simulator.long_tailed(LONGEST))
     programs.costs = costs or programs.costs
-    result, _ = run(programs, long_tail(in_flight=1), worlds.oracle(world, []), groups=2)
+    result, _ = run(programs, long_tail(in_flight=1), scenarios.oracle(scenario, []), groups=2)
     joined = {(one.group, one.predicted) for one in result.decisions if one.joining}
     ratios = []
     for one in result.measurements:
-        decided = one.predicted / world.speed(one.batch, one.slots, PLAIN)
+        decided = one.predicted / scenario.speed(one.batch, one.slots, PLAIN)
         if one.live == pytest.approx(decided) and not (
             one.is_moved or (one.group, one.predicted) in joined
         ):
@@ -384,29 +406,29 @@ def told(world, costs=None):
 
 
 def test_the_predicted_speed_of_a_quiet_machine_comes_true_and_costs_of_another_bucket_do_not():
-    quiet = World(worlds.gpu, 0.6, noise=0.0, stalls=0.0)
+    quiet = Scenario(scenarios.gpu, 0.6, noise=0.0, stalls=0.0)
     quiet.slowed = lambda random, seconds, is_first: seconds
     np.testing.assert_allclose(told(quiet), 1.0, atol=1e-6)
 
     def of_another_bucket(program, rounds, at):
         if isinstance(program, Decode):
             program = replace(program, state=replace(program.state, slots=2 * program.state.slots))
-        return WorldCosts(quiet)(program, rounds, at)
+        return ScenarioCosts(quiet)(program, rounds, at)
 
     assert np.abs(told(quiet, of_another_bucket) - 1).max() > 0.05
 
 
-def decoded(world, tuner, rollouts, seed=0, state=None, in_flight=2):
+def decoded(scenario, tuner, rollouts, seed=0, state=None, in_flight=2):
     """(state, results) of some rollouts in two groups, an update of the weights after each."""
-    programs, results = in_world(world, simulated.long_tailed(1200)), []
+    programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
     state = tuner.init() if state is None else state
     for number in range(rollouts):
-        request = simulated.request(
+        request = simulator.request(
             [64] * 12, 4, 1200, seed=100 * seed + number, capacity=32, in_flight=in_flight
         )
         result, state = run(programs, request, tuner, state, groups=2)
         results.append(result)
-        state = tuner.renew(state)
+        state = tuner.update_prior(state)
     return state, results
 
 
@@ -417,30 +439,30 @@ def seconds(results):
 @pytest.mark.parametrize(
     ("law", "node", "quality", "share", "gain"),
     [
-        (worlds.gpu, 1 / 200, 0.8, 0.93, 2.0),
-        (worlds.gpu, 1 / 200, 0.5, 0.93, 1.5),
-        (worlds.cpu, 1 / 10, 0.8, 0.95, 1.02),
+        (scenarios.gpu, 1 / 200, 0.8, 0.93, 2.0),
+        (scenarios.gpu, 1 / 200, 0.5, 0.93, 1.5),
+        (scenarios.cpu, 1 / 10, 0.8, 0.95, 1.02),
     ],
 )
 def test_the_tuner_that_predicts_makes_long_tails_short_and_comes_close_to_knowing_everything(
     law, node, quality, share, gain
 ):
     """The share of the oracle's speed is the one that it has without a scheduler."""
-    world, tuner = World(law, quality), goodput.goodput(SHIPPED, node_cost=node)
-    state, _ = decoded(world, tuner, 4)
-    _, results = decoded(world, tuner, 2, seed=1, state=state)
-    _, best = decoded(world, worlds.oracle(world, ARMS), 2, seed=1)
-    _, plain = decoded(world, fixed.fixed("off"), 2, seed=1)
+    scenario, tuner = Scenario(law, quality), goodput.goodput(SHIPPED, node_cost=node)
+    state, _ = decoded(scenario, tuner, 4)
+    _, results = decoded(scenario, tuner, 2, seed=1, state=state)
+    _, best = decoded(scenario, scenarios.oracle(scenario, ARMS), 2, seed=1)
+    _, plain = decoded(scenario, fixed.fixed("off"), 2, seed=1)
     assert seconds(best) / seconds(results) > share
     assert seconds(plain) / seconds(results) > gain
 
 
-@pytest.mark.parametrize(("law", "node"), [(worlds.gpu, 1 / 200), (worlds.cpu, 1 / 10)])
+@pytest.mark.parametrize(("law", "node"), [(scenarios.gpu, 1 / 200), (scenarios.cpu, 1 / 10)])
 def test_predictions_of_a_tuner_that_learned_come_true(law, node):
     """One chunk in flight: with more, rows that a chunk is predicted for may have ended before it."""
-    world, tuner = World(law, 0.7, stalls=0.0), goodput.goodput(SHIPPED, node_cost=node)
-    state, _ = decoded(world, tuner, 4, in_flight=1)
-    _, results = decoded(world, tuner, 2, seed=1, state=state, in_flight=1)
+    scenario, tuner = Scenario(law, 0.7, stalls=0.0), goodput.goodput(SHIPPED, node_cost=node)
+    state, _ = decoded(scenario, tuner, 4, in_flight=1)
+    _, results = decoded(scenario, tuner, 2, seed=1, state=state, in_flight=1)
     chunks = [
         one
         for result in results
@@ -468,26 +490,28 @@ def test_windows_of_ended_sequences_are_harvested_and_cost_a_copy():
         return by_hand(program, rounds, at)
 
     programs = counted(3, 70, 5, costs=costs)
-    request = simulated.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
-    contexts = simulated.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
+    request = simulator.request([5], 3, 100, seed=0, capacity=2, in_flight=1)
+    contexts = simulator.contexts(programs, request, Planner((2,), SLOTS, fixed.fixed("off")))
     contexts = [replace(one, harvester=Whole()) for one in contexts]
     rollout = driver.start(contexts, [lambda look: found.extend(look.events)], clock=programs.clock)
-    simulated.simulate(rollout, programs)
+    simulator.simulate(rollout, programs)
     windows = [event.windows for event in found if isinstance(event, Harvested)]
     assert sorted(sum(windows, ())) == [(0, 0), (1, 0), (1, 64), (2, 0)]
     assert len(spent) == len(windows) == 4
 
 
 def test_a_rollout_that_stops_leaves_what_its_sequences_have():
-    programs = in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST))
-    contexts = simulated.contexts(
+    programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
+    contexts = simulator.contexts(
         programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
     )
     rollout = driver.start(
         contexts, [lambda look: look.began > 1.5 and rollout.stop()], clock=programs.clock
     )
-    result = simulated.simulate(rollout, programs)
-    whole, _ = run(in_world(World(worlds.gpu, 0.6), simulated.long_tailed(LONGEST)), long_tail())
+    result = simulator.simulate(rollout, programs)
+    whole, _ = run(
+        in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST)), long_tail()
+    )
     full = {one.uid: one.tokens.tolist() for one in whole.completions}
     assert rollout.is_done() and result.stats["seconds"] < 5
     assert (
@@ -502,7 +526,7 @@ def test_a_chunk_that_fills_more_than_its_cache_is_noticed(monkeypatch):
     with pytest.raises(ValueError, match="in a cache of 64"):
         run(
             counted(100),
-            simulated.request([5], 1, 200, seed=0, capacity=1),
+            simulator.request([5], 1, 200, seed=0, capacity=1),
             batches=(1,),
             slots=(64, 256),
         )
@@ -524,7 +548,7 @@ def random_world(seed: int):
     limit = int(draw.choice([16, 200, 900]))
     prompts = draw.integers(2, 60, int(draw.integers(1, 7))).tolist()
     slots = tuple(doubling(first, max(first, limit + max(prompts))))
-    request = simulated.request(
+    request = simulator.request(
         prompts,
         int(draw.integers(1, 5)),
         limit,
@@ -534,12 +558,12 @@ def random_world(seed: int):
         in_flight=in_flight,
     )
     seconds = float(draw.choice([0.0, 0.01, 3.0]))  # of compiling
-    programs = in_world(
-        World(worlds.gpu, float(draw.uniform(0, 0.95)), seed=seed),
-        simulated.long_tailed(limit + 20),
+    programs = in_scenario(
+        Scenario(scenarios.gpu, float(draw.uniform(0, 0.95)), seed=seed),
+        simulator.long_tailed(limit + 20),
         lambda _: seconds,
     )
-    rest = savings.Savings()
+    rest = payback.Payback()
     rest.begin(float(draw.choice([0.0, 3.0, 1e4])), len(request.keys))
     return request, (slots, tuner, rest), programs, int(draw.integers(1, 4))
 
@@ -557,12 +581,12 @@ def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
         assert all(one.rounds >= 1 for one in decided[-4:]), "a chunk that does nothing"
 
     planner = Planner((1, 4, 16), slots, tuner, None, rest, groups=groups)
-    contexts = simulated.contexts(programs, request, planner, groups)
+    contexts = simulator.contexts(programs, request, planner, groups)
     rollout = driver.start(contexts, [watched], clock=programs.clock)
-    result = simulated.simulate(rollout, programs)
+    result = simulator.simulate(rollout, programs)
     assert len(result.completions) == len(request.keys)
 
 
 def test_a_rollout_that_waits_for_nothing_is_noticed():
     with pytest.raises(RuntimeError, match="waits for nothing"):
-        run(counted(9, costs=lambda *_: math.inf), simulated.request([5], 1, 9, seed=0, capacity=1))
+        run(counted(9, costs=lambda *_: math.inf), simulator.request([5], 1, 9, seed=0, capacity=1))

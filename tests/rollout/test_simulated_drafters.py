@@ -9,43 +9,44 @@ import pytest
 import test_simulated as simulation
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout import driver, simulated
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.prices import relative
-from tlt_jax.rollout.programs import Decode
-from tlt_jax.rollout.savings import Savings
-from tlt_jax.rollout.simulated import in_world
+from tlt_jax.rollout.executables.compile_cost import relative
+from tlt_jax.rollout.executables.programs import Decode
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.payback import Payback
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.simulate import scenarios, simulator
+from tlt_jax.simulate.scenarios import Scenario
+from tlt_jax.simulate.simulator import in_scenario
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN
-from tlt_jax.tuner import goodput, make, worlds
-from tlt_jax.tuner.worlds import World
+from tlt_jax.tuner import goodput, make
 
 ARMS = make.arms(Speculation(drafter="adaptive"))
 NGRAMS = tuple(arm for arm in ARMS if arm.drafter == NGRAM)
-NODE = {worlds.cpu: 1 / 8, worlds.gpu: 1 / 200}
+NODE = {scenarios.cpu: 1 / 8, scenarios.gpu: 1 / 200}
 
 
 BAD = (0.3, 0.2)  # quality and agreement: one token in twelve is accepted
 
 
-def world_of(law, ngram, learned, merged, **rest) -> World:
+def world_of(law, ngram, learned, merged, **rest) -> Scenario:
     """A world with these qualities (or BAD) of the drafters."""
     given = dict(zip((NGRAM, LEARNED, MERGED), (ngram, learned, merged), strict=True))
     known = {drafter: one if one is BAD else (one, 1.0) for drafter, one in given.items()}
-    return World(law, 0.0, drafters=known, **rest)
+    return Scenario(law, 0.0, drafters=known, **rest)
 
 
-def decoded(world, arms, rollouts, told=None, state=None, seed=0):
+def decoded(scenario, arms, rollouts, told=None, state=None, seed=0):
     """(state, results) of some rollouts; after each an update of the weights, and what held-out answers tell."""
-    tuner = goodput.goodput(arms, NODE[world.cost], learning=(LEARNED, MERGED))
-    programs, results = in_world(world, simulated.long_tailed(1200)), []
-    state = state or tuner.renew(tuner.init(), told or {})
+    tuner = goodput.goodput(arms, NODE[scenario.cost], learning=(LEARNED, MERGED))
+    programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
+    state = state or tuner.update_prior(tuner.init(), told or {})
     for number in range(rollouts):
-        request = simulated.request(
+        request = simulator.request(
             [64] * 12, 4, 1200, seed=100 * seed + number, capacity=48, in_flight=2
         )
         result, state = simulation.run(programs, request, tuner, state)
         results.append(result)
-        state = tuner.renew(state, told or {})
+        state = tuner.update_prior(state, told or {})
     return state, results
 
 
@@ -63,69 +64,71 @@ def used(result) -> Counter:
 
 
 @pytest.mark.parametrize("law, better, qualities", [
-    (worlds.gpu, NGRAM, (0.75, 0.3, 0.3)), (worlds.gpu, LEARNED, (0.3, 0.8, 0.3)),
-    (worlds.gpu, MERGED, (0.4, 0.5, 0.85)), (worlds.cpu, NGRAM, (0.75, 0.3, 0.3)),
-    (worlds.cpu, LEARNED, (0.3, 0.85, 0.3)),
+    (scenarios.gpu, NGRAM, (0.75, 0.3, 0.3)), (scenarios.gpu, LEARNED, (0.3, 0.8, 0.3)),
+    (scenarios.gpu, MERGED, (0.4, 0.5, 0.85)), (scenarios.cpu, NGRAM, (0.75, 0.3, 0.3)),
+    (scenarios.cpu, LEARNED, (0.3, 0.85, 0.3)),
 ])  # fmt: skip
 def test_the_tuner_ends_with_the_better_drafter(law, better, qualities):
     """It is told how well the learned drafter does alone; what merged trees do it finds out."""
-    world = world_of(law, *qualities)
-    assert {world.best(batch, 512, ARMS).drafter for batch in (1, 4, 16)} == {better}
-    _, results = decoded(world, ARMS, 5, {LEARNED: world.levels(LEARNED)})
+    scenario = world_of(law, *qualities)
+    assert {scenario.best(batch, 512, ARMS).drafter for batch in (1, 4, 16)} == {better}
+    _, results = decoded(scenario, ARMS, 5, {LEARNED: scenario.levels(LEARNED)})
     rounds = used(results[-1])
     assert rounds[better] > 0.8 * sum(rounds.values()), rounds
 
 
-@pytest.mark.parametrize("law", [worlds.gpu, worlds.cpu])
+@pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
 @pytest.mark.parametrize("wrong", [0.0, 0.4], ids=["true estimate", "estimate too high"])
 def test_a_bad_learned_drafter_costs_little_beside_ngrams_alone(law, wrong):
     """Also when held-out answers promise more than it accepts."""
     alone = taken = 0.0
     for seed in range(3):
-        world = world_of(law, 0.6, BAD, 0.55, seed=seed)
-        told = {LEARNED: [min(level + wrong, 0.95) for level in world.levels(LEARNED)]}
-        alone += seconds(decoded(world, NGRAMS, 4, seed=seed)[1])
-        taken += seconds(decoded(world, ARMS, 4, told, seed=seed)[1])
+        scenario = world_of(law, 0.6, BAD, 0.55, seed=seed)
+        told = {LEARNED: [min(level + wrong, 0.95) for level in scenario.levels(LEARNED)]}
+        alone += seconds(decoded(scenario, NGRAMS, 4, seed=seed)[1])
+        taken += seconds(decoded(scenario, ARMS, 4, told, seed=seed)[1])
     assert taken < 1.03 * alone
 
 
-@pytest.mark.parametrize("law", [worlds.gpu, worlds.cpu])
+@pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
 def test_a_drafter_that_nothing_is_known_of_is_not_tried(law):
-    world = world_of(law, 0.6, 0.9, 0.9)
-    state, results = decoded(world, ARMS, 3)
+    scenario = world_of(law, 0.6, 0.9, 0.9)
+    state, results = decoded(scenario, ARMS, 3)
     assert not sum(used(result)[LEARNED] + used(result)[MERGED] for result in results)
-    _, alone = decoded(world, NGRAMS, 3)
+    _, alone = decoded(scenario, NGRAMS, 3)
     assert seconds(results) == seconds(alone), "it makes no difference that it could be"
 
 
 def test_a_drafter_that_learns_is_used_once_it_is_good_and_left_when_it_gets_bad():
-    world = world_of(worlds.gpu, 0.6, BAD, BAD)
-    state, results = decoded(world, ARMS, 3, {LEARNED: world.levels(LEARNED)})
+    scenario = world_of(scenarios.gpu, 0.6, BAD, BAD)
+    state, results = decoded(scenario, ARMS, 3, {LEARNED: scenario.levels(LEARNED)})
     assert used(results[-1])[NGRAM] > 0.7 * sum(used(results[-1]).values())
-    world.drafters |= {LEARNED: (0.8, 1.0), MERGED: (0.8, 1.0)}
-    told = {LEARNED: world.levels(LEARNED)}
-    state, results = decoded(world, ARMS, 4, told, state, seed=1)
+    scenario.drafters |= {LEARNED: (0.8, 1.0), MERGED: (0.8, 1.0)}
+    told = {LEARNED: scenario.levels(LEARNED)}
+    state, results = decoded(scenario, ARMS, 4, told, state, seed=1)
     rounds = used(results[-1])
     assert rounds[LEARNED] + rounds[MERGED] > 0.8 * sum(rounds.values())
-    world.drafters |= {LEARNED: BAD, MERGED: BAD}
-    told = {LEARNED: world.levels(LEARNED)}
-    _, results = decoded(world, ARMS, 4, told, state, seed=2)
+    scenario.drafters |= {LEARNED: BAD, MERGED: BAD}
+    told = {LEARNED: scenario.levels(LEARNED)}
+    _, results = decoded(scenario, ARMS, 4, told, state, seed=2)
     assert used(results[-1])[NGRAM] > 0.7 * sum(used(results[-1]).values())
 
 
 def compiled(told) -> Counter:
     """The chunks that a run of 12 rollouts compiles, by drafter."""
-    world, savings, state = world_of(worlds.gpu, 0.5, 0.85, 0.85), Savings(), None
-    programs = in_world(world, simulated.long_tailed(600), lambda program: 0.2 * relative(program))
-    tuner = goodput.goodput(ARMS, NODE[worlds.gpu], learning=(LEARNED, MERGED))
+    scenario, payback, state = world_of(scenarios.gpu, 0.5, 0.85, 0.85), Payback(), None
+    programs = in_scenario(
+        scenario, simulator.long_tailed(600), lambda program: 0.2 * relative(program)
+    )
+    tuner = goodput.goodput(ARMS, NODE[scenarios.gpu], learning=(LEARNED, MERGED))
     state = tuner.init()
     for step in range(12):
-        request = simulated.request([64] * 12, 4, 600, seed=step, capacity=48)
-        savings.begin(11 - step, len(request.keys))
-        planner = Planner((1, 4, 16, 48), (256, 512, 1024), tuner, state, savings, 664)
-        contexts = simulated.contexts(programs, request, planner)
-        simulated.simulate(driver.start(contexts, clock=programs.clock), programs)
-        state = tuner.renew(planner.state, told if step >= 3 else {})
+        request = simulator.request([64] * 12, 4, 600, seed=step, capacity=48)
+        payback.begin(11 - step, len(request.keys))
+        planner = Planner((1, 4, 16, 48), (256, 512, 1024), tuner, state, payback, 664)
+        contexts = simulator.contexts(programs, request, planner)
+        simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
+        state = tuner.update_prior(planner.state, told if step >= 3 else {})
     chunks = [one.strategy for one in programs.compiled if isinstance(one, Decode)]
     return Counter(one.drafter for one in chunks if one != PLAIN)
 

@@ -224,7 +224,7 @@ def in_turn(strategies: list[str]) -> Tuner:
         interface.unchanged,
         lambda state, batch, fewest: arms,
         lambda state, cells: np.zeros((2, len(cells))),
-        goes_by_rule=True,
+        has_fixed_policy=True,
     )
 
 

@@ -30,9 +30,9 @@ from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf_drafter
-from tlt_jax.rollout import driver
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.planner import Planner
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.train import adaptive as adaptive_run, loop, run_state
 from tlt_jax.tuner import goodput
 
@@ -274,10 +274,10 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     )  # fmt: skip
     start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
     config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
-    told, renew = [], goodput.renew_goodput
+    told, update_prior = [], goodput.update_prior
     monkeypatch.setattr(
         goodput, "renew_goodput",
-        lambda state, estimated={}: (told.append(estimated), renew(state, estimated))[1],
+        lambda state, estimated={}: (told.append(estimated), update_prior(state, estimated))[1],
     )  # fmt: skip
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)

@@ -11,7 +11,8 @@ import pytest
 from training_runs import assert_equal, completions, state_of, stopped_after
 
 from tlt_jax import cli
-from tlt_jax.rollout import engine, group
+from tlt_jax.rollout import engine
+from tlt_jax.rollout.scheduler import group
 from tlt_jax.train import loop
 
 STEPS = 3

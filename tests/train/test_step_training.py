@@ -20,7 +20,7 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.drafter import investment, step_training
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.prices import Prices
+from tlt_jax.rollout.executables.compile_cost import CompileCosts
 from tlt_jax.train import loop
 from tlt_jax.train.run_state import INVESTMENT
 
@@ -152,7 +152,7 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     monkeypatch.setattr(
         investment, "LONG", 0.6
     )  # of so short a run, in which compiling costs nothing
-    monkeypatch.setattr(Prices, "of", lambda *_: 0.01)
+    monkeypatch.setattr(CompileCosts, "of", lambda *_: 0.01)
     monkeypatch.setattr(investment, "CHANCE", 1e3)
     monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))
     rest = {"drafter_training.share": "auto", "idle_training.floor": 0}

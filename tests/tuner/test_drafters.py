@@ -10,9 +10,10 @@ import pytest
 import test_tuner as tuners
 
 from tlt_jax.config.schema import Speculation
+from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy, name, parse
 from tlt_jax.train import run_state
-from tlt_jax.tuner import acceptance, cost_model, goodput, make, worlds
+from tlt_jax.tuner import acceptance, cost_model, goodput, make
 from tlt_jax.tuner.interface import Cell
 
 SETTINGS = Speculation(drafter="adaptive")
@@ -86,8 +87,8 @@ def test_the_name_of_the_only_drafter_makes_no_difference():
     for drafter in ("", LEARNED):
         arms = [Strategy(*parse(text).__dict__.values()) for text in SETTINGS.strategies]
         arms = [Strategy(arm.depth, arm.topk, arm.nodes, drafter) for arm in arms]
-        world = worlds.World(worlds.gpu, 0.6)
-        state, found = tuners.decode(world, goodput.goodput(arms), rollouts=2)
+        scenario = scenarios.Scenario(scenarios.gpu, 0.6)
+        state, found = tuners.decode(scenario, goodput.goodput(arms), rollouts=2)
         cells = [Cell(4, 512, arm) for arm in (PLAIN, *arms)]
         runs.append(
             (
@@ -96,7 +97,7 @@ def test_the_name_of_the_only_drafter_makes_no_difference():
                     for run in found
                     for choice, _ in run.chunks
                 ],
-                np.array(goodput.goodput(arms).outlook(state, cells)).tolist(),
+                np.array(goodput.goodput(arms).predict(state, cells)).tolist(),
             )
         )
     assert str(runs[0]) == str(runs[1])
@@ -107,7 +108,7 @@ def test_the_name_of_the_only_drafter_makes_no_difference():
 
 def expected(drafter: str, text: str, told: dict) -> tuple[float, float]:
     """What the tuner expects of an arm before anything is measured, and its doubt."""
-    state = tuner().renew(tuner().init(), told)
+    state = tuner().update_prior(tuner().init(), told)
     arms = named(drafter, text)
     mean, error = acceptance.estimate({}, state["clock"], 4, arms, state["estimates"])
     return float(mean[0]), float(error[0])
@@ -140,7 +141,7 @@ def test_merged_trees_have_the_learned_drafters_estimate_or_their_own():
 
 def test_an_estimate_yields_to_measurements_and_old_measurements_to_a_new_estimate():
     made, (arm,) = tuner(), named(LEARNED, "1_1_2")
-    state, seen = made.renew(made.init(), {LEARNED: (0.9,)}), []
+    state, seen = made.update_prior(made.init(), {LEARNED: (0.9,)}), []
 
     def known():
         mean, _ = acceptance.estimate(
@@ -153,18 +154,24 @@ def test_an_estimate_yields_to_measurements_and_old_measurements_to_a_new_estima
         state = made.observe(state, tuners.measured(arm, accepted=0.2))
     known()
     for _ in range(4):
-        state = made.renew(state, {LEARNED: (0.9,)})
+        state = made.update_prior(state, {LEARNED: (0.9,)})
     known()
     assert seen[0] > 0.85 and seen[1] < 0.3 and seen[2] > 0.7
 
 
 def test_an_estimate_is_trusted_less_as_weights_change():
     made, (arm,) = tuner(), named(LEARNED, "3_1_4")
-    state, doubts = made.renew(made.init(), {LEARNED: LEVELS}), []
+    state, uncertainties = made.update_prior(made.init(), {LEARNED: LEVELS}), []
     for _ in range(4):
-        doubts.append(acceptance.estimate({}, state["clock"], 4, [arm], state["estimates"])[1][0])
-        state = made.renew(state)
-    assert doubts == sorted(doubts) and doubts[0] < 0.15 and doubts[-1] > 0.3
+        uncertainties.append(
+            acceptance.estimate({}, state["clock"], 4, [arm], state["estimates"])[1][0]
+        )
+        state = made.update_prior(state)
+    assert (
+        uncertainties == sorted(uncertainties)
+        and uncertainties[0] < 0.15
+        and uncertainties[-1] > 0.3
+    )
 
 
 def test_an_estimate_that_is_not_finite_is_one_of_a_drafter_that_accepts_nothing():
@@ -176,7 +183,7 @@ def test_an_estimate_that_is_not_finite_is_one_of_a_drafter_that_accepts_nothing
 
 def test_an_estimate_without_a_level_is_refused():
     with pytest.raises(ValueError, match="no level"):
-        tuner().renew(tuner().init(), {LEARNED: ()})
+        tuner().update_prior(tuner().init(), {LEARNED: ()})
 
 
 # What is usable
@@ -190,11 +197,11 @@ def test_an_arm_is_usable_once_its_drafter_was_estimated_or_measured():
     made = tuner()
     state = made.init()
     assert drafters(state) == {NGRAM}
-    assert drafters(made.renew(state)) == {NGRAM}
-    told = made.renew(state, {LEARNED: LEVELS})
+    assert drafters(made.update_prior(state)) == {NGRAM}
+    told = made.update_prior(state, {LEARNED: LEVELS})
     assert drafters(told) == {NGRAM, LEARNED, MERGED}
-    assert drafters(made.renew(told)) == {NGRAM, LEARNED, MERGED}
-    assert drafters(made.renew(state, {MERGED: LEVELS})) == {NGRAM, MERGED}
+    assert drafters(made.update_prior(told)) == {NGRAM, LEARNED, MERGED}
+    assert drafters(made.update_prior(state, {MERGED: LEVELS})) == {NGRAM, MERGED}
     seen = made.observe(state, tuners.measured(named(LEARNED, "3_1_4")[0], accepted=0.1))
     assert drafters(seen) == {NGRAM, LEARNED}
     assert drafters(json.loads(json.dumps(told))) == drafters(told)
@@ -203,7 +210,7 @@ def test_an_arm_is_usable_once_its_drafter_was_estimated_or_measured():
 def test_what_is_not_usable_is_not_chosen_however_fast_it_looks():
     made = tuner()
     for told, chosen in (({}, {"", NGRAM}), ({LEARNED: (0.98,)}, {"", NGRAM, LEARNED, MERGED})):
-        state, taken = made.renew(made.init(), told), set()
+        state, taken = made.update_prior(made.init(), told), set()
         for _ in range(200):
             state, choice = made.choose(state, 1, 1, 512)
             taken.add(choice.strategy.drafter)
@@ -223,7 +230,7 @@ def test_the_largest_batches_are_those_of_drafters_that_have_learned():
 
 def test_the_state_of_an_older_version_starts_anew():
     made, basis = tuner(), {"version": goodput.VERSION}
-    state = made.renew(made.init(), {LEARNED: LEVELS})
+    state = made.update_prior(made.init(), {LEARNED: LEVELS})
     older = {key: value for key, value in state.items() if key != "estimates"}
     for saved in ({"basis": {"version": goodput.VERSION - 1}, "state": state},
                   {"basis": basis, "state": older}):  # fmt: skip
@@ -244,7 +251,9 @@ def test_levels_of_ngrams_cost_nothing_before_they_are_measured_and_those_of_a_n
     cells = {}
     for batch in (1, 4, 16):
         for _ in range(3):
-            cells = cost_model.note(cells, batch, 512, PLAIN, worlds.gpu(batch, 512, PLAIN), False)
+            cells = cost_model.note(
+                cells, batch, 512, PLAIN, scenarios.gpu(batch, 512, PLAIN), False
+            )
     for known in ({}, cells):
         ngram, learned, merged, only = seconds(
             known, "ngram:7_1_8", "learned:7_1_8", "merged:7_1_8", "7_1_8"

@@ -50,9 +50,9 @@ def test_evaluations_that_draft_badly_do_not_change_what_training_is_expected_to
         if evaluates:
             state = tuner.switched(state, EVALUATION)
             state = after(tuner, state, *[measured(ARM, accepted=0.0)] * 40)
-            speeds.append(tuner.outlook(state, [Cell(4, 512, ARM)])[0][0])
+            speeds.append(tuner.predict(state, [Cell(4, 512, ARM)])[0][0])
             state = tuner.switched(state, TRAINING)
-        speeds.append(tuner.outlook(state, [Cell(4, 512, ARM)])[0][0])
+        speeds.append(tuner.predict(state, [Cell(4, 512, ARM)])[0][0])
     trained, evaluated, again = speeds
     assert again == pytest.approx(trained, abs=0.02)
     assert evaluated < trained - 0.5
@@ -62,10 +62,10 @@ def test_what_is_told_of_a_drafter_is_as_old_in_both_kinds():
     """A long training, an update that tells how drafts hold, then the first evaluation, whose rounds are few."""
     tuner = goodput.goodput([parse("learned:2_2_4")], learning=["learned"])
     state = after(tuner, tuner.init(), *[measured(PLAIN, rounds=1000)] * 60)
-    state = tuner.renew(state, {"learned": (0.7, 0.6)})
+    state = tuner.update_prior(state, {"learned": (0.7, 0.6)})
     cell = [Cell(4, 512, parse("learned:2_2_4"))]
     trained, evaluated = (
-        tuner.outlook(tuner.switched(state, kind), cell) for kind in (TRAINING, EVALUATION)
+        tuner.predict(tuner.switched(state, kind), cell) for kind in (TRAINING, EVALUATION)
     )
     np.testing.assert_allclose(evaluated, trained)
     assert np.isfinite(trained).all()
@@ -75,7 +75,7 @@ def test_an_update_makes_both_kinds_less_certain():
     tuner = goodput.goodput([ARM])
     state = after(tuner, tuner.init(), measured(PLAIN), measured(ARM, accepted=2.0))
     other = after(tuner, tuner.switched(state, EVALUATION), measured(ARM, accepted=1.0))
-    renewed = tuner.renew(other)
+    updated = tuner.update_prior(other)
     for kind in (TRAINING, EVALUATION):
-        was, now = (tuner.switched(one, kind)["clock"] for one in (other, renewed))
+        was, now = (tuner.switched(one, kind)["clock"] for one in (other, updated))
         assert now == was + goodput.UPDATE

@@ -13,9 +13,10 @@ from tuner_rollouts import measured
 
 from tlt_jax.config import schema
 from tlt_jax.config.schema import Speculation
+from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make, worlds
+from tlt_jax.tuner import acceptance, beg_mab, cost_model, fixed, goodput, make
 from tlt_jax.tuner.arms import EXAMPLE_ARMS, PAPER_ARMS, bucketed, parse_arms, strategies_for
 from tlt_jax.tuner.interface import Cell
 
@@ -28,16 +29,16 @@ MAKERS = {
 }
 
 
-def decode(world, made, rollouts=3, seed=0, state=None, renew=True):
+def decode(scenario, made, rollouts=3, seed=0, state=None, update_prior=True):
     """(state, runs) of some rollouts of 48 answers, one after the other."""
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
         state, run = tuner_rollouts.rollout(
-            world, made, state, worlds.lengths(random, 48, 1200), 100 * seed + i, seen
+            scenario, made, state, scenarios.lengths(random, 48, 1200), 100 * seed + i, seen
         )
         runs.append(run)
-        state = made.renew(state) if renew else state
+        state = made.update_prior(state) if update_prior else state
     return state, runs
 
 
@@ -97,8 +98,8 @@ def test_an_empty_pool_is_refused():
 @pytest.mark.parametrize("nodes", [9, 13, 24, 31])
 def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nodes):
     source, smaller = Strategy(8, 4, 32), Strategy(8, 4, nodes)
-    hits = worlds.table(*worlds.drafts(3, 200, 0.6, 1.0, source)[:2], source)
-    rank = worlds.drafts(3, 200, 0.6, 1.0, smaller).rank
+    hits = scenarios.table(*scenarios.drafts(3, 200, 0.6, 1.0, source)[:2], source)
+    rank = scenarios.drafts(3, 200, 0.6, 1.0, smaller).rank
     assert acceptance.counterfactual(hits, smaller) == (rank >= 0).sum()
 
 
@@ -106,18 +107,18 @@ def test_fewer_nodes_of_the_same_candidates_accept_exactly_what_is_predicted(nod
 @pytest.mark.parametrize("text", ["1_1_2", "2_2_4", "3_3_8", "4_2_8", "4_4_16", "6_4_16"])
 def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, text):
     source, smaller = strategies.parse("8_4_48"), strategies.parse(text)
-    rank, sibling, _ = worlds.drafts(1, 4000, quality, 1.0, source)
+    rank, sibling, _ = scenarios.drafts(1, 4000, quality, 1.0, source)
     chunks = [
-        worlds.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)
+        scenarios.table(rank[i : i + 16], sibling[i : i + 16], source) for i in range(0, 4000, 16)
     ]
     predicted = sum(acceptance.counterfactual(hits, smaller) for hits in chunks) / 4000
-    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
+    truth = (scenarios.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
     assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
 
 
 def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
     source = strategies.parse("6_4_16")
-    hits = worlds.table(*worlds.drafts(1, 64, 0.6, 1.0, source)[:2], source)
+    hits = scenarios.table(*scenarios.drafts(1, 64, 0.6, 1.0, source)[:2], source)
     (entry,) = acceptance.add({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
     assert set(entry["accepted"]) == {"2_2_4", "4_2_8", "6_4_16"}
 
@@ -125,11 +126,11 @@ def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
 def test_hit_rates_follow_a_drafter_that_changes():
     source, evidence, means = strategies.parse("6_4_16"), {}, []
     for i, quality in enumerate([0.8] * 40 + [0.3] * 100):
-        hits = worlds.table(*worlds.drafts(i, 32, quality, 1.0, source)[:2], source)
+        hits = scenarios.table(*scenarios.drafts(i, 32, quality, 1.0, source)[:2], source)
         evidence = acceptance.add(evidence, 16.0 * i, 4, source, 32, hits, ARMS)
         means.append(acceptance.estimate(evidence, 16.0 * i, 4, ARMS)[0][2])
     truth = [
-        (worlds.drafts(99, 4000, quality, 1.0, source).rank >= 0).sum() / 4000
+        (scenarios.drafts(99, 4000, quality, 1.0, source).rank >= 0).sum() / 4000
         for quality in (0.8, 0.3)
     ]
     assert means[39] == pytest.approx(truth[0], rel=0.12) and means[-1] == pytest.approx(
@@ -140,7 +141,7 @@ def test_hit_rates_follow_a_drafter_that_changes():
 # What a round costs
 
 
-@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
 def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(law):
     cells = {}
     for batch in (4, 16, 64):
@@ -253,54 +254,54 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
 @pytest.mark.parametrize(
     ("law", "quality", "share"),
     [
-        (worlds.gpu, 0.8, 0.85),
-        (worlds.gpu, 0.5, 0.85),
-        (worlds.cpu, 0.8, 0.95),
-        (worlds.cpu, 0.3, 0.95),
+        (scenarios.gpu, 0.8, 0.85),
+        (scenarios.gpu, 0.5, 0.85),
+        (scenarios.cpu, 0.8, 0.95),
+        (scenarios.cpu, 0.3, 0.95),
     ],
 )
 def test_goodput_comes_close_to_knowing_everything(law, quality, share):
-    world = worlds.World(law, quality)
-    made = goodput.goodput(ARMS, node_cost=1 / 10 if law is worlds.cpu else 1 / 200)
-    state, _ = decode(world, made, rollouts=4)
-    _, runs = decode(world, made, rollouts=2, seed=1, state=state)
-    _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
+    scenario = scenarios.Scenario(law, quality)
+    made = goodput.goodput(ARMS, node_cost=1 / 10 if law is scenarios.cpu else 1 / 200)
+    state, _ = decode(scenario, made, rollouts=4)
+    _, runs = decode(scenario, made, rollouts=2, seed=1, state=state)
+    _, best = decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=1)
     assert seconds(best) / seconds(runs) > share
 
 
-@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
 @pytest.mark.parametrize("agreement", [0.0, 0.3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
-    world = worlds.World(law, 0.3, agreement, seed=seed)
-    _, plain = decode(world, fixed.fixed("off"), rollouts=4, seed=seed)
-    _, runs = decode(world, goodput.goodput(ARMS), rollouts=4, seed=seed)
+    scenario = scenarios.Scenario(law, 0.3, agreement, seed=seed)
+    _, plain = decode(scenario, fixed.fixed("off"), rollouts=4, seed=seed)
+    _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=4, seed=seed)
     assert seconds(plain) / seconds(runs) > 0.97
 
 
 def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
-    world = worlds.World(worlds.cpu, 0.6)
+    scenario = scenarios.Scenario(scenarios.cpu, 0.6)
     taken = {
-        kind: seconds(decode(world, MAKERS[kind]())[1])
+        kind: seconds(decode(scenario, MAKERS[kind]())[1])
         for kind in ("goodput", "threshold", "beg_mab")
     }
     assert taken["goodput"] < 0.95 * min(taken["threshold"], taken["beg_mab"])
 
 
 def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
-    world, made = worlds.World(worlds.gpu, 0.3, 0.0), goodput.goodput(ARMS)
+    scenario, made = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), goodput.goodput(ARMS)
 
     def speculating(runs):
         taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
         return np.mean(taken)
 
-    state, runs = decode(world, made, rollouts=3)
+    state, runs = decode(scenario, made, rollouts=3)
     assert speculating(runs) < 0.3
-    world.quality, world.agreement = 0.8, 1.0
-    state, runs = decode(world, made, rollouts=4, seed=1, state=state)
+    scenario.quality, scenario.agreement = 0.8, 1.0
+    state, runs = decode(scenario, made, rollouts=4, seed=1, state=state)
     assert speculating(runs) > 0.8
-    world.quality, world.agreement = 0.3, 0.0
-    assert speculating(decode(world, made, rollouts=2, seed=2, state=state)[1]) < 0.3
+    scenario.quality, scenario.agreement = 0.3, 0.0
+    assert speculating(decode(scenario, made, rollouts=2, seed=2, state=state)[1]) < 0.3
 
 
 def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
@@ -334,24 +335,24 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
     state = made.init()
     for _ in range(20):
         state = made.observe(state, measured(arm, accepted=0.9, per_round=0.03))
-    renewed = made.renew(state)
-    assert renewed["cells"] == state["cells"] and renewed["incumbents"] == state["incumbents"]
+    updated = made.update_prior(state)
+    assert updated["cells"] == state["cells"] and updated["incumbents"] == state["incumbents"]
 
     def known(state):
         accepted, error = acceptance.estimate(state["evidence"], state["clock"], 4, (PLAIN, arm))
         return accepted[1], error[1]
 
-    assert known(renewed)[1] > known(state)[1]
+    assert known(updated)[1] > known(state)[1]
     after, without = (
         known(made.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0]
-        for one in (renewed, state)
+        for one in (updated, state)
     )
     assert 0.3 < after < without < known(state)[0]
 
 
 def test_trials_are_few_and_never_two_at_a_time():
-    world = worlds.World(worlds.cpu, 0.5)
-    state, runs = decode(world, goodput.goodput(ARMS), rollouts=5, renew=False)
+    scenario = scenarios.Scenario(scenarios.cpu, 0.5)
+    state, runs = decode(scenario, goodput.goodput(ARMS), rollouts=5, update_prior=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
     assert reasons.count("exploring") < 0.15 * len(reasons)
     assert all(
@@ -383,7 +384,7 @@ def test_what_an_arm_accepts_is_known_alike_for_caches_of_all_sizes():
     for _ in range(20):
         state = made.observe(state, measured(PLAIN))
         state = made.observe(state, measured(arm, accepted=0.9))
-    speed, error = made.outlook(state, [Cell(4, slots, arm) for slots in (256, 512, 1024)])
+    speed, error = made.predict(state, [Cell(4, slots, arm) for slots in (256, 512, 1024)])
     assert np.ptp(speed) < 0.1 and error.max() < 0.3
 
 
@@ -421,8 +422,8 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
 
 
 def test_predictions_agree_with_what_is_measured():
-    world = worlds.World(worlds.gpu, 0.7, stalls=0.0)
-    _, runs = decode(world, goodput.goodput(ARMS), rollouts=5)
+    scenario = scenarios.Scenario(scenarios.gpu, 0.7, stalls=0.0)
+    _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=5)
     ratio = [
         choice.predicted / (seen.tokens / seen.seconds)
         for choice, seen in runs[-1].chunks
@@ -443,7 +444,7 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     state = made.observe(made.init(), measured(PLAIN))
     late = measured(arm, accepted=1.0, per_round=9.0)
     sharp, doubted = (
-        made.observe(state, late._replace(doubt=share * late.seconds)) for share in (0.4, 0.9)
+        made.observe(state, late._replace(uncertainty=share * late.seconds)) for share in (0.4, 0.9)
     )
     assert sharp["evidence"] == doubted["evidence"] != state["evidence"]
     again, moved = (
@@ -492,7 +493,9 @@ def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
             "since": 0,
             "open": True,
         }
-        seen = measured(Strategy(2, 2, 4), accepted=1.0, rounds=rounds)._replace(doubt=9.0 * rounds)
+        seen = measured(Strategy(2, 2, 4), accepted=1.0, rounds=rounds)._replace(
+            uncertainty=9.0 * rounds
+        )
         funds[rounds] = made.observe(state, seen)["funds"] - state["funds"]
     assert funds[4] == pytest.approx(-4 * 2 * 0.02), (
         "two tokens a row and round, at plain decoding's 0.02 s"
@@ -500,18 +503,18 @@ def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
     assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx(
         [funds[4] / 2, funds[4], funds[4]]
     )
-    first = made.observe(state, seen._replace(doubt=math.inf))
+    first = made.observe(state, seen._replace(uncertainty=math.inf))
     assert first["funds"] == state["funds"] and not first["trial"]["open"], (
         "the first run of a program is let pass"
     )
 
 
 @pytest.mark.parametrize(
-    ("seconds", "doubt", "is_timed"),
+    ("seconds", "uncertainty", "is_timed"),
     [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)],
 )
-def test_what_a_host_does_besides_compiling_is_let_pass(seconds, doubt, is_timed):
-    seen = measured(PLAIN, per_round=seconds / 16)._replace(doubt=doubt)
+def test_what_a_host_does_besides_compiling_is_let_pass(seconds, uncertainty, is_timed):
+    seen = measured(PLAIN, per_round=seconds / 16)._replace(uncertainty=uncertainty)
     assert seen.seconds == pytest.approx(seconds) and seen.is_timed is is_timed
 
 
@@ -522,7 +525,7 @@ def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
         state, choice = made.choose(state, 4, 4, 512)
         drafts, number = choice.strategy != PLAIN, min(choice.rounds, 16)
         seen = measured(choice.strategy, accepted=0.2 * drafts, rounds=number)._replace(
-            doubt=9.0 * drafts
+            uncertainty=9.0 * drafts
         )
         state, rounds[drafts] = made.observe(state, seen), rounds[drafts] + number
     assert 0 < rounds[True] < 0.015 * rounds[False]
@@ -531,7 +534,7 @@ def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
 def test_beg_mab_pulls_again_what_was_not_timed():
     made = beg_mab.beg_mab(["4_2_8"], epsilon=0.0)
     state, first = made.choose(made.init(), 4, 4, 512)
-    state = made.observe(state, measured(first.strategy)._replace(doubt=1.0))
+    state = made.observe(state, measured(first.strategy)._replace(uncertainty=1.0))
     assert state["rewards"] == {} and made.choose(state, 4, 4, 512)[1].strategy == first.strategy
 
 
@@ -541,7 +544,7 @@ def test_beg_mab_pulls_again_what_was_not_timed():
 @pytest.mark.parametrize("kind", MAKERS)
 def test_decisions_replay_from_the_record_also_through_json_and_states_never_change(kind):
     made = MAKERS[kind]()
-    _, (run,) = decode(worlds.World(worlds.gpu, 0.6), made, rollouts=1)
+    _, (run,) = decode(scenarios.Scenario(scenarios.gpu, 0.6), made, rollouts=1)
     state = MAKERS[kind]().init()
     for what, given, choice in run.calls:
         state, before = json.loads(json.dumps(state)), copy.deepcopy(state)
@@ -561,10 +564,13 @@ def test_decisions_replay_from_the_record_also_through_json_and_states_never_cha
 
 
 def test_a_state_of_another_pool_is_still_usable():
-    world = worlds.World(worlds.gpu, 0.6)
-    state, _ = decode(world, goodput.goodput(["4_2_8", "8_4_48"]), rollouts=1)
+    scenario = scenarios.Scenario(scenarios.gpu, 0.6)
+    state, _ = decode(scenario, goodput.goodput(["4_2_8", "8_4_48"]), rollouts=1)
     state, runs = decode(
-        world, goodput.goodput(["2_2_4", "4_2_8"]), rollouts=1, state=json.loads(json.dumps(state))
+        scenario,
+        goodput.goodput(["2_2_4", "4_2_8"]),
+        rollouts=1,
+        state=json.loads(json.dumps(state)),
     )
     assert {strategies.name(choice.strategy) for choice, _ in runs[0].chunks} <= {
         "off",
@@ -574,5 +580,5 @@ def test_a_state_of_another_pool_is_still_usable():
 
 
 def test_the_state_stays_small():
-    state, _ = decode(worlds.World(worlds.cpu, 0.5), goodput.goodput(ARMS), rollouts=4)
+    state, _ = decode(scenarios.Scenario(scenarios.cpu, 0.5), goodput.goodput(ARMS), rollouts=4)
     assert len(json.dumps(state)) < 32_000

@@ -9,28 +9,32 @@ import pytest
 import tuner_rollouts
 
 from tlt_jax.config.schema import Speculation
+from tlt_jax.simulate import scenarios
 from tlt_jax.spec_decode.strategy import PLAIN, parse
-from tlt_jax.tuner import acceptance, beg_mab, exploration, fixed, goodput, worlds
+from tlt_jax.tuner import acceptance, beg_mab, exploration, fixed, goodput
 from tlt_jax.tuner.arms import parse_arms
 
 SHIPPED = Speculation().strategies
 ARMS = parse_arms(SHIPPED)
-NODE = {worlds.cpu: 1 / 10, worlds.gpu: 1 / 200}  # what a node costs before anything is measured
+NODE = {
+    scenarios.cpu: 1 / 10,
+    scenarios.gpu: 1 / 200,
+}  # what a node costs before anything is measured
 
 
 def made_for(law):
     return goodput.goodput(SHIPPED, node_cost=NODE[law])
 
 
-def decode(world, made, rollouts=3, seed=0, state=None):
+def decode(scenario, made, rollouts=3, seed=0, state=None):
     """(state, runs) of some rollouts of 48 answers, an update of the weights after each."""
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
-        answers = worlds.lengths(random, 48, 1200)
-        state, run = tuner_rollouts.rollout(world, made, state, answers, 100 * seed + i, seen)
+        answers = scenarios.lengths(random, 48, 1200)
+        state, run = tuner_rollouts.rollout(scenario, made, state, answers, 100 * seed + i, seen)
         runs.append(run)
-        state = made.renew(state)
+        state = made.update_prior(state)
     return state, runs
 
 
@@ -40,14 +44,14 @@ def seconds(runs) -> float:
 
 @pytest.mark.parametrize(
     ("law", "quality", "share"),
-    [(worlds.gpu, 0.8, 0.93), (worlds.gpu, 0.5, 0.93), (worlds.cpu, 0.8, 0.95),
-     (worlds.cpu, 0.5, 0.96), (worlds.cpu, 0.3, 0.96)],
+    [(scenarios.gpu, 0.8, 0.93), (scenarios.gpu, 0.5, 0.93), (scenarios.cpu, 0.8, 0.95),
+     (scenarios.cpu, 0.5, 0.96), (scenarios.cpu, 0.3, 0.96)],
 )  # fmt: skip
 def test_the_shipped_arms_come_close_to_knowing_everything(law, quality, share):
-    world = worlds.World(law, quality)
-    state, _ = decode(world, made_for(law), rollouts=4)
-    _, runs = decode(world, made_for(law), rollouts=2, seed=1, state=state)
-    _, best = decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=1)
+    scenario = scenarios.Scenario(law, quality)
+    state, _ = decode(scenario, made_for(law), rollouts=4)
+    _, runs = decode(scenario, made_for(law), rollouts=2, seed=1, state=state)
+    _, best = decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=1)
     assert seconds(best) / seconds(runs) > share
 
 
@@ -55,9 +59,11 @@ def learning(law, quality: float) -> float:
     """The oracle's share of the seconds of first rollouts, when nothing is known."""
     spent, least = 0.0, 0.0
     for seed in range(4):
-        world = worlds.World(law, quality, seed=seed)
-        spent += seconds(decode(world, made_for(law), rollouts=4, seed=seed)[1])
-        least += seconds(decode(world, worlds.oracle(world, ARMS), rollouts=4, seed=seed)[1])
+        scenario = scenarios.Scenario(law, quality, seed=seed)
+        spent += seconds(decode(scenario, made_for(law), rollouts=4, seed=seed)[1])
+        least += seconds(
+            decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=4, seed=seed)[1]
+        )
     return least / spent
 
 
@@ -66,7 +72,7 @@ LEARNED = {0.8: 0.87, 0.5: 0.9, 0.3: 0.92}  # quality -> share
 
 @pytest.mark.parametrize("quality", LEARNED)
 def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
-    assert learning(worlds.gpu, quality) > LEARNED[quality]
+    assert learning(scenarios.gpu, quality) > LEARNED[quality]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +82,14 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
 )  # fmt: skip
 def test_too_few_trials_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
     monkeypatch.setattr(exploration, name, value)
-    assert learning(worlds.gpu, quality) < LEARNED[quality]
+    assert learning(scenarios.gpu, quality) < LEARNED[quality]
 
 
 def is_tried(gap: float, error: float) -> bool:
     """Whether an arm is tried that is predicted to be faster by so much, when trials are paid."""
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
-    view = exploration.Outlook(arms, speed, errors, np.zeros(2))
+    view = exploration.Prediction(arms, speed, errors, np.zeros(2))
     return (
         exploration.worth_trying(
             {"chunk": 16, "funds": math.inf}, view, 0, np.array([True] * len(view.arms))
@@ -110,30 +116,30 @@ def test_a_trial_is_worth_its_price_when_six_chunks_pay_for_it(error):
         assert tried != [is_worth_it(gap, error, 100.0) for gap in gaps]
 
 
-@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
 @pytest.mark.parametrize("agreement", [0.0, 0.3])
 def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(law, agreement):
-    world = worlds.World(law, 0.3, agreement)
-    _, plain = decode(world, fixed.fixed("off"), rollouts=4)
-    _, runs = decode(world, goodput.goodput(SHIPPED), rollouts=4)
+    scenario = scenarios.Scenario(law, 0.3, agreement)
+    _, plain = decode(scenario, fixed.fixed("off"), rollouts=4)
+    _, runs = decode(scenario, goodput.goodput(SHIPPED), rollouts=4)
     assert seconds(plain) / seconds(runs) > 0.98
 
 
-@pytest.mark.parametrize(("law", "quality"), [(worlds.cpu, 0.6), (worlds.gpu, 0.8)])
+@pytest.mark.parametrize(("law", "quality"), [(scenarios.cpu, 0.6), (scenarios.gpu, 0.8)])
 def test_the_shipped_arms_beat_the_switch_and_the_bandit(law, quality):
-    world = worlds.World(law, quality)
+    scenario = scenarios.Scenario(law, quality)
     made = (
         made_for(law),
         fixed.threshold(SHIPPED, 32),
         beg_mab.beg_mab(SHIPPED),
         fixed.fixed("off"),
     )
-    taken, *others = (seconds(decode(world, one)[1]) for one in made)
+    taken, *others = (seconds(decode(scenario, one)[1]) for one in made)
     assert taken < 0.97 * min(others[:2]) and taken < 1.001 * others[2]
 
 
 def test_the_shipped_arms_are_used_while_the_drafter_is_good():
-    world, made = worlds.World(worlds.gpu, 0.3, 0.0), made_for(worlds.gpu)
+    scenario, made = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), made_for(scenarios.gpu)
 
     def speculating(runs):
         small = [seen for _, seen in runs[-1].chunks if seen.batch <= 16]
@@ -141,19 +147,19 @@ def test_the_shipped_arms_are_used_while_the_drafter_is_good():
             [one.strategy != PLAIN for one in small], weights=[one.rounds for one in small]
         )
 
-    state, runs = decode(world, made)
+    state, runs = decode(scenario, made)
     assert speculating(runs) < 0.2
-    world.quality, world.agreement = 0.8, 1.0
-    state, runs = decode(world, made, rollouts=4, seed=1, state=state)
+    scenario.quality, scenario.agreement = 0.8, 1.0
+    state, runs = decode(scenario, made, rollouts=4, seed=1, state=state)
     assert speculating(runs) > 0.9
-    world.quality, world.agreement = 0.3, 0.0
-    assert speculating(decode(world, made, rollouts=2, seed=2, state=state)[1]) < 0.2
+    scenario.quality, scenario.agreement = 0.3, 0.0
+    assert speculating(decode(scenario, made, rollouts=2, seed=2, state=state)[1]) < 0.2
 
 
-@pytest.mark.parametrize("law", [worlds.cpu, worlds.gpu])
+@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
 def test_predictions_of_the_shipped_arms_come_true_and_trials_are_few(law):
-    world = worlds.World(law, 0.7, stalls=0.0)
-    _, runs = decode(world, made_for(law), rollouts=5)
+    scenario = scenarios.Scenario(law, 0.7, stalls=0.0)
+    _, runs = decode(scenario, made_for(law), rollouts=5)
     chunks = [pair for run in runs[2:] for pair in run.chunks]
     told = [choice.predicted * seen.seconds / seen.tokens for choice, seen in chunks]
     assert np.median(told) == pytest.approx(1.0, abs=0.12)
@@ -169,7 +175,7 @@ def test_predictions_of_the_shipped_arms_come_true_and_trials_are_few(law):
 def test_the_smaller_shipped_arms_accept_what_larger_ones_predict(quality, source, text):
     source, smaller = parse(source), parse(text)
     assert source in ARMS and smaller in ARMS
-    hits = worlds.table(*worlds.drafts(1, 4000, quality, 1.0, source)[:2], source)
+    hits = scenarios.table(*scenarios.drafts(1, 4000, quality, 1.0, source)[:2], source)
     predicted = acceptance.counterfactual(hits, smaller) / 4000
-    truth = (worlds.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
+    truth = (scenarios.drafts(2, 4000, quality, 1.0, smaller).rank >= 0).sum() / 4000
     assert abs((1 + predicted) / (1 + truth) - 1) < 0.04

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from test_tuner_arms import ARMS, decode, made_for, seconds
 
-from tlt_jax.tuner import exploration, fixed, worlds
+from tlt_jax.simulate import scenarios
+from tlt_jax.tuner import exploration, fixed
 
 SEEDS = 6
 
@@ -17,9 +18,9 @@ def useless() -> float:
     """Seconds of first rollouts over those of plain decoding: drafts never hold, and the clock is off by a fifth."""
     spent, plain = 0.0, 0.0
     for seed in range(SEEDS):
-        world = worlds.World(worlds.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
-        spent += seconds(decode(world, made_for(worlds.gpu), rollouts=1, seed=seed)[1])
-        plain += seconds(decode(world, fixed.fixed("off"), rollouts=1, seed=seed)[1])
+        scenario = scenarios.Scenario(scenarios.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
+        spent += seconds(decode(scenario, made_for(scenarios.gpu), rollouts=1, seed=seed)[1])
+        plain += seconds(decode(scenario, fixed.fixed("off"), rollouts=1, seed=seed)[1])
     return spent / plain
 
 
@@ -27,9 +28,11 @@ def good() -> float:
     """Seconds of first rollouts over those of a tuner that knows everything: most drafts hold, and the clock is steady."""
     spent, least = 0.0, 0.0
     for seed in range(SEEDS):
-        world = worlds.World(worlds.gpu, 0.8, seed=seed)
-        spent += seconds(decode(world, made_for(worlds.gpu), rollouts=2, seed=seed)[1])
-        least += seconds(decode(world, worlds.oracle(world, ARMS), rollouts=2, seed=seed)[1])
+        scenario = scenarios.Scenario(scenarios.gpu, 0.8, seed=seed)
+        spent += seconds(decode(scenario, made_for(scenarios.gpu), rollouts=2, seed=seed)[1])
+        least += seconds(
+            decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=seed)[1]
+        )
     return spent / least
 
 
@@ -37,11 +40,11 @@ MOST = {useless: 1.03, good: 1.25}
 
 
 @pytest.mark.parametrize("world", MOST)
-def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_used(world):
-    assert world() < MOST[world]
+def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_used(scenario):
+    assert scenario() < MOST[scenario]
 
 
 @pytest.mark.parametrize(("world", "factor"), [(useless, 0.25), (good, 4.0)])
-def test_a_fourth_and_four_times_the_caution_cost_more_than_that(world, factor, monkeypatch):
+def test_a_fourth_and_four_times_the_caution_cost_more_than_that(scenario, factor, monkeypatch):
     monkeypatch.setattr(exploration, "CAUTION", factor * exploration.CAUTION)
-    assert world() > MOST[world]
+    assert scenario() > MOST[scenario]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tlt_jax.simulate.scenarios import Scenario, table
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import Measurement, Tuner
-from tlt_jax.tuner.worlds import World, table
 
 BATCHES = (1, 4, 16, 64)
 SLOTS = (256, 512, 1024, 2048)
@@ -44,7 +44,12 @@ class Run:
 
 
 def rollout(
-    world: World, tuner: Tuner, state: dict, answers: np.ndarray, seed: int, seen: set | None = None
+    scenario: Scenario,
+    tuner: Tuner,
+    state: dict,
+    answers: np.ndarray,
+    seed: int,
+    seen: set | None = None,
 ):
     """Decodes the answers with a decision one chunk late (two chunks in flight); (state, Run)."""
     random, run, seen = np.random.default_rng(seed), Run(), set() if seen is None else seen
@@ -55,8 +60,8 @@ def rollout(
         slots = next(size for size in SLOTS if size >= min(done[left > 0].max() + 256, SLOTS[-1]))
         state, choice = tuner.choose(state, live, batch, slots)
         run.calls.append(("choose", (live, batch, slots), choice))
-        measured = chunk(world, random, choice, left, done, batch, slots)
-        seconds = clocked(world, random, measured, run, last, seen)
+        measured = chunk(scenario, random, choice, left, done, batch, slots)
+        seconds = clocked(scenario, random, measured, run, last, seen)
         last, measured = choice.strategy, measured._replace(seconds=seconds)
         run.seconds += seconds
         run.chunks.append((choice, measured))
@@ -70,7 +75,7 @@ def rollout(
     return state, run
 
 
-def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
+def chunk(scenario, random, choice, left, done, batch, slots) -> Measurement:
     """Runs up to CHUNK rounds on the answers, in place; its seconds are those of a quiet clock."""
     arm, rows = choice.strategy, np.nonzero(left > 0)[0]
     hits, rounds, row_rounds, tokens = (
@@ -82,7 +87,7 @@ def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
     while rounds < min(CHUNK, choice.rounds) and len(rows):
         accepted = np.zeros(len(rows), int)
         if arm != PLAIN:
-            rank, sibling, _ = world.trees(arm)
+            rank, sibling, _ = scenario.trees(arm)
             drawn = random.integers(len(rank), size=len(rows))
             hits += table(rank[drawn], sibling[drawn], arm)
             accepted = (rank[drawn] >= 0).sum(1)
@@ -91,7 +96,7 @@ def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
         done[rows] += emitted
         rounds, row_rounds, tokens = rounds + 1, row_rounds + len(rows), tokens + int(emitted.sum())
         rows = rows[left[rows] > 0]
-    quiet = rounds * world.cost(batch, slots, arm) / 1e3
+    quiet = rounds * scenario.cost(batch, slots, arm) / 1e3
     return Measurement(
         0,
         batch,
@@ -108,12 +113,12 @@ def chunk(world, random, choice, left, done, batch, slots) -> Measurement:
 
 
 def clocked(
-    world: World, random, measured: Measurement, run: Run, last: Strategy | None, seen: set
+    scenario: Scenario, random, measured: Measurement, run: Run, last: Strategy | None, seen: set
 ) -> float:
     """The chunk's seconds on a real clock: jitter, stalls, first calls, the drafter's catch-up, bursts of other load."""
     cell = (measured.batch, measured.slots, measured.strategy)
-    seconds = world.slowed(random, measured.seconds, cell not in seen)
+    seconds = scenario.slowed(random, measured.seconds, cell not in seen)
     seen.add(cell)
     if last == PLAIN and measured.strategy != PLAIN:
-        seconds += 2 * world.cost(measured.batch, measured.slots, PLAIN) / 1e3
-    return seconds * world.load(run.seconds)
+        seconds += 2 * scenario.cost(measured.batch, measured.slots, PLAIN) / 1e3
+    return seconds * scenario.load(run.seconds)

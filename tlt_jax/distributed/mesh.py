@@ -35,7 +35,7 @@ def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def own_groups(mesh: Mesh) -> list[int]:
+def local_groups(mesh: Mesh) -> list[int]:
     """The data groups of this process, whose programs it builds and runs.
 
     Raises ValueError when a group lies on several processes, or a process has none.

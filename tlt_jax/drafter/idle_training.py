@@ -26,7 +26,7 @@ from tlt_jax.drafter.budget import Budget
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.reports import Trained
-from tlt_jax.rollout.ports import Program, Programs
+from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decode import Weights
 
@@ -120,7 +120,7 @@ class IdleTraining:
         self.micro_step_seconds = 0.0  # of those after a rollout, the latest
         self.paid_seconds = 0.0  # what those of this step took
 
-    def beside_rollout(self) -> dict[str, Any]:
+    def background_work(self) -> dict[str, Any]:
         """What Engine.run is given so that idle groups train."""
         if not self.is_active or not self.is_idle_used:
             return {}
@@ -164,8 +164,8 @@ class IdleTraining:
 
     def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
         """Whether what a drafter is expected to save exceeds what training and using it compiles."""
-        price = self.programs.price(self.piece(min(self.groups), self.wanted))
-        return GAIN * seconds_left > start + PROGRAMS * price
+        compile_cost = self.programs.compile_cost(self.piece(min(self.groups), self.wanted))
+        return GAIN * seconds_left > start + PROGRAMS * compile_cost
 
     def pays(self, seconds_left: float) -> bool:
         """Whether training pays off in the rest of the run, of so many seconds in rollouts.
@@ -188,7 +188,7 @@ class IdleTraining:
             self.wanted = self.tokens
             return
         self.programs.prepare(pieces)
-        if not any(map(self.programs.price, pieces)):
+        if not any(map(self.programs.compile_cost, pieces)):
             self.tokens = self.wanted
 
     def piece(self, group: int, tokens: int) -> Program:
@@ -198,7 +198,7 @@ class IdleTraining:
     def dispatch(self, group: int) -> bool:
         """The next micro-step of a group, or an evaluation on held-out windows."""
         copy, piece = self.copies.get(group), self.piece(group, self.tokens)
-        if copy is None or self.is_left_out(group) or self.programs.price(piece):
+        if copy is None or self.is_left_out(group) or self.programs.compile_cost(piece):
             return False
         evaluates = copy.pieces % EVALUATE_EVERY == 0
         replay, batch = self.replays[group], None

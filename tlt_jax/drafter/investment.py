@@ -121,20 +121,22 @@ class Investment:
         cost = EARLY * self.step_seconds
         rate, steps = cost * self.tokens / self.pieces / self.piece_seconds, 1
         while steps < left and (depths := self.expected(rate * steps)) is not None:
-            saved, price = worth(depths)
-            if saved * (left - steps) / left > price + cost * steps:
+            saved, compile_cost = worth(depths)
+            if saved * (left - steps) / left > compile_cost + cost * steps:
                 return True
             steps *= 2
         return False
 
-    def earned(self, worth: Worth, done: int, left: int, price: float, drafts: bool) -> Investment:
+    def earned(
+        self, worth: Worth, done: int, left: int, compile_cost: float, drafts: bool
+    ) -> Investment:
         """With what may be spent in this step, after `done` ones and with `left` to come.
 
-        `price`: seconds that compiling it takes first. `drafts`: the rollout drafts with the drafter.
+        `compile_cost`: seconds that compiling it takes first. `drafts`: the rollout drafts with the drafter.
         """
         step = self.step_seconds
         if (
-            not drafts and CHANCE * step * left <= price
+            not drafts and CHANCE * step * left <= compile_cost
         ):  # nothing can save more than all that is left
             return replace(self, credit=0.0)
         if not step or not left:
@@ -146,8 +148,8 @@ class Investment:
             EARLY * step, self.piece_seconds
         )  # a piece may take longer than its part of a step
         budget = LONG * step * (done + 1 + left) * (STALLED if self.expected(0) else 1.0)
-        is_tried = self.spent + price + most <= budget
-        is_tried &= CHANCE * saved > start + price
+        is_tried = self.spent + compile_cost + most <= budget
+        is_tried &= CHANCE * saved > start + compile_cost
         if not (is_tried or self.repays(worth, left)):
             return replace(self, credit=0.0)
         return replace(self, credit=min(self.credit + EARLY * step, most))

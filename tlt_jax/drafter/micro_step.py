@@ -16,8 +16,8 @@ from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
 from tlt_jax.models.transformer import Params
 from tlt_jax.optimizer import Adam
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import GroupShapes, StateShape
+from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
+from tlt_jax.rollout.executables.protocols import Program
 
 
 @dataclass(frozen=True)

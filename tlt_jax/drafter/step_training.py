@@ -86,13 +86,13 @@ class Lesson:
 class StepTraining:
     """How much the drafter learns in each update of a run: drafter_training.share.
 
-    `share` of the rows; None: as much as `investment` says that the run repays. `price`: seconds that compiling this is
+    `share` of the rows; None: as much as `investment` says that the run repays. `compile_cost`: seconds that compiling this is
     expected to take. `told`: what process 0 counts, for all.
     """
 
     recipe: Recipe
     share: float | None
-    price: Callable[[StepTraining], float]
+    compile_cost: Callable[[StepTraining], float]
     told: Callable[[float], float]
     has_learned: bool = False
 
@@ -107,8 +107,8 @@ class StepTraining:
         """With the seconds that may be spent in this step; see Investment.earned."""
         if self.share is not None:
             return investment
-        price = 0.0 if self.has_learned else self.price(self)
-        earned = investment.earned(worth, done, left, price, drafts)
+        compile_cost = 0.0 if self.has_learned else self.compile_cost(self)
+        earned = investment.earned(worth, done, left, compile_cost, drafts)
         return replace(earned, credit=self.told(earned.credit))
 
     def chosen(

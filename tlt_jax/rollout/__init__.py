@@ -1,6 +1,6 @@
-"""The adaptive rollout engine, host side: who decodes what, when, with which programs.
+"""The adaptive rollout engine, host side: who decodes what, when, and with which programs.
 
-Public: engine.Engine, request.RolloutRequest, driver (start, run, Rollout), events, state.GroupContext,
-planner.Planner, queue.WorkQueue, recorder (Completion, RolloutResult). The machine of one group (group), its
-programs and their executables are private to the package, but for the command `plan` and train.memory.
+Public: engine.Engine, request.RolloutRequest, events, recorder (Completion, RolloutResult); of the scheduler
+driver (start, run, Rollout), state.GroupContext, planner.Planner and queue.WorkQueue. `scheduler.group`, the
+programs and their executables are private to the package, except for the command `plan` and train.memory.
 """

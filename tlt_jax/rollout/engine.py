@@ -18,13 +18,14 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
 from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.distributed.ending import Ending
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, deterministic, driver, exchange
+from tlt_jax.rollout import bindings, exchange
 from tlt_jax.rollout.buckets import (
     FIRST_CACHE_BUCKET,
     batch_buckets,
@@ -32,15 +33,14 @@ from tlt_jax.rollout.buckets import (
     bucket_width,
     doubling,
 )
-from tlt_jax.rollout.ending import Ending
 from tlt_jax.rollout.events import Emitted, Listener, Look
-from tlt_jax.rollout.executables import Executables, log_compile, time_draft, use_compile_cache
-from tlt_jax.rollout.harvest import Harvest
-from tlt_jax.rollout.idle import IdleDriver, IdleWork
-from tlt_jax.rollout.ngram_memory import NGramMemory
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import (
+from tlt_jax.rollout.executables.compilation import (
+    Executables,
+    log_compile,
+    time_draft,
+    use_compile_cache,
+)
+from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
@@ -49,12 +49,18 @@ from tlt_jax.rollout.programs import (
     Prefill,
     StateShape,
 )
-from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
+from tlt_jax.rollout.idle.expected_time import Remaining
+from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.rollout.remaining import Remaining
 from tlt_jax.rollout.request import RolloutRequest, check
-from tlt_jax.rollout.savings import MARGIN, Savings, smallest
-from tlt_jax.rollout.state import GroupContext, Harvester, Needs, Queue, no_context
+from tlt_jax.rollout.scheduler import deterministic, driver
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.scheduler.payback import MARGIN, Payback, smallest
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name
@@ -96,7 +102,9 @@ class Engine:
         self.job = job or Job()
         try:
             is_alone = self.job.count == 1
-            self.own = [*range(len(self.groups))] if is_alone else meshes.own_groups(mesh)
+            self.local_groups = (
+                [*range(len(self.groups))] if is_alone else meshes.local_groups(mesh)
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
         speculation, dtype, self.drafter = config.speculation, config.model.compute_dtype, drafter
@@ -108,7 +116,7 @@ class Engine:
         self.draft_seconds: dict[Shape, float] = {}
         # What is decoded by counts alone remembers nothing that a resumed run has lost, or that another group says.
         by_counts, is_cpu = config.rollout.deterministic, meshes.is_cpu(mesh)
-        self.pricing = deterministic.pricing(make.node_cost(is_cpu)) if by_counts else None
+        self.cost_table = deterministic.cost_table(make.node_cost(is_cpu)) if by_counts else None
         memory = NGramMemory(
             speculation.pool,
             math.inf if by_counts else speculation.memory,
@@ -132,7 +140,7 @@ class Engine:
 
         self.rollouts = itertools.count()
         self.lengths: list[int] = []  # tokens of the answers of the rollout before
-        self.savings: dict[DecodingParams, Savings] = defaultdict(Savings)
+        self.payback: dict[DecodingParams, Payback] = defaultdict(Payback)
         self.capacity = config.rollout.slots or self.share(
             config.rollout.prompts, config.rollout.samples
         )
@@ -183,7 +191,7 @@ class Engine:
             self.drafter = self.learned if is_used else None
             self.programs.rebind(self.shapes(self.drafter))
 
-    def price_of_learned(self) -> float:
+    def learned_compile_cost(self) -> float:
         """Seconds of compiling that `use_learned` is expected to cost."""
         return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
 
@@ -199,27 +207,27 @@ class Engine:
         nothing to start, and saves something where drafting is faster by GAIN_BY_COUNTS with a quarter of all rows.
         """
         arms = [arm for arm in self.arms if arm.drafter in (LEARNED, MERGED)]
-        speeds = partial(self.tuner.outlook, self.tuner.renew(tuner, {LEARNED: depths}))
+        speeds = partial(self.tuner.predict, self.tuner.update_prior(tuner, {LEARNED: depths}))
         if self.drafter or not arms:
             return 0.0, 0.0
-        if self.pricing:
+        if self.cost_table:
             usual = smallest(self.batches, self.capacity / 4), FIRST_CACHE_BUCKET
             plain, *drafted = speeds([Cell(*usual, arm) for arm in (PLAIN, *arms)])[0]
             return 1 - math.exp(GAIN_BY_COUNTS + plain - max(drafted)), 0.0
-        savings = max(self.savings.values(), key=lambda one: sum(one.tokens.values()), default=None)
-        if savings is None or not savings.tokens:
+        payback = max(self.payback.values(), key=lambda one: sum(one.tokens.values()), default=None)
+        if payback is None or not payback.tokens:
             return 0.0, 0.0
         chunks = [one for one in self.programs.executables if isinstance(one, Decode)]
         compiled = {PLAIN, *(one.strategy for one in chunks)}
-        there = [Cell(*where, arm) for where in savings.tokens for arm in compiled]
-        cells = [Cell(*where, arm) for where in savings.tokens for arm in arms]
-        if not chunks or not np.isfinite(speeds([*cells, *there])[1]).all():
+        compiled = [Cell(*where, arm) for where in payback.tokens for arm in compiled]
+        cells = [Cell(*where, arm) for where in payback.tokens for arm in arms]
+        if not chunks or not np.isfinite(speeds([*cells, *compiled])[1]).all():
             return 0.0, 0.0
-        seconds_S, share_SC, _ = savings.shares(cells, there, speeds)
+        seconds_S, share_SC, _ = payback.shares(cells, compiled, speeds)
         saved = seconds_S @ share_SC.max(axis=1) - FEATURES * seconds_S.sum()
         best = cells[int(np.argmax(seconds_S @ share_SC))].strategy
-        chunk = self.programs.prices.of(replace(chunks[-1], strategy=best))
-        return float(saved), self.price_of_learned() + MARGIN * chunk
+        chunk = self.programs.compile_costs.of(replace(chunks[-1], strategy=best))
+        return float(saved), self.learned_compile_cost() + MARGIN * chunk
 
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""
@@ -230,7 +238,7 @@ class Engine:
         weights = Weights(
             self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ()
         )
-        return {index: meshes.view(weights, self.groups[index]) for index in self.own}
+        return {index: meshes.view(weights, self.groups[index]) for index in self.local_groups}
 
     def request(
         self,
@@ -307,8 +315,8 @@ class Engine:
             len(prompt) + limit
             for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
         )
-        savings = self.savings[request.params]
-        savings.begin(request.rollouts_left, len(request.keys))
+        payback = self.payback[request.params]
+        payback.begin(request.rollouts_left, len(request.keys))
         tuner = self.tuner.init() if tuner is None else tuner
         count = len(request.prompts), request.samples
         shared = WorkQueue(board, scope, *count)
@@ -318,27 +326,29 @@ class Engine:
             slots,
             self.tuner,
             tuner,
-            savings,
+            payback,
             longest,
-            len(self.own),
-            self.pricing,
+            len(self.local_groups),
+            self.cost_table,
         )
-        planners = dict.fromkeys(self.own, planner())
-        queues = dict.fromkeys(self.own, shared)
-        if self.pricing:
-            planners = {index: planner() for index in self.own}
-            queues = {i: deterministic.DealtQueue(i, len(self.groups), *count) for i in self.own}
+        planners = dict.fromkeys(self.local_groups, planner())
+        queues = dict.fromkeys(self.local_groups, shared)
+        if self.cost_table:
+            planners = {index: planner() for index in self.local_groups}
+            queues = {
+                i: deterministic.DealtQueue(i, len(self.groups), *count) for i in self.local_groups
+            }
         if self.ngram_memory:
             self.ngram_memory.begin(request.prompts, request.samples)
         before, waited = len(self.programs.compiles), len(self.programs.waited)
         contexts = self.contexts(request, weights, queues, planners, harvesters)
         rollout = driver.start(contexts, [self.remember, *listeners], on_finish)
-        beside = idle_work and self.beside(rollout, number, idle_work, least_idle, ending)
-        result = driver.run(rollout, interrupted, beside, ending)
+        background = idle_work and self.background(rollout, number, idle_work, least_idle, ending)
+        result = driver.run(rollout, interrupted, background, ending)
 
         began = rollout.recorder.begin
         waits = [(start - began, end - began) for start, end in self.programs.waited[waited:]]
-        result = replace(result, compile_waits=dict.fromkeys(self.own, waits))
+        result = replace(result, compile_waits=dict.fromkeys(self.local_groups, waits))
         new = self.programs.compiles[before:]
         result.stats.update(
             programs=len(self.programs.executables),
@@ -346,21 +356,23 @@ class Engine:
             compile_seconds=sum(compiled.seconds for compiled in new),
             **self.memory_held(),
         )
-        if beside:
-            result.stats.update(idle_used=sum(beside.used.values()), idle_delay=beside.delay)
+        if background:
+            result.stats.update(
+                idle_used=sum(background.used.values()), idle_delay=background.delay
+            )
         if self.job.count > 1:
             result = exchange.exchanged(self.job, result, wanted)
-        if self.pricing:
-            tuner = deterministic.learned(self.tuner, tuner, result.measurements, self.pricing)
+        if self.cost_table:
+            tuner = deterministic.learned(self.tuner, tuner, result.measurements, self.cost_table)
         elif self.job.count > 1:
             for measurement in result.measurements:  # all learn the same, in the same order
                 tuner = self.tuner.observe(tuner, measurement)
         else:
-            tuner = planners[self.own[0]].state
+            tuner = planners[self.local_groups[0]].state
         self.lengths = [len(one.tokens) for one in result.completions]
         return result, tuner
 
-    def beside(
+    def background(
         self, rollout: driver.Rollout, number: int, work: IdleWork, least: float, ending: Ending
     ) -> IdleDriver:
         """What gives the idle groups of a rollout this work."""
@@ -398,9 +410,9 @@ class Engine:
         return [
             GroupContext(
                 index, self.programs, weights[index], request, queues[index], planners[index], needs,
-                drafters[""].remembers, harvesters[index] if harvesters else None, self.pricing is not None,
+                drafters[""].remembers, harvesters[index] if harvesters else None, self.cost_table is not None,
             )
-            for index in self.own
+            for index in self.local_groups
         ]  # fmt: skip
 
     def memory_held(self) -> dict[str, int]:
@@ -415,7 +427,9 @@ class Engine:
             for one in held.values()
             if isinstance(one.program, Decode) and one.program.strategy != PLAIN
         ]
-        groups = [[one for one in drafting if one.program.group == index] for index in self.own]
+        groups = [
+            [one for one in drafting if one.program.group == index] for index in self.local_groups
+        ]
         sizes = [
             sum(one.code for one in group) + max((one.temporary for one in group), default=0)
             for group in groups
@@ -472,7 +486,7 @@ class Engine:
             if rounds and shape not in self.draft_seconds
         ]
         for batch, slots, strategy in fresh[:1]:
-            group = self.own[0]
+            group = self.local_groups[0]
             state = StateShape(group, batch, slots)
             draft = DraftOnly(state, TIMED_ROUNDS, strategy, self.config.rollout.temperature)
             seconds = time_draft(self.programs, draft, weights[group])

@@ -43,21 +43,21 @@ class NGramMemory:
     ):
         self.budget, self.capacity, self.context, self.size = budget, capacity, context, 0
         self.keeps_earlier = keeps_earlier
-        self.shelves: OrderedDict[bytes, list[Text]] = OrderedDict()
+        self.by_prompt: OrderedDict[bytes, list[Text]] = OrderedDict()
         self.keys: list[bytes] = []
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
         """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept, if they are to be."""
         if not self.keeps_earlier:
-            self.shelves.clear()
+            self.by_prompt.clear()
             self.size, self.keys = 0, []
-        for key in self.shelves.keys() & self.keys:  # those of the rollout before
-            shelf = self.shelves[key]
-            kept = [Text(None, [part.copy()]) for part in newest(shelf, self.budget)]
+        for key in self.by_prompt.keys() & self.keys:  # those of the rollout before
+            texts = self.by_prompt[key]
+            kept = [Text(None, [part.copy()]) for part in newest(texts, self.budget)]
             self.size += sum(len(text.tokens) for text in kept)
-            self.size -= sum(len(text.tokens) for text in shelf)
-            self.shelves[key] = kept
+            self.size -= sum(len(text.tokens) for text in texts)
+            self.by_prompt[key] = kept
         self.prompts, self.samples, self.begun = prompts, samples, set()
         self.keys = [
             blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
@@ -73,10 +73,10 @@ class NGramMemory:
             prompt = np.asarray(self.prompts[uid // self.samples], np.int32)
             start = prompt[max(len(prompt) - self.context, 0) :]
             self.begun.add(uid)
-            self.shelves.setdefault(key, []).append(Text(uid, [start]))
-            self.shelves.move_to_end(key)
+            self.by_prompt.setdefault(key, []).append(Text(uid, [start]))
+            self.by_prompt.move_to_end(key)
             self.reserve(len(start))
-        for text in self.shelves.get(key, ()):
+        for text in self.by_prompt.get(key, ()):
             if text.uid == uid:
                 text.parts.append(np.asarray(tokens, np.int32))
                 self.reserve(len(tokens))
@@ -85,16 +85,16 @@ class NGramMemory:
         """Counts new tokens, and drops the prompts unused for longest until they fit."""
         self.size += tokens
         while self.size > self.capacity:
-            _, shelf = self.shelves.popitem(last=False)
-            self.size -= sum(len(text.tokens) for text in shelf)
+            _, texts = self.by_prompt.popitem(last=False)
+            self.size -= sum(len(text.tokens) for text in texts)
 
     def siblings(self, uids: Sequence[int | None]) -> np.ndarray:
         """int32 [B, budget]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
         pools = np.full((len(uids), self.budget), SEPARATOR, np.int32)
         for row, uid in enumerate(uids):
-            shelf = () if uid is None else self.shelves.get(self.keys[uid // self.samples], ())
+            texts = () if uid is None else self.by_prompt.get(self.keys[uid // self.samples], ())
             end = self.budget
-            for part in reversed(newest([text for text in shelf if text.uid != uid], self.budget)):
+            for part in reversed(newest([text for text in texts if text.uid != uid], self.budget)):
                 pools[row, end - len(part) : end] = part
                 end -= len(part) + 1
         return pools

@@ -92,7 +92,7 @@ class RolloutRecorder:
     totals: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.looked, self.free_at, self.doubt, self.catch_up = (
+        self.looked, self.free_at, self.uncertainty, self.catch_up = (
             Counter() for _ in range(4)
         )  # by group
 
@@ -100,7 +100,7 @@ class RolloutRecorder:
         """Adds one look, which read what was ready at `began`, and dispatched programs until `ended`."""
         group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
         retired = [event for event in look.events if isinstance(event, Retired)]
-        times, doubt = self.shares(group, retired, looked)
+        times, uncertainty = self.shares(group, retired, looked)
         for event in look.events:
             match event:
                 case Decided(decision):
@@ -109,7 +109,7 @@ class RolloutRecorder:
                     self.open[group, number] = (event, looked, now)
                 case Retired(number):
                     self.retire(
-                        group, event, self.open.pop((group, number))[0], *times[number], doubt
+                        group, event, self.open.pop((group, number))[0], *times[number], uncertainty
                     )
                 case Emitted(uid):
                     self.parts.setdefault(uid, []).append(event)
@@ -130,7 +130,7 @@ class RolloutRecorder:
             return {}, 0.0
         _, earliest, queued = self.open[group, retired[0].number]
         start = max(queued, self.free_at[group])
-        doubt = start - max(earliest, self.free_at[group] - self.doubt[group])
+        uncertainty = start - max(earliest, self.free_at[group] - self.uncertainty[group])
         is_shared = len(retired) > 1
         work = np.array(
             [
@@ -140,12 +140,12 @@ class RolloutRecorder:
         )
         ends = start + (looked - start) * np.cumsum(work) / work.sum()
         ends[-1] = self.free_at[group] = looked
-        self.doubt[group] = looked - max(before, earliest)
+        self.uncertainty[group] = looked - max(before, earliest)
         times = {
             one.number: pair
             for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)
         }
-        return times, doubt + self.doubt[group]
+        return times, uncertainty + self.uncertainty[group]
 
     def retire(
         self,
@@ -154,7 +154,7 @@ class RolloutRecorder:
         dispatched: Dispatched,
         start: float,
         end: float,
-        doubt: float,
+        uncertainty: float,
     ) -> None:
         """The program is done: a span of the timeline, and a measurement when it was a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
@@ -163,7 +163,7 @@ class RolloutRecorder:
         self.totals.update(
             {"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1}
         )
-        if kind == "catch_up" and is_timed(end - start, doubt):
+        if kind == "catch_up" and is_timed(end - start, uncertainty):
             self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
             return
@@ -179,7 +179,7 @@ class RolloutRecorder:
             row_rounds=live_rounds,
             tokens=retired.tokens,
             seconds=end - start,
-            doubt=math.inf if retired.is_untimed else doubt,
+            uncertainty=math.inf if retired.is_untimed else uncertainty,
             hits=np.asarray(retired.stats.hits),
             number=retired.number,
             predicted=decision.predicted,

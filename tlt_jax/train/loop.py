@@ -34,8 +34,8 @@ from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.disk_cache import sources
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.rollout.shelf import sources
 from tlt_jax.spec_decode.decode import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
@@ -282,7 +282,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
                     trained = lesson.drafter, trained[1] | lesson.learned.metrics
                     depths = lesson.learned.depths or depths
                     investment = learning.after(investment, lesson)
-                tuner, begins = renewed(engine, trainer, tuner, depths)
+                tuner, begins = updated(engine, trainer, tuner, depths)
                 if begins:
                     writer.say(f"step {state.step + 1}/{steps}  {begins}")
                 state = RunState(state.step + 1, policy, trained[0], tuner, investment)
@@ -399,12 +399,12 @@ def begin(
         config, recipe.model, recipe.mesh, dataset, writer, interrupted, engine.job
     )
     state = RunState(0, policy_update.create(params, recipe), None, engine.tuner.init())
-    if trainer and (start is not None or engine.tuner.goes_by_rule):
+    if trainer and (start is not None or engine.tuner.has_fixed_policy):
         state = state.replace(drafter=adaptive.create(config, trainer.recipe, start))
     if start is not None:
         # Of one without a record nothing is known but that it was trained.
         known = {LEARNED: acceptance or GUESS}
-        state = state.replace(tuner=engine.tuner.renew(state.tuner, known))
+        state = state.replace(tuner=engine.tuner.update_prior(state.tuner, known))
     return state
 
 
@@ -414,7 +414,7 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
     knobs = config.idle_training
     return IdleTraining(
         recipe,
-        {index: engine.groups[index] for index in engine.own},
+        {index: engine.groups[index] for index in engine.local_groups},
         engine.programs,
         partial(MicroStep, recipe=recipe),
         adaptive.replay_config(config, recipe),
@@ -422,7 +422,7 @@ def make_trainer(config: Config, engine: Engine) -> IdleTraining:
         knobs.least_idle_s,
         knobs.floor,
         knobs.rescue,
-        engine.price_of_learned,
+        engine.learned_compile_cost,
         engine.job,
         follows=config.drafter_training.share != 0,
         is_idle_used=not config.rollout.deterministic,
@@ -438,7 +438,7 @@ def step_training(
         return None
     if share == AUTO:
         share = SHARE_BY_COUNTS if config.rollout.deterministic else None
-    return StepTraining(trainer.recipe, share, engine.programs.prices.of, engine.job.told)
+    return StepTraining(trainer.recipe, share, engine.programs.compile_costs.of, engine.job.told)
 
 
 def after_rollout(
@@ -469,7 +469,7 @@ def after_rollout(
     return drafter, metrics | adaptive.idle_metrics(rollout, groups), investment
 
 
-def renewed(
+def updated(
     engine: Engine, trainer: IdleTraining | None, tuner: TunerState, depths: Sequence[float]
 ) -> tuple[TunerState, str]:
     """The tuner's state after an update of the weights, and what is to be said where drafting with the drafter begins.
@@ -478,16 +478,16 @@ def renewed(
     learns in the update the tuner knows once drafting with it pays.
     """
     if not trainer or not depths:
-        return engine.tuner.renew(tuner), ""
-    knowing = engine.tuner.renew(tuner, {LEARNED: depths})
+        return engine.tuner.update_prior(tuner), ""
+    knowing = engine.tuner.update_prior(tuner, {LEARNED: depths})
     if not trainer.follows or trainer.pays_off:
         return knowing, ""
-    saved, price = engine.worth_of_learned(tuner, depths)
-    if not engine.job.decided(saved > price):
-        return engine.tuner.renew(tuner), ""
+    saved, compile_cost = engine.worth_of_learned(tuner, depths)
+    if not engine.job.decided(saved > compile_cost):
+        return engine.tuner.update_prior(tuner), ""
     trainer.activate()
     held = ", ".join(f"{depth:.2f}" for depth in depths)
-    gain = "" if engine.pricing else f"; {saved - price:.0f} s to gain"
+    gain = "" if engine.cost_table else f"; {saved - compile_cost:.0f} s to gain"
     return knowing, f"the drafter drafts from here on: of its drafts {held} hold{gain}"
 
 
@@ -526,11 +526,11 @@ def roll_out(
     idle = {}
     if trainer:
         trainer.begin(state.step, request, weights, state.drafter)
-        idle = trainer.beside_rollout()
+        idle = trainer.background_work()
     # A drafter that is begun from the answers counts the tokens of all of them.
     is_new = state.drafter is None or int(state.drafter.step) == 0
     may_begin = trainer is not None and not trainer.is_active and is_new
-    own = partial(minibatches.needed, config, prompts, engine.own)
+    own = partial(minibatches.needed, config, prompts, engine.local_groups)
     return engine.run(
         request,
         weights,

@@ -18,7 +18,7 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
-from tlt_jax.rollout.programs import GroupShapes, StateShape
+from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 

@@ -56,7 +56,7 @@ def beg_mab(
             arms[i], predicted, reason
         )
 
-    def renew(state: State, *_: Any) -> State:
+    def update_prior(state: State, *_: Any) -> State:
         return {**state, "tried": []}  # arms without a reward are chosen again
 
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
@@ -67,10 +67,10 @@ def beg_mab(
         begin_beg_mab,
         choose,
         observe,
-        renew,
+        update_prior,
         usable,
         costs_alone,
-        goes_by_rule=True,
+        has_fixed_policy=True,
         switched=switched,
     )
 

@@ -23,7 +23,7 @@ REST = 6  # choices between two explorations
 EXPLORATION_TIMEOUT = 16  # choices after which an exploration without a measurement is abandoned
 
 
-class Outlook(NamedTuple):
+class Prediction(NamedTuple):
     """Predictions for each arm, the first of which is plain decoding.
 
     speed[A]: log tokens per second of a live row; error[A]: its standard error; seconds[A]: log
@@ -36,7 +36,9 @@ class Outlook(NamedTuple):
     seconds: np.ndarray
 
 
-def decide(state: State, view: Outlook, batch: int, is_there: np.ndarray) -> tuple[State, int, str]:
+def decide(
+    state: State, view: Prediction, batch: int, is_there: np.ndarray
+) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
     The arm is the best one, or one to explore at a cost that the budget covers; of those whose
@@ -66,7 +68,7 @@ def decide(state: State, view: Outlook, batch: int, is_there: np.ndarray) -> tup
     return {**state, "incumbents": {**state["incumbents"], str(batch): texts[best]}}, j, reason
 
 
-def worth_trying(state: State, view: Outlook, i: int, is_there: np.ndarray) -> int:
+def worth_trying(state: State, view: Prediction, i: int, is_there: np.ndarray) -> int:
     """The arm whose exploration has the largest expected net saving over HORIZON chunks.
 
     i when no exploration has a positive one at a cost within the budget.
@@ -82,7 +84,7 @@ def worth_trying(state: State, view: Outlook, i: int, is_there: np.ndarray) -> i
     return int(np.argmax(worth_A))
 
 
-def stakes(view: Outlook, i: int) -> tuple[np.ndarray, np.ndarray]:
+def stakes(view: Prediction, i: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected relative savings [A] of each arm over arm i, and expected relative losses [A].
 
     Log speeds are normally distributed. With x the difference of log speeds, arm minus arm i, these
@@ -90,10 +92,10 @@ def stakes(view: Outlook, i: int) -> tuple[np.ndarray, np.ndarray]:
     own.
     """
     apart_A = view.speed - view.speed[i]
-    return saving(apart_A, view.error), saving(-apart_A, view.error)
+    return expected_saving(apart_A, view.error), expected_saving(-apart_A, view.error)
 
 
-def saving(apart: np.ndarray, error: np.ndarray) -> np.ndarray:
+def expected_saving(apart: np.ndarray, error: np.ndarray) -> np.ndarray:
     """E[max(0, 1 - exp(-x))] for x normal with mean `apart` and standard deviation `error`."""
     error = np.maximum(error, 1e-6)
     above = normal(apart / error)

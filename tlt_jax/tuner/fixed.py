@@ -40,7 +40,7 @@ def fixed(strategy: Strategy | str) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return () if arm == PLAIN else (arm,)
 
-    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)
+    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, has_fixed_policy=True)
 
 
 def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
@@ -58,4 +58,4 @@ def threshold(strategies: Sequence[Strategy | str], limit: int) -> Tuner:
     def usable(state: State, batch: int, fewest_live: int) -> Sequence[Strategy]:
         return strategies_for(buckets, batch)[:1] if fewest_live <= limit else ()
 
-    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, goes_by_rule=True)
+    return Tuner(begin, choose, learn_costs, unchanged, usable, costs_alone, has_fixed_policy=True)

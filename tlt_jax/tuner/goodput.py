@@ -1,6 +1,6 @@
 """The goodput tuner: predicted accepted tokens over predicted seconds.
 
-It knows no clock, device or rollout. State is a dict, of which `choose`, `observe` and `renew`
+It knows no clock, device or rollout. State is a dict, of which `choose`, `observe` and `update_prior`
 return a new one; it is saved in checkpoints, and a rollout's choices can be recomputed from it. All
 seconds are wall-clock seconds of a chunk on the devices of its group.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy, name
 from tlt_jax.tuner import acceptance, cost_model
 from tlt_jax.tuner.arms import affordable, parse_arms
-from tlt_jax.tuner.exploration import Outlook, decide
+from tlt_jax.tuner.exploration import Prediction, decide
 from tlt_jax.tuner.interface import (
     EXPLORATION_ROUNDS,
     MOST_ROUNDS,
@@ -51,7 +51,7 @@ def goodput(
     expected loss: some plain rounds, and small shares of all time and of the time saved. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
     accelerator. `learning`: drafters that know nothing at first; an arm of theirs is not usable
-    before their acceptance was estimated (`renew`) or measured. Raises ValueError as
+    before their acceptance was estimated (`update_prior`) or measured. Raises ValueError as
     arms.parse_arms does.
     """
     arms = parse_arms(strategies)
@@ -72,7 +72,7 @@ def goodput(
             return state, Choice(PLAIN if PLAIN in known else known[0], math.nan, "baseline")
 
         state = refitted(state, node_cost)
-        view = outlook(state, offered, batch, slots)
+        view = predict(state, offered, batch, slots)
         is_there = np.array([arm in known for arm in offered])
         state, i, reason = decide(state, view, batch, is_there)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
@@ -81,10 +81,17 @@ def goodput(
         return state, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
-        return outlook_of(refitted(state, node_cost) if state["cells"] else state, cells)
+        return predict_cells(refitted(state, node_cost) if state["cells"] else state, cells)
 
     return Tuner(
-        begin, choose, learn, renew_goodput, usable, speeds, goes_by_rule=False, switched=switched
+        begin,
+        choose,
+        learn,
+        update_prior,
+        usable,
+        speeds,
+        has_fixed_policy=False,
+        switched=switched,
     )
 
 
@@ -135,20 +142,20 @@ def refitted(state: State, node_cost: float) -> State:
     return {**state, "law": {"weights": weights, "seen": state["seen"]}}
 
 
-def outlook(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Outlook:
+def predict(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Prediction:
     """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
     accepted, error = acceptance.estimate(
         state["evidence"], state["clock"], batch, arms, state["estimates"]
     )
     targets = [Cell(batch, slots, arm) for arm in arms]
-    seconds, doubt = cost_model.predict(state["cells"], targets, state["law"]["weights"])
-    return Outlook(arms, np.log1p(accepted) - seconds, np.hypot(error, doubt), seconds)
+    seconds, uncertainty = cost_model.predict(state["cells"], targets, state["law"]["weights"])
+    return Prediction(arms, np.log1p(accepted) - seconds, np.hypot(error, uncertainty), seconds)
 
 
-def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+def predict_cells(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
     """Log tokens per second of one live row in each cell, and their standard errors."""
     weights = state["law"]["weights"] if state["law"] else None
-    seconds, doubt = cost_model.predict(state["cells"], cells, weights)
+    seconds, uncertainty = cost_model.predict(state["cells"], cells, weights)
     accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
     for batch in {cell.batch for cell in cells}:
         here = [i for i, cell in enumerate(cells) if cell.batch == batch]
@@ -158,7 +165,7 @@ def outlook_of(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndar
         )
         places = [arms.index(cells[i].strategy) for i in here]
         accepted[here], error[here] = (values[places] for values in known)
-    return np.log1p(accepted) - seconds, np.hypot(error, doubt)
+    return np.log1p(accepted) - seconds, np.hypot(error, uncertainty)
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
@@ -187,7 +194,11 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     # Without a reliable time the loss of an exploration is unknown: the incumbent's time for its
     # rounds is deducted; nothing for the first run of a program, which happens once.
     if not seen.is_timed:
-        charge = 0.0 if math.isinf(seen.doubt) else usual * min(1, EXPLORATION_ROUNDS / seen.rounds)
+        charge = (
+            0.0
+            if math.isinf(seen.uncertainty)
+            else usual * min(1, EXPLORATION_ROUNDS / seen.rounds)
+        )
 
         return {**state, "funds": state["funds"] - charge}
 
@@ -203,7 +214,7 @@ def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...])
     }
 
 
-def renew_goodput(state: State, estimated: Mapping[str, Sequence[float]] = {}) -> State:
+def update_prior(state: State, estimated: Mapping[str, Sequence[float]] = {}) -> State:
     """The state after an update of weights, and with the estimated acceptance of these drafters.
 
     Acceptance evidence and earlier estimates age by UPDATE rounds, costs stay, an open exploration

@@ -17,13 +17,13 @@ EXPLORATION_ROUNDS = 4  # of an exploration chunk
 BUSY = 0.02  # seconds: normal delays of the host, such as dispatching
 
 
-def is_timed(seconds: float, doubt: float) -> bool:
-    """True when an uncertainty of `doubt` seconds leaves the duration usable.
+def is_timed(seconds: float, uncertainty: float) -> bool:
+    """True when an uncertainty of `uncertainty` seconds leaves the duration usable.
 
     It is below half of the duration, or below BUSY: normal delays of the host never make a
     duration unusable, compilations do.
     """
-    return doubt < max(seconds / 2, BUSY)
+    return uncertainty < max(seconds / 2, BUSY)
 
 
 class Measurement(NamedTuple):
@@ -35,7 +35,7 @@ class Measurement(NamedTuple):
     the Choice. hits[D, N, K] counts accepted nodes by depth - 1, rank by score within the tree, and
     largest sibling rank on the path to the node.
 
-    `seconds` may be off by up to `doubt`, the time during which the host did not check whether the
+    `seconds` may be off by up to `uncertainty`, the time during which the host did not check whether the
     chunk, or the program before it, was done; inf for the first run of a program.
     `is_moved`: `seconds` includes copying the rows to another batch size or cache size.
     `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
@@ -57,7 +57,7 @@ class Measurement(NamedTuple):
     number: int = 0
     predicted: float = math.nan
     reason: str = ""
-    doubt: float = 0.0
+    uncertainty: float = 0.0
     is_moved: bool = False
     catch_up: float = 0.0
     least_slots: int = 0
@@ -67,7 +67,7 @@ class Measurement(NamedTuple):
     @property
     def is_timed(self) -> bool:
         """True when `seconds` is reliable."""
-        return is_timed(self.seconds, self.doubt)
+        return is_timed(self.seconds, self.uncertainty)
 
     @property
     def promised(self) -> float:
@@ -109,7 +109,7 @@ class Tuner(NamedTuple):
     return for this batch size when at least `fewest_live` rows are unfinished; during a rollout they
     stay the same. outlook(state, cells) -> log tokens per second of one live row, and their standard
     errors: float[C] each; the errors are infinite before any seconds were measured.
-    `goes_by_rule`: `choose` may return a strategy that is not among `arms`, and wants no other.
+    `has_fixed_policy`: `choose` may return a strategy that is not among `arms`, and wants no other.
     switched(state, kind) -> the state for rollouts of another kind (TRAINING, the first one, or
     EVALUATION), whose answers say nothing of how drafts hold in these; what programs cost is the same.
     """
@@ -117,10 +117,10 @@ class Tuner(NamedTuple):
     init: Callable[[], State]
     choose: Callable[..., tuple[State, Choice]]
     observe: Callable[[State, Measurement], State]
-    renew: Callable[..., State]
+    update_prior: Callable[..., State]
     usable: Callable[[State, int, int], Sequence[Strategy]]
-    outlook: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
-    goes_by_rule: bool
+    predict: Callable[[State, Sequence[Cell]], tuple[np.ndarray, np.ndarray]]
+    has_fixed_policy: bool
     switched: Callable[[State, str], State] = lambda state, kind: state
 
 
@@ -137,5 +137,5 @@ def swapped(state: State, kind: str, own: State) -> State:
 
 
 def unchanged(state: State, *_: Any) -> State:
-    """The same state: `renew` of tuners that do not learn."""
+    """The same state: `update_prior` of tuners that do not learn."""
     return state

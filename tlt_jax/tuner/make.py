@@ -93,7 +93,7 @@ def largest_batches(
 
     `batches`: the batch buckets, ascending; `drafters`: names of those that have learned to draft.
     """
-    state = tuner.renew(tuner.init(), dict.fromkeys(drafters, (1.0,)))
+    state = tuner.update_prior(tuner.init(), dict.fromkeys(drafters, (1.0,)))
     fewest = (1, *(size + 1 for size in batches))
     return {
         arm: batch

@@ -16,7 +16,11 @@ from typing import Any
 import jax
 
 from tlt_jax import atomic
-from tlt_jax.rollout.portable import PortabilityError, Portable, loaded
+from tlt_jax.rollout.executables.serialized import (
+    SerializationError,
+    SerializedExecutable,
+    deserialize,
+)
 
 SECONDS = "seconds"  # the folder of what compilations took, by what they were asked for
 KEPT_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # of programs that nobody uses, and of all
@@ -27,7 +31,7 @@ UNWRITABLE = "programs are not kept, since %s cannot be written (%s): set rollou
 log = logging.getLogger(__name__)
 
 
-class Shelf:
+class ExecutableCache:
     """Serialized executables, each under a digest of all that it was compiled from; without a folder nothing is kept.
 
     Only folders that nobody else can write to are safe: loading an executable may run any code, as
@@ -47,7 +51,7 @@ class Shelf:
         lowered: jax.stages.Lowered,
         options: Mapping[str, Any],
         devices: Sequence[jax.Device],
-    ) -> tuple[jax.stages.Compiled, Portable] | None:
+    ) -> tuple[jax.stages.Compiled, SerializedExecutable] | None:
         """The executable for these devices, if it is there and can be loaded."""
         path = self.path(lowered, options) if self.folder else None
         if path is None or not path.exists():
@@ -56,19 +60,24 @@ class Shelf:
             head, _, data = path.read_bytes().partition(b"\n")
             with contextlib.suppress(OSError):
                 os.utime(path)  # what is used is pruned last
-            portable = Portable(data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree)
-            return loaded(portable, devices), portable
-        except (PortabilityError, OSError, ValueError, TypeError) as error:
+            serialized = SerializedExecutable(
+                data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree
+            )
+            return deserialize(serialized, devices), serialized
+        except (SerializationError, OSError, ValueError, TypeError) as error:
             log.info("%s is not used, and compiled again: %s", path, error)
             return None
 
     def put(
-        self, lowered: jax.stages.Lowered, options: Mapping[str, Any], portable: Portable
+        self,
+        lowered: jax.stages.Lowered,
+        options: Mapping[str, Any],
+        serialized: SerializedExecutable,
     ) -> None:
         """Keeps the executable."""
         if self.folder:
-            head = json.dumps(portable.devices).encode()
-            self.write(self.path(lowered, options), head + b"\n" + portable.data)
+            head = json.dumps(serialized.devices).encode()
+            self.write(self.path(lowered, options), head + b"\n" + serialized.data)
 
     def seconds(self, asked: str) -> float | None:
         """What compiling took an earlier run that was asked for the same; None when none was.
@@ -122,7 +131,7 @@ def machine() -> tuple[str | None, ...]:
 @cache
 def sources() -> str:
     """A digest of the package's source files."""
-    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return digest(*(hashlib.sha256(file.read_bytes()).hexdigest() for file in files))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.rollout import buckets
-from tlt_jax.rollout.ports import Program, Programs
+from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Report, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling

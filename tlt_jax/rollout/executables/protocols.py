@@ -34,14 +34,14 @@ class Programs(Protocol):
         """Changes with the programs that are there."""
 
     @property
-    def is_disturbed(self) -> bool:
+    def compiling_alongside(self) -> bool:
         """Whether compiling takes processors from what the programs run on."""
 
-    def price(self, program: Program) -> float:
+    def compile_cost(self, program: Program) -> float:
         """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles what is not there, now or in the background; whether it is there then `price` tells."""
+        """Compiles what is not there, now or in the background; whether it is there then `compile_cost` tells."""
 
     def is_first_run(self, program: Program) -> bool:
         """Whether it had not run before it was asked for now."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax.rollout.deterministic import Pricing
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.savings import Savings, smallest
-from tlt_jax.rollout.state import GroupView, Offers
+from tlt_jax.rollout.scheduler.deterministic import CostTable
+from tlt_jax.rollout.scheduler.payback import Payback, smallest
+from tlt_jax.rollout.scheduler.state import CandidatePrograms, GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
 
@@ -23,25 +23,25 @@ WEIGHED, WEIGHED_SHARE = 0.5, 0.05
 LASTS = 2.0  # rollouts' worth of a saved share that pay for one program more
 
 
-class AllThere:
+class AllCompiled:
     """Every program is there."""
 
     version = None
 
-    def price(self, cell: Cell) -> float:
+    def compile_cost(self, cell: Cell) -> float:
         return 0.0
 
-    def chunk_price(self, cell: Cell) -> float:
+    def chunk_compile_cost(self, cell: Cell) -> float:
         return 0.0
 
 
-ALL_THERE = AllThere()
+ALL_COMPILED = AllCompiled()
 
 
 class Planner:
     """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them.
 
-    `savings` say what the run still has to decode, `longest` how many slots its sequences may need,
+    `payback` say what the run still has to decode, `longest` how many slots its sequences may need,
     `groups` how many data groups decode it side by side. With a `pricing` (see rollout.deterministic)
     no clock takes part: measurements get its seconds, and every program counts as there.
     """
@@ -52,44 +52,44 @@ class Planner:
         slots: Sequence[int],
         tuner: Tuner,
         state: Any = None,
-        savings: Savings | None = None,
+        payback: Payback | None = None,
         longest: int = 0,
         groups: int = 1,
-        pricing: Pricing | None = None,
+        cost_table: CostTable | None = None,
     ):
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
-        self.savings, self.longest, self.groups = savings or Savings(), longest, groups
+        self.payback, self.longest, self.groups = payback or Payback(), longest, groups
         self.known: dict[Hashable, list[Cell]] = {}
-        self.pricing = pricing
+        self.cost_table = cost_table
 
-    def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None:
+    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None:
         """The cell for which something is to be compiled before the next chunk; None when nothing is.
 
         What the tuner's rule demands is; otherwise the cell, usable now, whose expected saving over
         the rest of the run exceeds its price by most.
         """
-        if self.pricing:
+        if self.cost_table:
             return None
-        self.savings.progress(view.group, view.finished)
+        self.payback.progress(view.group, view.finished)
         least = self.least(view)
-        wait = max(WEIGHED, WEIGHED_SHARE * self.savings.seconds)
-        is_due = self.savings.seconds >= self.savings.weighed.get(least, -math.inf) + wait
-        if not (is_due or self.tuner.goes_by_rule):
+        wait = max(WEIGHED, WEIGHED_SHARE * self.payback.seconds)
+        is_due = self.payback.seconds >= self.payback.weighed.get(least, -math.inf) + wait
+        if not (is_due or self.tuner.has_fixed_policy):
             return None
-        there = self.fitting(view, self.there(view, offers))
-        if not there:
+        compiled = self.fitting(view, self.compiled(view, candidates))
+        if not compiled:
             return None  # nothing is weighed: the chunk cannot do without
         arms = (PLAIN, *self.tuner.usable(self.state, least[0], view.live))
-        if self.tuner.goes_by_rule:
+        if self.tuner.has_fixed_policy:
             arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
-            there = [cell for cell in there if cell.strategy in arms]
-            if not there:
+            compiled = [cell for cell in compiled if cell.strategy in arms]
+            if not compiled:
                 return self.first(view, arms[0])
         if not is_due:
             return None
 
-        self.savings.weighed[least] = self.savings.seconds
+        self.payback.weighed[least] = self.payback.seconds
         cells = self.fitting(
             view,
             [
@@ -100,31 +100,31 @@ class Planner:
                 if arm == PLAIN or arm in self.tuner.usable(self.state, batch, view.live)
             ],
         )
-        cells = [cell for cell in cells if cell not in there]
+        cells = [cell for cell in cells if cell not in compiled]
         if not cells:
             return None
         # Groups decode side by side: what one of them saves is not saved by the others too.
-        prices = self.groups * np.array([offers.price(cell) for cell in cells])
-        return self.savings.best(cells, there, prices, self.speeds)
+        compile_costs = self.groups * np.array([candidates.compile_cost(cell) for cell in cells])
+        return self.payback.best(cells, compiled, compile_costs, self.speeds)
 
-    def decide(self, view: GroupView, offers: Offers = ALL_THERE) -> Decision:
+    def decide(self, view: GroupView, candidates: CandidatePrograms = ALL_COMPILED) -> Decision:
         """Buckets that hold the live rows, and a strategy for them, of the programs that are there.
 
         The cache shrinks only together with the batch. A chunk that could fill more slots than its
         cache has gets fewer rounds, as long as these are not few.
         """
-        every = self.there(view, ALL_THERE if self.pricing else offers)
-        there = nearest(self.fitting(view, every)) or [self.first(view)]
-        batch, slots = self.shape(there)
-        arms = tuple(cell.strategy for cell in there if cell[:2] == (batch, slots))
+        every = self.compiled(view, ALL_COMPILED if self.cost_table else candidates)
+        compiled = nearest(self.fitting(view, every)) or [self.first(view)]
+        batch, slots = self.shape(compiled)
+        arms = tuple(cell.strategy for cell in compiled if cell[:2] == (batch, slots))
         self.state, choice = self.tuner.choose(self.state, view.live, batch, slots, arms)
         reason = choice.reason
         if choice.strategy not in arms:
-            wanted = [cell for cell in there if cell.strategy == choice.strategy]
+            wanted = [cell for cell in compiled if cell.strategy == choice.strategy]
             if wanted:
                 batch, slots = self.shape(wanted)
             elif self.fitting(view, every):
-                batch, slots, arm = next((c for c in there if c.strategy == PLAIN), there[0])
+                batch, slots, arm = next((c for c in compiled if c.strategy == PLAIN), compiled[0])
                 reason = f"{reason}, while {name(choice.strategy)} is compiled"
                 choice = choice._replace(strategy=arm, predicted=math.nan, is_exploring=False)
             else:
@@ -156,32 +156,32 @@ class Planner:
 
     def observe(self, measurement: Measurement) -> None:
         """Updates the tuner, and what is decoded where, with the measurement of a chunk."""
-        measurement = self.pricing(measurement) if self.pricing else measurement
+        measurement = self.cost_table(measurement) if self.cost_table else measurement
         self.state = self.tuner.observe(self.state, measurement)
         batch = smallest(self.batches, measurement.live)
         where = (batch, measurement.least_slots or measurement.slots)
         tokens = measurement.tokens / max(measurement.live, 1.0)
-        self.savings.add(where, tokens, measurement.seconds)
+        self.payback.add(where, tokens, measurement.seconds)
 
-    def there(self, view: GroupView, offers: Offers) -> list[Cell]:
+    def compiled(self, view: GroupView, candidates: CandidatePrograms) -> list[Cell]:
         """The cells whose programs are there, from the rows and slots that the group has now."""
-        key = (view.group, view.batch, view.slots, view.sources, offers.version)
+        key = (view.group, view.batch, view.slots, view.sources, candidates.version)
         if key not in self.known:
             self.known = {one: cells for one, cells in self.known.items() if one[-1] == key[-1]}
-            chunks = self.chunks(view.group, offers)
-            self.known[key] = [cell for cell in chunks if not offers.price(cell)]
+            chunks = self.chunks(view.group, candidates)
+            self.known[key] = [cell for cell in chunks if not candidates.compile_cost(cell)]
         return self.known[key]
 
-    def chunks(self, group: int, offers: Offers) -> list[Cell]:
+    def chunks(self, group: int, candidates: CandidatePrograms) -> list[Cell]:
         """The cells whose chunks are there; few of all, of which alone it is asked what else they need."""
-        key = group, offers.version
+        key = group, candidates.version
         if key not in self.known:
             self.known[key] = [
                 cell
                 for batch in self.batches
                 for slots in self.slots
                 for arm in (PLAIN, *self.tuner.usable(self.state, batch, 1))
-                if not offers.chunk_price(cell := Cell(batch, slots, arm))
+                if not candidates.chunk_compile_cost(cell := Cell(batch, slots, arm))
             ]
         return self.known[key]
 
@@ -212,7 +212,7 @@ class Planner:
         most = max(slots, smallest(self.slots, max(self.longest, view.limit)))
         speed, _ = self.speeds([Cell(batch, slots, PLAIN), Cell(batch, most, PLAIN)])
         share = 1 - math.exp(speed[1] - speed[0])
-        return Cell(batch, slots if share * self.savings.left > LASTS else most, strategy)
+        return Cell(batch, slots if share * self.payback.left > LASTS else most, strategy)
 
     def shape(self, cells: Sequence[Cell]) -> tuple[int, int]:
         """Rows and slots of the cell with the highest predicted speed."""
@@ -222,7 +222,7 @@ class Planner:
 
     def speeds(self, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
         """What the tuner expects of these cells."""
-        return self.tuner.outlook(self.state, cells)
+        return self.tuner.predict(self.state, cells)
 
 
 def nearest(cells: Sequence[Cell]) -> list[Cell]:

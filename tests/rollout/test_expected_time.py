@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests import references
-from tlt_jax.rollout import coordinator, simulated
-from tlt_jax.rollout.coordinator import Ended, Expected, Finished, Mode, Start, Stop
-from tlt_jax.rollout.remaining import Lengths, Remaining
-from tlt_jax.rollout.state import GroupState, Running
+from tlt_jax.rollout.idle import coordinator
+from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, Mode, Start, Stop
+from tlt_jax.rollout.idle.expected_time import Lengths, Remaining
+from tlt_jax.rollout.scheduler.state import GroupState, Running
+from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement
 
@@ -48,7 +49,7 @@ def test_lengths_that_come_one_by_one_give_what_the_plain_definition_gives_of_al
 
 
 def test_expected_seconds_are_those_of_the_row_that_takes_longest():
-    asked = simulated.request([4], 8, 100, seed=0, capacity=4)
+    asked = simulator.request([4], 8, 100, seed=0, capacity=4)
     states = {
         0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
         1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
@@ -98,7 +99,7 @@ class Row(Running):
 
 def test_a_look_at_a_thousand_groups_reads_only_what_is_new():
     """64,000 answers: those that were known, and rows that did not move, are not read again."""
-    asked = simulated.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
+    asked = simulator.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
     earlier = np.random.default_rng(0).integers(1, LIMIT, GROUPS * ROWS).tolist()
     left = Remaining(asked, earlier)
     rows = [tuple(Row(group * ROWS + row, 4 + row, 4 + LIMIT) for row in range(ROWS)) for group in range(GROUPS)]  # fmt: skip

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tlt_jax.distributed.ending import INTERRUPTED, Ending
 from tlt_jax.errors import Interrupted
-from tlt_jax.rollout import group as machine
-from tlt_jax.rollout.ending import INTERRUPTED, Ending
 from tlt_jax.rollout.events import Listener, Look
 from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
-from tlt_jax.rollout.state import GroupContext, GroupState
+from tlt_jax.rollout.scheduler import group as machine
+from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
 
 PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
 LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
@@ -104,7 +104,7 @@ def start(
     return Rollout(contexts, listeners, on_finish, clock)
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """What else is done in the loop of a rollout: rollout.idle.IdleDriver."""
 
     def poll(self) -> bool:
@@ -117,7 +117,7 @@ class Beside(Protocol):
 def run(
     rollout: Rollout,
     interrupted: Callable[[], bool] | None = None,
-    beside: Beside | None = None,
+    background: BackgroundWork | None = None,
     ending: Ending | None = None,
 ) -> RolloutResult:
     """Polls until all groups of all processes are idle, and what is done `beside` it; pauses grow while nothing happens.
@@ -127,7 +127,7 @@ def run(
     """
     ending = ending or Ending(len(rollout.states))
     pause, result = PAUSE[0], None
-    while result is None or not (ending.how and (beside is None or beside.is_done)):
+    while result is None or not (ending.how and (background is None or background.is_done)):
         if interrupted and not ending.how and interrupted():
             ending.interrupt()
         if ending.look(rollout.clock.now()) == INTERRUPTED:
@@ -135,7 +135,7 @@ def run(
         happened = result is None and any(look.events for look in rollout.poll())
         for group in filter(rollout.is_idle, rollout.states):
             ending.is_idle(group)
-        happened |= beside is not None and beside.poll()
+        happened |= background is not None and background.poll()
         if rollout.is_done() and result is None:
             result = rollout.result()
         elif not happened:

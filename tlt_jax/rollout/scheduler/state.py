@@ -9,9 +9,9 @@ from typing import Protocol
 import jax
 
 from tlt_jax.rollout.events import Decision
-from tlt_jax.rollout.ports import Program, Programs
-from tlt_jax.rollout.queue import Taken
+from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.queue import Taken
 from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.interface import PyTree
@@ -48,18 +48,18 @@ class GroupView:
         )
 
 
-class Offers(Protocol):
+class CandidatePrograms(Protocol):
     """The programs that a group may go on with."""
 
     @property
     def version(self) -> Hashable:
         """Changes with the prices."""
 
-    def price(self, cell: Cell) -> float:
+    def compile_cost(self, cell: Cell) -> float:
         """What compiling costs before a chunk of this cell, in seconds; 0: all its programs are there."""
 
-    def chunk_price(self, cell: Cell) -> float:
-        """The same of the chunk alone, whatever rows and slots the group has; above 0 only where `price` is."""
+    def chunk_compile_cost(self, cell: Cell) -> float:
+        """The same of the chunk alone, whatever rows and slots the group has; above 0 only where `compile_cost` is."""
 
 
 class Queue(Protocol):
@@ -71,9 +71,9 @@ class Queue(Protocol):
 class Decider(Protocol):
     """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
 
-    def worth_compiling(self, view: GroupView, offers: Offers) -> Cell | None: ...
+    def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None: ...
 
-    def decide(self, view: GroupView, offers: Offers) -> Decision: ...
+    def decide(self, view: GroupView, candidates: CandidatePrograms) -> Decision: ...
 
     def observe(self, measurement: Measurement) -> None: ...
 
@@ -179,7 +179,7 @@ class InFlight:
     report: Report | None = None
     most: int = 0
     program: Program | None = None
-    is_disturbed: bool = False
+    compiling_alongside: bool = False
     windows: tuple[Window, ...] = ()
     values: Features | None = None
 

@@ -25,12 +25,12 @@ FAILURES = (
 )  # fmt: skip
 
 
-class PortabilityError(Exception):
+class SerializationError(Exception):
     """This executable cannot be serialized, or not loaded for these devices."""
 
 
 @dataclass(frozen=True)
-class Portable:
+class SerializedExecutable:
     """A serialized executable, the ids of the devices that it was compiled for, and its arguments' and results' trees."""
 
     data: bytes
@@ -39,37 +39,41 @@ class Portable:
     out_tree: Any
 
 
-def serialized(executable: jax.stages.Compiled, devices: Sequence[jax.Device]) -> Portable:
+def serialize(
+    executable: jax.stages.Compiled, devices: Sequence[jax.Device]
+) -> SerializedExecutable:
     """An executable that this process compiled for these devices (one that it loaded has lost its kernels).
 
     Raises PortabilityError.
     """
     if devices[0].platform not in PLATFORMS:
-        raise PortabilityError(f"not on {devices[0].platform}")
+        raise SerializationError(f"not on {devices[0].platform}")
     try:
         data, *trees = serialize_executable.serialize(executable)
     except FAILURES as error:
-        raise PortabilityError(str(error)) from error
-    return Portable(data, tuple(device.id for device in devices), *trees)
+        raise SerializationError(str(error)) from error
+    return SerializedExecutable(data, tuple(device.id for device in devices), *trees)
 
 
-def loaded(portable: Portable, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+def deserialize(
+    serialized: SerializedExecutable, devices: Sequence[jax.Device]
+) -> jax.stages.Compiled:
     """The executable for these devices; takes a twentieth of a compilation. Raises PortabilityError."""
     try:
-        moved = dict(zip(portable.devices, devices, strict=True))
-        unloaded, arguments, no_kwargs = Loader(portable.data, moved).load()
+        moved = dict(zip(serialized.devices, devices, strict=True))
+        unloaded, arguments, no_kwargs = Loader(serialized.data, moved).load()
         executable = jax.stages.Compiled(
             unloaded.load(),
             [],
-            portable.in_tree.unflatten(arguments),
-            portable.out_tree,
+            serialized.in_tree.unflatten(arguments),
+            serialized.out_tree,
             no_kwargs=no_kwargs,
         )
         held = executable.runtime_executable().local_devices()
     except FAILURES as error:
-        raise PortabilityError(str(error)) from error
+        raise SerializationError(str(error)) from error
     if set(held) != set(devices):
-        raise PortabilityError(f"it was loaded for {held}")
+        raise SerializationError(f"it was loaded for {held}")
     return executable
 
 

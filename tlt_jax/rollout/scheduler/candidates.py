@@ -7,15 +7,23 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
-from tlt_jax.rollout.state import GroupContext, GroupView
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Resize,
+    Start,
+    StateShape,
+)
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.scheduler.state import GroupContext, GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner.interface import Cell
 
 
 @dataclass(frozen=True)
-class GroupOffers:
+class GroupCandidates:
     """What a group may go on with, from the rows and slots that it has now; implements state.Offers."""
 
     context: GroupContext
@@ -25,11 +33,11 @@ class GroupOffers:
     def version(self) -> Hashable:
         return self.context.programs.version
 
-    def price(self, cell: Cell) -> float:
-        return sum(map(self.context.programs.price, self.needed(cell)))
+    def compile_cost(self, cell: Cell) -> float:
+        return sum(map(self.context.programs.compile_cost, self.needed(cell)))
 
-    def chunk_price(self, cell: Cell) -> float:
-        return self.context.programs.price(self.chunk(cell))
+    def chunk_compile_cost(self, cell: Cell) -> float:
+        return self.context.programs.compile_cost(self.chunk(cell))
 
     def chunk(self, cell: Cell) -> Decode:
         """The chunk of this cell."""

@@ -13,9 +13,9 @@ from jaxtyping import Int32
 
 from tlt_jax.rollout.buckets import block_size
 from tlt_jax.rollout.events import Dispatched, Emitted, Ended, Event, Harvested
-from tlt_jax.rollout.ports import Program, Programs
-from tlt_jax.rollout.programs import GroupShapes, StateShape, shardings
-from tlt_jax.rollout.state import (
+from tlt_jax.rollout.executables.programs import GroupShapes, StateShape, shardings
+from tlt_jax.rollout.executables.protocols import Program, Programs
+from tlt_jax.rollout.scheduler.state import (
     GroupContext,
     GroupState,
     Harvester,
@@ -100,9 +100,9 @@ def harvest(
     rows[: len(now)] = [window.row for window in now]
     starts[: len(now)] = [window.start for window in now]
     program = Harvest(shape, size, width)
-    if context.programs.price(program):
+    if context.programs.compile_cost(program):
         context.programs.prepare([program])
-        if context.programs.price(program):
+        if context.programs.compile_cost(program):
             return replace(state, windows=later), []
     values = program(context.programs, state.device, rows, starts)
     marker = (

@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 
 from tlt_jax.config.schema import Speculation
-from tlt_jax.rollout import driver, simulated
-from tlt_jax.rollout.planner import Planner
-from tlt_jax.rollout.prices import relative
-from tlt_jax.rollout.programs import Decode
-from tlt_jax.rollout.savings import CAUTION, LEAST, Savings
-from tlt_jax.rollout.simulated import WorldCosts, in_world
-from tlt_jax.rollout.state import GroupView
+from tlt_jax.rollout.executables.compile_cost import relative
+from tlt_jax.rollout.executables.programs import Decode
+from tlt_jax.rollout.scheduler import driver
+from tlt_jax.rollout.scheduler.payback import CAUTION, LEAST, Payback
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.state import GroupView
+from tlt_jax.simulate import scenarios, simulator
+from tlt_jax.simulate.scenarios import Scenario
+from tlt_jax.simulate.simulator import ScenarioCosts, in_scenario
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner import cost_model, fixed, goodput, worlds
+from tlt_jax.tuner import cost_model, fixed, goodput
 from tlt_jax.tuner.interface import Cell
-from tlt_jax.tuner.worlds import World
 
 TREE = Strategy(3, 1, 4)
 SHIPPED = Speculation().strategies
@@ -26,11 +27,11 @@ BATCHES, SLOTS = (1, 2, 4, 8, 16, 32, 48), (256, 512, 1024)
 def known(speeds, errors=None):
     """Outlook of cells whose tokens per second are known."""
 
-    def outlook(cells):
+    def predict(cells):
         values = np.log([float(speeds[cell]) for cell in cells])
         return values, np.array([(errors or {}).get(cell, 0.0) for cell in cells])
 
-    return outlook
+    return predict
 
 
 LARGE, SMALL, DRAFT = Cell(8, 64, PLAIN), Cell(2, 64, PLAIN), Cell(2, 64, TREE)
@@ -39,41 +40,41 @@ SPEEDS = known({LARGE: 10, SMALL: 20, DRAFT: 40})
 
 def after(rollouts, left, tokens, ended=8):
     """Savings in the last of so many rollouts, each of which decoded these tokens; MEMORY is 1."""
-    savings = Savings()
+    payback = Payback()
     for number in range(rollouts):
-        savings.begin(left + rollouts - 1 - number, 8)
-        savings.progress(0, ended if number == rollouts - 1 else 8)
+        payback.begin(left + rollouts - 1 - number, 8)
+        payback.progress(0, ended if number == rollouts - 1 else 8)
         for where, count in tokens.items():
-            savings.add(where, count)
-    return savings
+            payback.add(where, count)
+    return payback
 
 
 def test_a_saving_is_the_rest_of_the_run_times_what_a_program_takes_less(monkeypatch):
-    monkeypatch.setattr("tlt_jax.rollout.savings.MEMORY", 1.0)
-    savings = after(rollouts=4, left=6, tokens={(2, 64): 100, (8, 64): 50})
+    monkeypatch.setattr("tlt_jax.rollout.scheduler.payback.MEMORY", 1.0)
+    payback = after(rollouts=4, left=6, tokens={(2, 64): 100, (8, 64): 50})
     # 100 tokens of 2 rows in each of 6 rollouts, 10 a second where only 8 rows are compiled.
-    saved, rest, _ = savings.expected([SMALL, DRAFT], [LARGE], SPEEDS)
+    saved, rest, _ = payback.expected([SMALL, DRAFT], [LARGE], SPEEDS)
     np.testing.assert_allclose(saved, [600 / 10 - 600 / 20, 600 / 10 - 600 / 40], rtol=1e-6)
     # Of 8 live rows the smaller programs hold none; what is there already, or slower, saves nothing.
-    np.testing.assert_allclose(savings.expected([LARGE], [SMALL, LARGE], SPEEDS)[0], [0], atol=1e-9)
+    np.testing.assert_allclose(payback.expected([LARGE], [SMALL, LARGE], SPEEDS)[0], [0], atol=1e-9)
 
 
 def test_a_rollout_that_is_half_done_counts_half_and_a_beginning_is_not_extrapolated():
-    savings = after(rollouts=1, left=3, tokens={(2, 64): 100}, ended=6)
-    assert savings.horizon == pytest.approx((3 + 1 - 0.75) / 0.75)
+    payback = after(rollouts=1, left=3, tokens={(2, 64): 100}, ended=6)
+    assert payback.horizon == pytest.approx((3 + 1 - 0.75) / 0.75)
     assert after(1, 3, {}, ended=0).horizon == pytest.approx(4 / LEAST)
     assert after(1, 0, {}, ended=8).horizon == 0
 
 
 def outcome(error, speed=20):
     """Seconds saved of 100, when one cell is this much faster, or slower, than 10 a second."""
-    savings = after(rollouts=1, left=1, tokens={(2, 64): 1000})
+    payback = after(rollouts=1, left=1, tokens={(2, 64): 1000})
     speeds = known({LARGE: 10, SMALL: speed}, {SMALL: error})
-    saved, rest, _ = savings.expected([SMALL], [LARGE], speeds)
+    saved, rest, _ = payback.expected([SMALL], [LARGE], speeds)
     assert rest == pytest.approx(100)
 
-    def bought(price):
-        return savings.best([SMALL], [LARGE], np.array([price]), speeds) is SMALL
+    def bought(compile_cost):
+        return payback.best([SMALL], [LARGE], np.array([compile_cost]), speeds) is SMALL
 
     return saved[0], bought
 
@@ -98,11 +99,11 @@ def seconds_of(unit):
     return lambda program: unit * relative(program)
 
 
-class Loading(WorldCosts):
+class Loading(ScenarioCosts):
     """The first run of a program loads it, which takes so many seconds more."""
 
-    def __init__(self, world, seconds):
-        super().__init__(world)
+    def __init__(self, scenario, seconds):
+        super().__init__(scenario)
         self.seconds = seconds
 
     def __call__(self, program, rounds, at):
@@ -111,23 +112,23 @@ class Loading(WorldCosts):
 
 
 def whole_run(
-    tuner, rollouts, unit, world=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
+    tuner, rollouts, unit, scenario=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
 ):
     """(seconds of a run of so many rollouts with its compilations, its chunks that were compiled)."""
-    world = world or World(worlds.cpu, 0.75)
-    programs = in_world(world, simulated.long_tailed(600), seconds_of(unit))
-    programs.costs = Loading(world, loading)
-    savings, state = Savings(), None
+    scenario = scenario or Scenario(scenarios.cpu, 0.75)
+    programs = in_scenario(scenario, simulator.long_tailed(600), seconds_of(unit))
+    programs.costs = Loading(scenario, loading)
+    payback, state = Payback(), None
     for step in range(rollouts):
-        request = simulated.request(
+        request = simulator.request(
             [64] * 12, 4, 600, seed=step, capacity=48 // groups, rounds=16, in_flight=2
         )
-        savings.begin(rollouts - step - 1, len(request.keys))
-        planner = Planner(batches, SLOTS, tuner, state, savings, 664, groups)
-        contexts = simulated.contexts(programs, request, planner, groups, catches_up=drafters)
+        payback.begin(rollouts - step - 1, len(request.keys))
+        planner = Planner(batches, SLOTS, tuner, state, payback, 664, groups)
+        contexts = simulator.contexts(programs, request, planner, groups, catches_up=drafters)
         rollout = driver.start(contexts, clock=programs.clock)
-        simulated.simulate(rollout, programs)
-        state = tuner.renew(planner.state)
+        simulator.simulate(rollout, programs)
+        state = tuner.update_prior(planner.state)
     chunks = [one for one in programs.compiled if isinstance(one, Decode)]
     return programs.clock.now(), chunks
 
@@ -141,9 +142,9 @@ LAWS = [
 
 @pytest.mark.parametrize("rollouts, unit, quality", LAWS)
 def test_drafting_makes_no_run_slower_whatever_compiling_costs(rollouts, unit, quality):
-    world = World(worlds.cpu, quality)
-    plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, unit, world)
-    taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, unit, world)
+    scenario = Scenario(scenarios.cpu, quality)
+    plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, unit, scenario)
+    taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, unit, scenario)
     assert taken < 1.05 * plain
 
 
@@ -159,8 +160,8 @@ def slowdown(scale, rollouts, groups):
 
     What a program takes to compile is not scaled, nor what its first run takes longer than others.
     """
-    world = World(lambda *cell: scale * worlds.cpu(*cell), 0.2)
-    rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "world": world}
+    scenario = Scenario(lambda *cell: scale * scenarios.cpu(*cell), 0.2)
+    rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "world": scenario}
     plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, **rest)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, **rest)
     return taken / plain
@@ -184,9 +185,9 @@ def test_a_prior_that_counts_as_measured_is_caught(monkeypatch):
 
 
 def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():
-    tuner, world = goodput.goodput(SHIPPED, node_cost=1 / 200), World(worlds.gpu, 0.8)
-    _, few = whole_run(tuner, 1, 300.0, world)
-    _, many = whole_run(tuner, 12, 1.0, world)
+    tuner, scenario = goodput.goodput(SHIPPED, node_cost=1 / 200), Scenario(scenarios.gpu, 0.8)
+    _, few = whole_run(tuner, 1, 300.0, scenario)
+    _, many = whole_run(tuner, 12, 1.0, scenario)
     assert {one.strategy for one in few} == {PLAIN} and len(few) == 1
     assert len(many) > 3 and any(one.strategy != PLAIN for one in many)
 
@@ -194,20 +195,25 @@ def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():
 def test_a_long_run_gains_what_small_batches_and_drafting_are_worth():
     def seconds(law, node, tuner=None, **rest):
         tuner = tuner or goodput.goodput(SHIPPED, node_cost=node)
-        return whole_run(tuner, 12, 0.2, World(law, 0.8), **rest)[0]
+        return whole_run(tuner, 12, 0.2, Scenario(law, 0.8), **rest)[0]
 
     plain = fixed.fixed(PLAIN)
-    one_size = seconds(worlds.cpu, 1 / 8, plain, batches=(48,))
-    assert seconds(worlds.cpu, 1 / 8, plain) < 0.8 * one_size
-    assert seconds(worlds.gpu, 1 / 200) < 0.7 * seconds(worlds.gpu, 1 / 200, plain)
+    one_size = seconds(scenarios.cpu, 1 / 8, plain, batches=(48,))
+    assert seconds(scenarios.cpu, 1 / 8, plain) < 0.8 * one_size
+    assert seconds(scenarios.gpu, 1 / 200) < 0.7 * seconds(scenarios.gpu, 1 / 200, plain)
 
 
 def test_no_chunk_waits_for_fewer_rows_than_are_live():
     """The rows would never move, nor the chunk run a round."""
     view = GroupView(0, 0, 3, 64, 664, 64, 16, batch=8, slots=1024)
-    there = {Cell(8, 1024, PLAIN), Cell(4, 1024, PLAIN), Cell(2, 1024, PLAIN), Cell(1, 256, PLAIN)}
+    compiled = {
+        Cell(8, 1024, PLAIN),
+        Cell(4, 1024, PLAIN),
+        Cell(2, 1024, PLAIN),
+        Cell(1, 256, PLAIN),
+    }
     planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
-    for kept in (there, there - {Cell(4, 1024, PLAIN)}):
+    for kept in (compiled, compiled - {Cell(4, 1024, PLAIN)}):
         decision = planner.decide(view, Some(kept))
         assert decision.batch == min(cell.batch for cell in kept if cell.batch >= 3)
         assert decision.min_live == 3, "with 2 live the rows fit a smaller batch that is there"
@@ -219,10 +225,10 @@ class Some:
     def __init__(self, cells):
         self.cells, self.version = cells, len(cells)
 
-    def price(self, cell):
+    def compile_cost(self, cell):
         return 0.0 if cell in self.cells else 1.0
 
-    chunk_price = price
+    chunk_compile_cost = compile_cost
 
 
 def test_a_rule_gets_its_strategy_whatever_it_costs():
@@ -231,20 +237,20 @@ def test_a_rule_gets_its_strategy_whatever_it_costs():
 
 
 def test_without_a_price_every_bucket_is_the_smallest_that_fits():
-    programs = in_world(World(worlds.cpu, 0.7), simulated.long_tailed(600))
-    request = simulated.request([64] * 12, 4, 600, seed=0, capacity=48)
+    programs = in_scenario(Scenario(scenarios.cpu, 0.7), simulator.long_tailed(600))
+    request = simulator.request([64] * 12, 4, 600, seed=0, capacity=48)
     planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
-    rollout = driver.start(simulated.contexts(programs, request, planner), clock=programs.clock)
-    result = simulated.simulate(rollout, programs)
+    rollout = driver.start(simulator.contexts(programs, request, planner), clock=programs.clock)
+    result = simulator.simulate(rollout, programs)
     assert {one.batch for one in result.measurements} == set(BATCHES)
 
 
 def test_the_first_program_has_room_for_all_sequences_unless_a_long_run_can_use_a_shorter_one():
     def first(left):
-        savings = Savings()
-        savings.begin(left, 48)
+        payback = Payback()
+        payback.begin(left, 48)
         seen = {"tokens": 64, "limit": 664, "widest": 64, "rounds": 16, "batch": 0, "slots": 0}
         view = GroupView(0, 0, 48, **seen)
-        return Planner(BATCHES, SLOTS, fixed.fixed(PLAIN), None, savings, 664).first(view)
+        return Planner(BATCHES, SLOTS, fixed.fixed(PLAIN), None, payback, 664).first(view)
 
     assert first(2) == Cell(48, 1024, PLAIN) and first(1e6) == Cell(48, 256, PLAIN)

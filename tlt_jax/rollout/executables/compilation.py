@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.rollout import portable, shelf
-from tlt_jax.rollout.portable import PortabilityError, Portable
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.prices import KEPT, LOADING, Prices
-from tlt_jax.rollout.programs import DraftOnly, GroupShapes, StateShape, of_group
-from tlt_jax.rollout.shelf import Shelf, digest
+from tlt_jax.rollout.executables import disk_cache, serialized
+from tlt_jax.rollout.executables.compile_cost import KEPT, LOADING, CompileCosts
+from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
+from tlt_jax.rollout.executables.programs import DraftOnly, GroupShapes, StateShape, of_group
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.executables.serialized import SerializationError, SerializedExecutable
 from tlt_jax.spec_decode.decode import Report, Weights
 from tlt_jax.spec_decode.strategy import PLAIN
 
@@ -59,7 +59,7 @@ class Made:
     """An executable, and itself as bytes when it can be; seconds that a thread took for it; whether it was only loaded."""
 
     executable: jax.stages.Compiled
-    portable: Portable | None = None
+    serialized: SerializedExecutable | None = None
     seconds: float = 0.0
     is_loaded: bool = False
 
@@ -79,15 +79,19 @@ class Executables:
         self,
         shapes: Sequence[GroupShapes],
         log: Callable[[Compiled], None],
-        kept: Shelf | None = None,
+        kept: ExecutableCache | None = None,
     ):
         self.shapes, self.log = tuple(shapes), log
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
         self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
-        self.is_cpu, self.prices, self.shelf = is_cpu(shapes[0].mesh), Prices(), kept or Shelf()
-        self.portables: dict[Program, Portable] = {}  # of group 0's programs
+        self.is_cpu, self.compile_costs, self.disk_cache = (
+            is_cpu(shapes[0].mesh),
+            CompileCosts(),
+            kept or ExecutableCache(),
+        )
+        self.serialized: dict[Program, SerializedExecutable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
         self.sizes = sizes_of(shapes[0])
         self.names: dict[tuple[Program, str], str] = {}  # of `asked`
@@ -99,7 +103,7 @@ class Executables:
         """Programs are for these shapes from here on; those that are there are dropped."""
         for future in self.ahead.values():
             future.cancel()
-        for kept in (self.executables, self.ran, self.portables, self.ahead):
+        for kept in (self.executables, self.ran, self.serialized, self.ahead):
             kept.clear()
         self.shapes, self.sizes = tuple(shapes), sizes_of(shapes[0])
         self.changes += 1
@@ -113,9 +117,11 @@ class Executables:
         for program in self.executables:
             if getattr(program, "strategy", PLAIN) != PLAIN:
                 continue
-            kept = self.shelf.seconds(self.asked(program, sizes))
-            price = self.prices.of(program) if kept is None else KEPT * kept
-            seconds += price * (LOADING if program.group and self.is_shared(program) else 1.0)
+            kept = self.disk_cache.seconds(self.asked(program, sizes))
+            compile_cost = self.compile_costs.of(program) if kept is None else KEPT * kept
+            seconds += compile_cost * (
+                LOADING if program.group and self.is_shared(program) else 1.0
+            )
         return seconds
 
     def lower(self, program: Program) -> jax.stages.Lowered:
@@ -143,46 +149,46 @@ class Executables:
         self.compiles.append(line)
         self.log(line)
         if not made.is_loaded:
-            self.prices.note(program, line.seconds)
-            self.shelf.note(self.asked(program), line.seconds)
-        if made.portable and len(self.shapes) > 1:
-            self.portables[of_group(program, 0)] = made.portable
+            self.compile_costs.note(program, line.seconds)
+            self.disk_cache.note(self.asked(program), line.seconds)
+        if made.serialized and len(self.shapes) > 1:
+            self.serialized[of_group(program, 0)] = made.serialized
         self.executables[program] = made.executable
         if len(self.executables) > MAX_PROGRAMS:
             dropped = self.executables.popitem(last=False)[0]
             self.ran.discard(dropped)
-            self.portables.pop(of_group(dropped, 0), None)
+            self.serialized.pop(of_group(dropped, 0), None)
         self.changes += 1
 
     def is_shared(self, program: Program) -> bool:
         """Whether another group's executable can be loaded for this one's devices."""
-        return of_group(program, 0) in self.portables
+        return of_group(program, 0) in self.serialized
 
     def of_another_group(self, program: Program) -> Made | None:
         """The executable of another group, for this group's devices, when there is one."""
         if not self.is_shared(program):
             return None
-        found = self.portables[of_group(program, 0)]
+        found = self.serialized[of_group(program, 0)]
         try:
-            return Made(portable.loaded(found, self.devices(program)), found, is_loaded=True)
-        except PortabilityError as error:
+            return Made(serialized.deserialize(found, self.devices(program)), found, is_loaded=True)
+        except SerializationError as error:
             log.info("every data group compiles its programs: %s", error)
-            del self.portables[of_group(program, 0)]
+            del self.serialized[of_group(program, 0)]
             return None
 
     def make(self, program: Program, lowered: jax.stages.Lowered) -> Made:
         """The executable of a lowered program: from the folder, or compiled."""
         devices = self.devices(program)
-        if found := self.shelf.get(lowered, self.options, devices):
+        if found := self.disk_cache.get(lowered, self.options, devices):
             return Made(*found, is_loaded=True)
         hits = len(CACHE_HITS)
         executable, made = compile_now(lowered, self.options), None
         if len(CACHE_HITS) > hits:
             return Made(executable, is_loaded=True)
         try:
-            made = portable.serialized(executable, devices)
-            self.shelf.put(lowered, self.options, made)
-        except PortabilityError as error:
+            made = serialized.serialize(executable, devices)
+            self.disk_cache.put(lowered, self.options, made)
+        except SerializationError as error:
             log.debug("%s stays where it was compiled: %s", program, error)
         return Made(executable, made)
 
@@ -206,22 +212,24 @@ class Executables:
         self.ran.add(program)
         return is_first
 
-    def price(self, program: Program) -> float:
+    def compile_cost(self, program: Program) -> float:
         """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
         if program in self.executables or (program in self.ahead and self.ahead[program].done()):
             return 0.0
         share = 1.0 if self.waits else BACKGROUND
         if self.is_shared(program):
-            return share * LOADING * self.prices.of(program)
-        kept = self.shelf.seconds(self.asked(program))
-        return share * self.prices.of(program) if kept is None else KEPT * kept
+            return share * LOADING * self.compile_costs.of(program)
+        kept = self.disk_cache.seconds(self.asked(program))
+        return share * self.compile_costs.of(program) if kept is None else KEPT * kept
 
     def prepare(self, programs: Iterable[Program]) -> None:
         """Compiles what is not there: now, or in the background, where it is one program at a time."""
         for program in programs:
             if self.waits or self.is_shared(program):
                 self.get(program)
-            elif self.price(program) and all(future.done() for future in self.ahead.values()):
+            elif self.compile_cost(program) and all(
+                future.done() for future in self.ahead.values()
+            ):
                 begin = time.perf_counter()
                 self.ahead[program] = self.thread.submit(self.timed, program, self.lower(program))
                 self.waited.append((begin, time.perf_counter()))
@@ -243,7 +251,7 @@ class Executables:
         return CPU_OPTIONS if self.is_cpu else {}
 
     @property
-    def is_disturbed(self) -> bool:
+    def compiling_alongside(self) -> bool:
         """Whether something is compiled in the background that takes the devices' own cores."""
         return self.is_cpu and not all(future.done() for future in self.ahead.values())
 
@@ -322,21 +330,21 @@ def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> 
     return median(spent[1:])
 
 
-def use_compile_cache(folder: str) -> Shelf:
+def use_compile_cache(folder: str) -> ExecutableCache:
     """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all.
 
     The rollout's own executables are in a folder in it. It is pruned first. One that cannot be written is only read, or
     not used at all, which one line says.
     """
     if folder == "off":
-        return Shelf()
+        return ExecutableCache()
     path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
-    if reason := shelf.unwritable(path):
-        log.warning(shelf.UNWRITABLE, path, reason)
+    if reason := disk_cache.unwritable(path):
+        log.warning(disk_cache.UNWRITABLE, path, reason)
         if not os.access(path, os.R_OK | os.X_OK):
-            return Shelf()
+            return ExecutableCache()
     else:
-        shelf.prune(path, time.time())
+        disk_cache.prune(path, time.time())
     if jax.config.jax_compilation_cache_dir != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
         compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
@@ -344,4 +352,4 @@ def use_compile_cache(folder: str) -> Shelf:
     least = NEVER_S if reason else 0.0
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return Shelf(path / "rollout", is_writable=not reason)
+    return ExecutableCache(path / "rollout", is_writable=not reason)

@@ -10,9 +10,7 @@ import numpy as np
 
 from tlt_jax.rollout.buckets import admission_size, block_size, bucket_width
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Event, Retired, WentIdle
-from tlt_jax.rollout.harvest import ended, harvest, harvested, wanted
-from tlt_jax.rollout.offers import GroupOffers, extends, most_lag
-from tlt_jax.rollout.programs import (
+from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
     Decode,
@@ -23,7 +21,9 @@ from tlt_jax.rollout.programs import (
     history_width,
 )
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import (
+from tlt_jax.rollout.scheduler.candidates import GroupCandidates, extends, most_lag
+from tlt_jax.rollout.scheduler.harvest import ended, harvest, harvested, wanted
+from tlt_jax.rollout.scheduler.state import (
     GroupContext,
     GroupState,
     GroupView,
@@ -104,7 +104,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     report = context.programs.read(flight.report)
     tokens, rounds = int(report.counts.sum()), int(report.rounds)
     is_first = rounds > 0 and context.programs.is_first_run(flight.program)
-    is_untimed = is_first or flight.is_disturbed or context.programs.is_disturbed
+    is_untimed = is_first or flight.compiling_alongside or context.programs.compiling_alongside
     events: list[Event] = [
         Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)
     ]
@@ -172,10 +172,10 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         sources=tuple(sorted({source.sizes for source in sources})),
         finished=state.finished,
     )
-    offers = GroupOffers(context, view)
-    if cell := context.planner.worth_compiling(view, offers):
-        context.programs.prepare(offers.needed(cell))
-    decision = context.planner.decide(view, offers)
+    candidates = GroupCandidates(context, view)
+    if cell := context.planner.worth_compiling(view, candidates):
+        context.programs.prepare(candidates.needed(cell))
+    decision = context.planner.decide(view, candidates)
     decision = replace(decision, joining=tuple(running.uid for running in new))
     state = move(context, replace(state, decision=decision), decision)
 
@@ -344,7 +344,7 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         report=report,
         most=most,
         program=program,
-        is_disturbed=context.programs.is_disturbed,
+        compiling_alongside=context.programs.compiling_alongside,
     )
     event = Dispatched(flight.number, "decode", state.batch, state.slots, decision, state.is_moved)
     lag = strategy.path if extends(context, strategy) else state.drafter_lag + most

@@ -12,23 +12,30 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.distributed.board import LocalBoard
-from tlt_jax.rollout import simulated_rounds
 from tlt_jax.rollout.buckets import admission_size
-from tlt_jax.rollout.driver import Beside, Rollout
-from tlt_jax.rollout.harvest import Harvest
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start, StateShape
-from tlt_jax.rollout.queue import WorkQueue
+from tlt_jax.rollout.executables.programs import (
+    Admit,
+    CatchUp,
+    Decode,
+    Prefill,
+    Resize,
+    Start,
+    StateShape,
+)
+from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.simulated_rounds import Acceptance, Lengths, Rows
-from tlt_jax.rollout.state import Decider, GroupContext, Needs
+from tlt_jax.rollout.scheduler.driver import BackgroundWork, Rollout
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
+from tlt_jax.simulate import decoding, scenarios
+from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
+from tlt_jax.simulate.scenarios import Scenario
 from tlt_jax.spec_decode.decode import Admission, Report, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
-from tlt_jax.tuner import worlds
-from tlt_jax.tuner.worlds import World
 
 GLANCE = 1e-6  # seconds before a program is done at which `simulate` looks too
 DRAFTER = 1 / 20  # of the policy's cost of a token is what a drafter takes to learn of it
@@ -133,10 +140,10 @@ class SimulatedPrograms:
         return len(self.compiled)
 
     @property
-    def is_disturbed(self) -> bool:
+    def compiling_alongside(self) -> bool:
         return False
 
-    def price(self, program: Program) -> float:
+    def compile_cost(self, program: Program) -> float:
         return 0.0 if program in self.compiled else self.compiling(program)
 
     def prepare(self, programs: Iterable[Program]) -> None:
@@ -166,7 +173,7 @@ class SimulatedPrograms:
         return Marker(self.clock, end)
 
     def start(self, program: Start) -> SimulatedState:
-        rows = simulated_rounds.empty(program.state.batch)
+        rows = decoding.empty(program.state.batch)
         return SimulatedState(rows, self.dispatch(program), np.zeros(program.state.batch, int))
 
     def prefill(self, program: Prefill, *_: Any) -> tuple[Any, Marker]:
@@ -175,15 +182,13 @@ class SimulatedPrograms:
     def admit(
         self, program: Admit, state: SimulatedState, prefilled: Any, new: Admission
     ) -> SimulatedState:
-        rows, known = simulated_rounds.admit(state.rows, new, self.lengths), state.known.copy()
+        rows, known = decoding.admit(state.rows, new, self.lengths), state.known.copy()
         known[new.rows[new.rows < len(known)]] = 0
         return SimulatedState(rows, self.dispatch(program), known)
 
     def resize(self, program: Resize, state: SimulatedState, rows: np.ndarray) -> SimulatedState:
         known = state.known[np.maximum(rows, 0)]
-        return SimulatedState(
-            simulated_rounds.resize(state.rows, rows), self.dispatch(program), known
-        )
+        return SimulatedState(decoding.resize(state.rows, rows), self.dispatch(program), known)
 
     def catch_up(
         self, program: CatchUp, state: SimulatedState, *_: Any
@@ -195,9 +200,7 @@ class SimulatedPrograms:
     def decode(
         self, program: Decode, state: SimulatedState, weights: Any, host: Any, bounds: np.ndarray
     ) -> tuple[SimulatedState, Pending]:
-        rows, report = simulated_rounds.decode_chunk(
-            self.acceptance, program, state.rows, *bounds.tolist()
-        )
+        rows, report = decoding.decode_chunk(self.acceptance, program, state.rows, *bounds.tolist())
         marker, known = self.dispatch(program, report.rounds), state.known
         if program.strategy != PLAIN and program.strategy.drafter != NGRAM:
             known = rows.tokens
@@ -236,29 +239,33 @@ def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
     return taken / 1e3
 
 
-class WorldCosts:
+class ScenarioCosts:
     """The law of costs of a world with the noise of its clock, of which each group has its own."""
 
-    def __init__(self, world: World):
-        self.world, self.random, self.seen = world, {}, set()
+    def __init__(self, scenario: Scenario):
+        self.scenario, self.random, self.seen = scenario, {}, set()
 
     def __call__(self, program: Program, rounds: int, at: float) -> float:
         is_first, group = program not in self.seen, program.group
         self.seen.add(program)
-        seed = [self.world.seed, group]
+        seed = [self.scenario.seed, group]
         random = self.random.setdefault(group, np.random.default_rng(seed))
-        quiet = quiet_seconds(self.world.cost, program, rounds)
-        return self.world.slowed(random, quiet, is_first) * self.world.load(at)
+        quiet = quiet_seconds(self.scenario.cost, program, rounds)
+        return self.scenario.slowed(random, quiet, is_first) * self.scenario.load(at)
 
 
 def long_tailed(longest: int) -> Lengths:
     """The law of answer lengths of tuner.worlds."""
-    return lambda key: int(worlds.lengths(np.random.default_rng(key.tolist()), 1, longest)[0])
+    return lambda key: int(scenarios.lengths(np.random.default_rng(key.tolist()), 1, longest)[0])
 
 
-def in_world(world: World, lengths: Lengths, compiling: Compiling = at_once) -> SimulatedPrograms:
+def in_scenario(
+    scenario: Scenario, lengths: Lengths, compiling: Compiling = at_once
+) -> SimulatedPrograms:
     """Programs with the costs and drafts of a world, on a clock of their own."""
-    return SimulatedPrograms(WorldCosts(world), world.trees, lengths, VirtualClock(), compiling)
+    return SimulatedPrograms(
+        ScenarioCosts(scenario), scenario.trees, lengths, VirtualClock(), compiling
+    )
 
 
 def request(
@@ -293,7 +300,7 @@ def contexts(
     catches_up: bool = True,
 ) -> list[GroupContext]:
     """Groups that share one queue and one planner; n-grams by name never catch up."""
-    queue = WorkQueue(LocalBoard(), "simulated", len(request.prompts), request.samples)
+    queue = WorkQueue(LocalBoard(), "simulator", len(request.prompts), request.samples)
     learned = Needs(catches_up=catches_up)
     needs = {"": learned, NGRAM: Needs(), LEARNED: learned, MERGED: learned}
     fixed = {"weights": Weights((), ()), "request": request, "queue": queue, "planner": planner}
@@ -301,7 +308,7 @@ def contexts(
 
 
 def simulate(
-    rollout: Rollout, programs: SimulatedPrograms, beside: Beside | None = None
+    rollout: Rollout, programs: SimulatedPrograms, background: BackgroundWork | None = None
 ) -> RolloutResult:
     """The rollout until all groups are idle, and what is done `beside` it: whenever nothing happens, the next program is done.
 
@@ -311,10 +318,10 @@ def simulate(
     clock, result = programs.clock, None
     while True:
         happened = result is None and any(look.events for look in rollout.poll())
-        happened |= beside is not None and beside.poll()
+        happened |= background is not None and background.poll()
         if result is None and rollout.is_done():
             result = rollout.result()
-        if result and (beside is None or beside.is_done):
+        if result and (background is None or background.is_done):
             return result
         if happened:
             continue

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tlt_jax.tuner.exploration import saving
+from tlt_jax.tuner.exploration import expected_saving
 from tlt_jax.tuner.interface import Cell
 
 MEMORY = 0.8  # weight of a rollout in the means over rollouts, relative to the next one
@@ -22,7 +22,7 @@ Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.o
 Situation = tuple[int, int]  # the smallest batch and cache buckets that hold the live rows
 
 
-class Savings:
+class Payback:
     """How much the rollouts of a run decode in which situation, and how many are still to come.
 
     Decoding is counted in tokens of one live row, so that it does not depend on the programs that
@@ -64,37 +64,41 @@ class Savings:
         return (self.left + 1 - self.share) / max(self.rollouts + self.share, LEAST)
 
     def best(
-        self, cells: Sequence[Cell], there: Sequence[Cell], prices: np.ndarray, speeds: Speeds
+        self,
+        cells: Sequence[Cell],
+        compiled: Sequence[Cell],
+        compile_costs: np.ndarray,
+        speeds: Speeds,
     ) -> Cell | None:
         """The cell that is expected to save most beyond its price (seconds [C]), if one does by MARGIN.
 
         None before any seconds were measured: there is nothing to compare a price with. All that is
         compiled on guesses may cost a small share of the run.
         """
-        if not np.isfinite(speeds([*cells, *there])[1]).all():
+        if not np.isfinite(speeds([*cells, *compiled])[1]).all():
             return None
-        saved, rest, error = self.expected(cells, there, speeds)
+        saved, rest, error = self.expected(cells, compiled, speeds)
         is_guess = error > GUESS
-        is_sound = ~is_guess | (self.guessed + prices <= RISK * (self.seconds + rest))
-        worth = np.where(is_sound, saved - MARGIN * prices, -np.inf)
+        is_sound = ~is_guess | (self.guessed + compile_costs <= RISK * (self.seconds + rest))
+        worth = np.where(is_sound, saved - MARGIN * compile_costs, -np.inf)
         best = int(np.argmax(worth))
         if worth[best] <= 0:
             return None
-        self.guessed += prices[best] if is_guess[best] else 0.0
+        self.guessed += compile_costs[best] if is_guess[best] else 0.0
         return cells[best]
 
     def expected(
-        self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds
+        self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
     ) -> tuple[np.ndarray, float, np.ndarray]:
         """Seconds [C] that each of the cells is expected to save over the best of those that are there.
 
         Also the seconds that the rest of the run takes without, and standard errors [C] of the cells' log speeds.
         """
-        seconds_S, share_SC, error_C = self.shares(cells, there, speeds)
+        seconds_S, share_SC, error_C = self.shares(cells, compiled, speeds)
         return seconds_S @ share_SC, float(seconds_S.sum()), error_C
 
     def shares(
-        self, cells: Sequence[Cell], there: Sequence[Cell], speeds: Speeds
+        self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds [S] that the situations still take, the share of them [S, C] that each cell saves, and its error [C].
 
@@ -102,22 +106,22 @@ class Savings:
         they are. But of a guess it is the expectation: where the cell turns out to be slower it is not used, and saves
         nothing; else drafting would never be tried.
         """
-        speed, error = speeds([*cells, *there])
+        speed, error = speeds([*cells, *compiled])
         speed_C, error_C = speed[: len(cells)], error[: len(cells)]
         batch_C, slots_C = (np.array([cell[i] for cell in cells]) for i in (0, 1))
         seconds, shares = [], []
         for (batch, slots), tokens in self.tokens.items():
             usable = [
                 len(cells) + i
-                for i, cell in enumerate(there)
+                for i, cell in enumerate(compiled)
                 if cell.batch >= batch and cell.slots >= slots
             ]
             if not usable:
                 continue
             best = max(usable, key=lambda i: speed[i])
-            apart_C, doubt_C = speed_C - speed[best], np.hypot(error_C, error[best])
-            sure_C = np.maximum(1 - np.exp(CAUTION * doubt_C - apart_C), 0)
-            share_C = np.where(error_C > GUESS, saving(apart_C, doubt_C), sure_C)
+            apart_C, uncertainty_C = speed_C - speed[best], np.hypot(error_C, error[best])
+            sure_C = np.maximum(1 - np.exp(CAUTION * uncertainty_C - apart_C), 0)
+            share_C = np.where(error_C > GUESS, expected_saving(apart_C, uncertainty_C), sure_C)
             is_held_C = (batch_C >= batch) & (slots_C >= slots)
             seconds.append(self.horizon * tokens / np.exp(speed[best]))
             shares.append(np.where(is_held_C, share_C, 0))

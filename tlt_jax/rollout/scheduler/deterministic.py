@@ -9,24 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tlt_jax.rollout.queue import Taken
+from tlt_jax.rollout.scheduler.queue import Taken
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Measurement, State, Tuner
 
 ROUND = 0.02  # seconds that the fixed part of a round counts as
 
-Pricing = Callable[[Measurement], Measurement]
+CostTable = Callable[[Measurement], Measurement]
 
 
-def pricing(node: float) -> Pricing:
+def cost_table(node: float) -> CostTable:
     """Measurements with the seconds of the table instead of the measured ones; `node`: cost of a node, in rounds."""
 
-    def priced(seen: Measurement) -> Measurement:
+    def with_table_seconds(seen: Measurement) -> Measurement:
         cell = Cell(seen.batch, seen.slots, seen.strategy)
         seconds = ROUND * cost_model.prior_rounds(cell, node) * seen.rounds
-        return seen._replace(seconds=seconds, doubt=0.0, catch_up=0.0, is_moved=False)
+        return seen._replace(seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False)
 
-    return priced
+    return with_table_seconds
 
 
 class DealtQueue:
@@ -45,9 +45,9 @@ class DealtQueue:
 
 
 def learned(
-    tuner: Tuner, state: State, measurements: Sequence[Measurement], priced: Pricing
+    tuner: Tuner, state: State, measurements: Sequence[Measurement], with_table_seconds: CostTable
 ) -> State:
     """The tuner's state after a rollout, whatever the order in which its chunks were read."""
     for seen in sorted(measurements, key=lambda seen: (seen.number, seen.group)):
-        state = tuner.observe(state, priced(seen))
+        state = tuner.observe(state, with_table_seconds(seen))
     return state

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.rollout.state import GroupState, Running
+from tlt_jax.rollout.scheduler.state import GroupState, Running
 from tlt_jax.tuner.interface import Measurement
 
 

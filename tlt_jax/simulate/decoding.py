@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt_jax.rollout.programs import Decode
+from tlt_jax.rollout.executables.programs import Decode
+from tlt_jax.simulate.scenarios import Trees, table
 from tlt_jax.spec_decode.decode import Admission, Report
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.tuner.worlds import Trees, table
 
 VOCAB = 1 << 15  # tokens are drawn from so many, and mean nothing
 

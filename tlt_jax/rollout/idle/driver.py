@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tlt_jax.rollout import coordinator
-from tlt_jax.rollout.coordinator import (
+from tlt_jax.rollout.events import Dispatched, Event, Listener, Look, Retired
+from tlt_jax.rollout.idle import coordinator
+from tlt_jax.rollout.idle.coordinator import (
     Coordinator,
     Ended,
     Expected,
@@ -20,7 +21,6 @@ from tlt_jax.rollout.coordinator import (
     Message,
     Start,
 )
-from tlt_jax.rollout.events import Dispatched, Event, Listener, Look, Retired
 
 EXPECT_EVERY = 0.05  # seconds from one estimate of the idle time to the next
 

@@ -103,7 +103,7 @@ def begin(arm: Strategy, network: float, text: float) -> float:
 
 
 @dataclass
-class World:
+class Scenario:
     """A machine and a drafter, whose `quality` may change between rollouts.
 
     `drafters`: quality and agreement of those that arms name. Stalls and bursts are noise of the clock.
@@ -162,19 +162,21 @@ def lengths(random: np.random.Generator, count: int, longest: int = 2000) -> np.
 
 
 def oracle(
-    world: World,
+    scenario: Scenario,
     arms: Sequence[Strategy],
     allowed: Callable[[int], Sequence[Strategy]] | None = None,
 ) -> Tuner:
     """Knows every cost and hit rate."""
 
-    def choose(state, live, batch, slots, there=()):
-        known = there or (allowed(batch) if allowed else arms)
-        arm = world.best(batch, slots, [arm for arm in known if arm != PLAIN])
-        return state, Choice(arm, live * world.speed(batch, slots, arm), "oracle")
+    def choose(state, live, batch, slots, compiled=()):
+        known = compiled or (allowed(batch) if allowed else arms)
+        arm = scenario.best(batch, slots, [arm for arm in known if arm != PLAIN])
+        return state, Choice(arm, live * scenario.speed(batch, slots, arm), "oracle")
 
-    def outlook(state, cells):
-        speeds = [math.log(world.speed(*cell)) for cell in cells]
+    def predict(state, cells):
+        speeds = [math.log(scenario.speed(*cell)) for cell in cells]
         return np.array(speeds), np.zeros(len(cells))
 
-    return Tuner(dict, choose, unchanged, unchanged, lambda *_: arms, outlook, goes_by_rule=False)
+    return Tuner(
+        dict, choose, unchanged, unchanged, lambda *_: arms, predict, has_fixed_policy=False
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from tlt_jax.rollout.ports import Program
-from tlt_jax.rollout.programs import Admit, CatchUp, Decode, Prefill, Resize, Start
+from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, Resize, Start
+from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Seconds relative to a chunk of plain decoding, measured on policies of 1, 12 and 30 layers.
@@ -18,7 +18,7 @@ FIRST = 3.0  # seconds of a chunk of plain decoding before anything was compiled
 RECENT = 12  # compilations that the estimate is made from: later ones may come from a cache
 
 
-class Prices:
+class CompileCosts:
     """What compilations took, and what the next is expected to take."""
 
     def __init__(self) -> None:
