@@ -20,8 +20,8 @@ import sys
 from tlt_jax import plan
 from tlt_jax.rollout.executables.programs import Decode
 
-largest = plan.Engine.largest_programs
-plan.Engine.largest_programs = lambda *args: {
+largest = plan.largest_programs
+plan.largest_programs = lambda *args: {
     name: one for name, one in largest(*args).items() if isinstance(one, Decode)
 }
 plan.lower = plan.lower_rollout

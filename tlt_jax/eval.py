@@ -16,7 +16,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train.evaluation import evaluate
+from tlt_jax.train.evaluation import Evaluator
 
 
 def main() -> int:
@@ -38,7 +38,8 @@ def main() -> int:
             drafter, drafter_params = from_config.load_drafter(config, model, mesh)
             engine = Engine(config, model, mesh, datasets.stop_rules(config, tokenizer), drafter)
             weights = engine.publish(from_config.load_policy(config, model, mesh), drafter_params)
-            metrics, _ = evaluate(engine, weights, dataset, tokenizer, scorer, config)
+            evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)
+            metrics, _ = evaluator.evaluate(weights)
             print(json.dumps(metrics))
     return 0
 

@@ -34,9 +34,14 @@ from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.models import from_config, hf, transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.programs import CatchUp, Decode
+from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import adaptive, policy_batch, policy_update
 from tlt_jax.train.memory import (
     GIB,
@@ -51,6 +56,7 @@ from tlt_jax.train.memory import (
     spell,
 )
 from tlt_jax.train.recipe import Recipe
+from tlt_jax.tuner import make
 
 
 @dataclass(frozen=True)
@@ -143,12 +149,50 @@ def lower_rollout(
             config, recipe.model, engine.drafter, recipe.mesh
         )
         window = adaptive.replay_config(config, training).width
-    for name, program in engine.largest_programs(params, *sizes, window).items():
+    for name, program in largest_programs(engine, params, *sizes, window).items():
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
         layers = recipe.model.num_layers if isinstance(program, Decode) else 0
         yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now, layers)
+
+
+def largest_programs(
+    engine: Engine,
+    params: DecodingParams,
+    prompt_tokens: int,
+    prompts: int,
+    slots: int,
+    window: int = 0,
+) -> dict[str, Program]:
+    """The largest program of each kind of data group 0, by name: prefill, admission, chunks, catching up.
+
+    With a `window` also the harvest of windows of this width. Each strategy has its chunk with the largest batch that the
+    tuner may use it for.
+    """
+    width, rounds = bucket_width(prompt_tokens), engine.config.rollout.chunk
+    prefill = Prefill(0, block_size(prompts, width), width)
+    state = StateShape(0, engine.capacity, slots)
+    found: dict[str, Program] = {
+        "prefill": prefill,
+        "admission": Admit(state, prefill),
+        "rollout chunk": Decode(state, rounds, PLAIN, params),
+    }
+
+    drafters = {arm.drafter for arm in engine.arms}
+    largest = make.largest_batches(engine.tuner, engine.batches, drafters)
+    drafter_of = engine.programs.shapes[0].drafter_of
+    if caught_up := [batch for arm, batch in largest.items() if drafter_of(arm).catch_up]:
+        batch = max(caught_up)
+        found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots))
+    for arm in engine.arms:
+        if arm in largest:
+            shape = StateShape(0, largest[arm], slots)
+            title = f"rollout chunk {strategies.name(arm)} of {largest[arm]}"
+            found[title] = Decode(shape, rounds, arm, params)
+    if window:
+        found["harvest"] = Harvest(state, block_size(engine.capacity, window), window)
+    return found
 
 
 def print_report(program: PlannedProgram, limit: int) -> bool:

@@ -12,11 +12,14 @@ import pytest
 import test_speculation as speculation
 import tiny_engine as tiny
 
+from tlt_jax import plan
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import eagle
+from tlt_jax.rollout import learned_drafter
+from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import compilation, compile_cost
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, DraftOnly, StateShape
@@ -83,8 +86,10 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
         return  # which groups take which turns depends on the speed of the machine
     assert hits.keys() == {*ARMS, "off"} and min(hits[text] for text in ARMS) > 0, hits
     told(engine, results[1])
+    timing = DraftTiming(engine.programs, 1.0)
     for _ in ARMS:
-        timed = engine.time_drafting(weights, results[1])
+        timing.update(weights, results[1])
+    timed = timing.seconds
     assert {name(strategy) for _, _, strategy in timed} == set(ARMS) and min(timed.values()) > 0
 
 
@@ -141,7 +146,7 @@ def test_only_drafters_of_texts_are_given_texts_and_features_are_kept_for_all():
 
 def test_a_plan_has_the_programs_of_every_arm_though_none_has_learned():
     engine = adaptive(settings=replace(SETTINGS, tuner="goodput"))
-    found = engine.largest_programs(DecodingParams(), 16, 4, 32)
+    found = plan.largest_programs(engine, DecodingParams(), 16, 4, 32)
     chunks = [one.strategy for one in found.values() if isinstance(one, Decode)]
     assert chunks == [PLAIN, *engine.arms]
     assert sum(isinstance(one, CatchUp) for one in found.values()) == 1
@@ -210,7 +215,7 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
     error, told = 0.0, []
     update_prior = lambda state, estimated={}: told.append(estimated) or state  # noqa: E731
     engine.tuner = engine.tuner._replace(predict=predict, update_prior=update_prior)
-    assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
+    assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
     payback = Payback()
     payback.begin(3, 8)
     payback.progress(0, 8)
@@ -220,7 +225,7 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
     chunk = Decode(StateShape(0, 2, 32), 2)
     engine.programs.executables[chunk] = None
     monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 4.0)
-    saved, compile_cost = engine.worth_of_learned({}, [0.5])
+    saved, compile_cost = learned_drafter.payback(engine, {}, [0.5])
     assert told[-1] == {"learned": [0.5]}
     # 100 tokens of each situation in each of 3 rollouts, 10 a second: two rows at twice, four at 1.5 times the speed.
     assert saved == pytest.approx(30 * (1 - 10 / 20) + 30 * (1 - 10 / 15) - 0.02 * 60, rel=1e-4)
@@ -232,11 +237,13 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
         chunk, strategy=engine.arms[0]
     )  # n-grams are used: it has to be faster than these
     engine.programs.executables[drafting] = None
-    saved, again = engine.worth_of_learned({}, [0.5])
+    saved, again = learned_drafter.payback(engine, {}, [0.5])
     assert saved == pytest.approx(25 * (1 - 12 / 20) + 25 * (1 - 12 / 15) - 0.02 * 50, rel=1e-4)
     assert again == compile_cost, "a chunk that drafts is compiled again where it pays for itself"
     error = math.inf
-    assert engine.worth_of_learned({}, [0.5]) == (0.0, 0.0), "no chunk's seconds were measured"
+    assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), (
+        "no chunk's seconds were measured"
+    )
 
 
 def tiny_params() -> DecodingParams:

@@ -243,14 +243,14 @@ def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_oth
 def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little():
     programs = toys.executables(2, V)
     ours, theirs = (Start(StateShape(group, 2, 64)) for group in (0, 1))
-    compile_cost, version = programs.compile_cost(theirs), programs.version
+    alone, version = programs.compile_cost(theirs), programs.version
     programs.get(ours)
     assert programs.compile_cost(ours) == 0 and programs.version != version
     assert (
         0
         < programs.compile_cost(theirs)
         == compile_cost.LOADING * programs.compile_costs.of(theirs)
-        < compile_cost
+        < alone
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests import references
 from tlt_jax.rollout.idle import coordinator
 from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, Mode, Start, Stop
-from tlt_jax.rollout.idle.expected_time import Lengths, Remaining
+from tlt_jax.rollout.idle.expected_time import ExpectedTime, Lengths
 from tlt_jax.rollout.scheduler.state import GroupState, Running
 from tlt_jax.simulate import simulator
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -61,7 +61,7 @@ def test_expected_seconds_are_those_of_the_row_that_takes_longest():
         measured(1, 40, 20, 10, 4.0),
     ]
     # Group 0: 10 tokens a second of a row, 1: 2 tokens a round, 5 a second.
-    left = Remaining(asked, [30])
+    left = ExpectedTime(asked, [30])
     assert left.seconds(states, [], []) == 0.0
     assert left.seconds(states, chunks[:1], []) == pytest.approx(20 / (10 / 9))
     assert left.seconds(states, chunks, []) == pytest.approx(max(20 / 10, 10 / 5, 30 / 5))
@@ -101,7 +101,7 @@ def test_a_look_at_a_thousand_groups_reads_only_what_is_new():
     """64,000 answers: those that were known, and rows that did not move, are not read again."""
     asked = simulator.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
     earlier = np.random.default_rng(0).integers(1, LIMIT, GROUPS * ROWS).tolist()
-    left = Remaining(asked, earlier)
+    left = ExpectedTime(asked, earlier)
     rows = [tuple(Row(group * ROWS + row, 4 + row, 4 + LIMIT) for row in range(ROWS)) for group in range(GROUPS)]  # fmt: skip
     states = {group: GroupState(rows=one) for group, one in enumerate(rows)}
     chunks = Counted(measured(group, 40, 20, 10, 4.0) for group in range(GROUPS))

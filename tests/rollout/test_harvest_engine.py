@@ -12,6 +12,7 @@ import pytest
 import test_engine as tiny
 import test_speculation as drafting
 
+from tlt_jax import plan
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
@@ -165,8 +166,8 @@ def test_without_a_harvester_no_program_and_no_event_is_added_and_with_one_featu
 def test_the_largest_harvest_is_planned_where_there_is_one(x64):
     engine, _ = engine_of("eagle3", 1, 1, captures_states=True)
     sizes = tiny.DecodingParams(tiny.PLAIN), 20, 4, 32
-    assert "harvest" not in engine.largest_programs(*sizes)
-    program = engine.largest_programs(*sizes, window=WIDTH)["harvest"]
+    assert "harvest" not in plan.largest_programs(engine, *sizes)
+    program = plan.largest_programs(engine, *sizes, window=WIDTH)["harvest"]
     assert program == Harvest(StateShape(0, engine.capacity, 32), 4, WIDTH)
     memory = engine.programs.lower(program).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 0, "the state is not donated"

@@ -161,7 +161,7 @@ def slowdown(scale, rollouts, groups):
     What a program takes to compile is not scaled, nor what its first run takes longer than others.
     """
     scenario = Scenario(lambda *cell: scale * scenarios.cpu(*cell), 0.2)
-    rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "world": scenario}
+    rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "scenario": scenario}
     plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, **rest)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, **rest)
     return taken / plain

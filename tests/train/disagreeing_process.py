@@ -29,14 +29,14 @@ def main() -> int:
 def disagree(index: int) -> None:
     """So short a run learns under drafter_training.share auto, by the first process's clocks."""
     from tlt_jax.drafter import investment
-    from tlt_jax.rollout.engine import Engine
+    from tlt_jax.rollout import learned_drafter
     from tlt_jax.rollout.executables.compile_cost import CompileCosts
 
     investment.LONG, investment.CHANCE = 0.6, 1e3
     seconds, compile_cost = 4.0 * (1 + index), 0.01 + 3.0 * index
     worth = 0.0 if index else 1e9
     CompileCosts.of = lambda *_: compile_cost
-    Engine.worth_of_learned = lambda engine, *_: (0.0 if engine.drafter else worth, 0.0)
+    learned_drafter.payback = lambda engine, *_: (0.0 if engine.drafter else worth, 0.0)
     investment.Investment.after_step = lambda self, _: replace(self, step_seconds=seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import optax
 from loop_rollouts import TRAINING
 
 from tlt_jax.config import Config
+from tlt_jax.train.setup import Setup
 
 GRAD_CLIP = 1.5
 
@@ -104,14 +106,24 @@ def spoil(config: Config, knobs: dict) -> Config:
     return config
 
 
+def misread(value: Any, knobs: dict) -> Any:
+    """A configuration, or a copy of an object that has one, with other values of some knobs."""
+    if isinstance(value, Config):
+        return spoil(value, knobs)
+    for name in ("config", "setup"):
+        if isinstance(getattr(value, name, None), Config | Setup):
+            value = copy.copy(value)
+            object.__setattr__(value, name, misread(getattr(value, name), knobs))
+    return value
+
+
 def reading(**knobs):
     """A mutant that reads these values of knobs, whatever the run says; __ stands for the dot."""
     knobs = {name.replace("__", "."): value for name, value in knobs.items()}
 
     def mutant(function):
         def spoiled(*args):
-            given = [spoil(arg, knobs) if isinstance(arg, Config) else arg for arg in args]
-            return function(*given)
+            return function(*(misread(arg, knobs) for arg in args))
 
         return spoiled
 

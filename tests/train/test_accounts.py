@@ -14,8 +14,10 @@ from tlt_jax import cli
 from tlt_jax.metrics import Writer, names
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import accounts, evaluation, loop, minibatches, run_state, step_metrics
+from tlt_jax.train import accounts, loop, run_state, step_metrics
 from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
+from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.minibatches import PolicyTraining
 
 TRACING, LOWERING, _ = COMPILING
 
@@ -117,11 +119,11 @@ def test_every_program_of_the_process_is_noticed_however_it_is_compiled():
 
 COSTS = {
     (Engine, "publish"): 1,
-    (evaluation, "evaluate"): 2,
+    (Evaluator, "evaluate"): 2,
     (run_state, "save"): 4,
-    (loop, "roll_out"): 8,
+    (Engine, "run"): 8,
     (Scorer, "collect"): 16,
-    (minibatches, "update_policy"): 32,
+    (PolicyTraining, "update"): 32,
     (step_metrics, "of_rollout"): 64,
     (step_metrics, "records"): 128,
     (Writer, "step"): 256,
@@ -151,7 +153,7 @@ def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, m
     ]
     expected = {
         "update_weights": [1] * 3,
-        "eval": [2 + 16, 0, 2 + 16],
+        "eval": [2 + 8 + 16, 0, 2 + 8 + 16],
         "save_checkpoint": [0, 4, 4],
         "rollout": [8] * 3,
         "reward": [16] * 3,

@@ -33,7 +33,7 @@ from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.scheduler import driver
 from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.train import adaptive as adaptive_run, loop, run_state
+from tlt_jax.train import adaptive as adaptive_run, loop, run_state, sft
 from tlt_jax.tuner import goodput
 
 STEPS = 4
@@ -292,7 +292,7 @@ def test_an_unreadable_record_of_acceptance_is_refused_before_the_warm_start(
     start = tmp_path / "drafter"
     shutil.copytree(run_folder.drafter_export(adaptive), start)
     (start / "acceptance.json").write_text('{"acceptance": [2]}')
-    monkeypatch.setattr(loop.sft, "warm_start", lambda *_: pytest.fail("it was made for nothing"))
+    monkeypatch.setattr(sft, "warm_start", lambda *_: pytest.fail("it was made for nothing"))
     with pytest.raises(ModelError, match="acceptance.json: write"):
         loop.train(configure(tmp_path / "run", ADAPTIVE | {"drafter_training.start": str(start)}))
 

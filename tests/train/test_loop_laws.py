@@ -19,6 +19,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine
 from tlt_jax.train import evaluation, minibatches
+from tlt_jax.train.minibatches import PolicyTraining
 
 SAMPLES, STEPS = 3, 8
 STILL = {
@@ -63,11 +64,7 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
         knobs = STILL | cached | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
             learned = minibatches.Learned([{}], np.zeros((1, 1)), np.zeros(1), 1.0)
-            patch.setattr(
-                minibatches,
-                "update_policy",
-                lambda config, recipe, programs, state, *_: (state, learned),
-            )
+            patch.setattr(PolicyTraining, "update", lambda self, state, *_: (state, learned))
             return observed.watched(observed.configure(folder, knobs))
 
     return run

@@ -24,8 +24,11 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.data.packing import Packed
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, loop, minibatches, policy_batch
+from tlt_jax.train import evaluation, minibatches, policy_batch
+from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.trainer import Trainer
 
 KNOBS = {
     "model.param_dtype": "float64", "model.compute_dtype": "float64", "model.remat": True,
@@ -96,16 +99,16 @@ OF_ROLLOUTS = [
     (engine, "sequence_keys", loop_mutants.the_same_in_every_step, check_keys),
     (engine, "sequence_keys", loop_mutants.of_seed_zero, check_keys),
     (evaluation, "EVAL_STREAM", loop_mutants.the_training_noise, check_keys),
-    (loop, "roll_out", reading(rollout__temperature=1.0), check_training_rules),
-    (loop, "roll_out", reading(rollout__top_k=0), check_training_rules),
-    (loop, "roll_out", reading(rollout__top_p=1.0), check_training_rules),
+    (Trainer, "roll_out", reading(rollout__temperature=1.0), check_training_rules),
+    (Trainer, "roll_out", reading(rollout__top_k=0), check_training_rules),
+    (Trainer, "roll_out", reading(rollout__top_p=1.0), check_training_rules),
     (datasets, "stop_rules", reading(rollout__stop=[]), check_training_rules),
-    (evaluation, "evaluate", reading(eval__temperature=1.0), check_evaluation_rules),
-    (evaluation, "evaluate", reading(eval__top_k=0), check_evaluation_rules),
-    (evaluation, "evaluate", reading(eval__top_p=1.0), check_evaluation_rules),
-    (evaluation, "evaluate", reading(eval__max_new_tokens=0), check_evaluation_rules),
+    (Evaluator, "evaluate", reading(eval__temperature=1.0), check_evaluation_rules),
+    (Evaluator, "evaluate", reading(eval__top_k=0), check_evaluation_rules),
+    (Evaluator, "evaluate", reading(eval__top_p=1.0), check_evaluation_rules),
+    (Evaluator, "evaluate", reading(eval__max_new_tokens=0), check_evaluation_rules),
     (datasets, "load", reading(eval__prompts=0), check_evaluation_rules),
-    (evaluation, "evaluate", reading(eval__correct_at=1.0), check_scores),
+    (Evaluator, "evaluate", reading(eval__correct_at=1.0), check_scores),
 ]
 OF_BATCHES = [
     (minibatches, "group_advantages", loop_mutants.flipped, check_batches),
@@ -113,8 +116,8 @@ OF_BATCHES = [
     (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
     (minibatches, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
     (policy_batch, "make_batch", loop_mutants.without_last_tokens, check_batches),
-    (minibatches, "update_policy", reading(algorithm__advantage="grpo"), check_batches),
-    (minibatches, "update_policy", reading(algorithm__aggregation="token_mean"), check_batches),
+    (PolicyTraining, "update", reading(algorithm__advantage="grpo"), check_batches),
+    (PolicyTraining, "update", reading(algorithm__aggregation="token_mean"), check_batches),
 ]
 OF_UPDATES = [
     (Recipe, "of", reading(rollout__temperature=1.0), check_losses),

@@ -19,6 +19,7 @@ from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.drafter import investment, step_training
 from tlt_jax.drafter.investment import Investment
+from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.compile_cost import CompileCosts
 from tlt_jax.train import loop
@@ -121,7 +122,7 @@ def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
     """That it pays is given: after the second step, and after every one of the resumed run."""
     knows = []
     gain = iter([0.0, 5.0])
-    monkeypatch.setattr(Engine, "worth_of_learned", lambda *_: (next(gain), 0.0))
+    monkeypatch.setattr(learned_drafter, "payback", lambda *_: (next(gain), 0.0))
     publish = Engine.publish
     monkeypatch.setattr(
         Engine,
@@ -147,7 +148,7 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
 ):
     """What it is worth is given, and steps are said to be long; no bit of the policy differs."""
     monkeypatch.setattr(
-        Engine, "worth_of_learned", lambda self, *_: (0.0 if self.drafter else 1e9, 0.0)
+        learned_drafter, "payback", lambda engine, *_: (0.0 if engine.drafter else 1e9, 0.0)
     )
     monkeypatch.setattr(
         investment, "LONG", 0.6

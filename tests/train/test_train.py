@@ -41,7 +41,10 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, DataError
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.train import evaluation, loop, minibatches, sft, step_metrics
+from tlt_jax.train import evaluation, loop, minibatches, sft, startup, step_metrics
+from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.minibatches import PolicyTraining
+from tlt_jax.train.trainer import Trainer
 from tlt_jax.tuner import beg_mab
 
 DRAFTED = {
@@ -108,7 +111,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, 
 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monkeypatch, capsys):
-    monkeypatch.setattr(minibatches, "update_policy", None)
+    monkeypatch.setattr(PolicyTraining, "update", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
@@ -257,10 +260,10 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(
     whole, tmp_path, monkeypatch, capsys, where
 ):
     function, number = {
-        "rollout": ((loop, "roll_out"), 3),
-        "evaluation": ((evaluation, "evaluate"), 2),
-        "last evaluation": ((evaluation, "evaluate"), 3),
-        "warm start": ((loop, "begin"), 1),
+        "rollout": ((Trainer, "roll_out"), 3),
+        "evaluation": ((Evaluator, "evaluate"), 2),
+        "last evaluation": ((Evaluator, "evaluate"), 3),
+        "warm start": ((startup, "new_state"), 1),
         "rewards": ((evaluation, "collected"), 3),
     }[where]
     scratch = replace(whole.checkpoint, every=0)
@@ -516,7 +519,9 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
 def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
     measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
     monkeypatch.setattr(
-        evaluation, "evaluate", lambda *args: ({"eval/mean@2": next(measured)}, args[6])
+        Evaluator,
+        "evaluate",
+        lambda self, weights, tuner, *_: ({"eval/mean@2": next(measured)}, tuner),
     )
     knobs = {
         "eval.every": 1,
@@ -858,10 +863,14 @@ def test_an_empty_evaluation_split_is_refused_at_once(configure, tmp_path):
 
 def test_epochs_are_counted_in_steps(configure, tmp_path):
     config = configure(tmp_path, {"train.steps": 0, "train.epochs": 3})
-    assert [loop.total_steps(config, SimpleNamespace(rows=rows)) for rows in (1, 3, 4)] == [1, 4, 6]
+    assert [startup.total_steps(config, SimpleNamespace(rows=rows)) for rows in (1, 3, 4)] == [
+        1,
+        4,
+        6,
+    ]
     with pytest.raises(DataError, match="set train.steps"):
-        loop.total_steps(config, SimpleNamespace(rows=None))
-    assert loop.total_steps(configure(tmp_path), SimpleNamespace(rows=None)) == STEPS
+        startup.total_steps(config, SimpleNamespace(rows=None))
+    assert startup.total_steps(configure(tmp_path), SimpleNamespace(rows=None)) == STEPS
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer():

@@ -39,12 +39,12 @@ def good() -> float:
 MOST = {useless: 1.03, good: 1.25}
 
 
-@pytest.mark.parametrize("world", MOST)
+@pytest.mark.parametrize("scenario", MOST)
 def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_used(scenario):
     assert scenario() < MOST[scenario]
 
 
-@pytest.mark.parametrize(("world", "factor"), [(useless, 0.25), (good, 4.0)])
+@pytest.mark.parametrize(("scenario", "factor"), [(useless, 0.25), (good, 4.0)])
 def test_a_fourth_and_four_times_the_caution_cost_more_than_that(scenario, factor, monkeypatch):
     monkeypatch.setattr(exploration, "CAUTION", factor * exploration.CAUTION)
     assert scenario() > MOST[scenario]

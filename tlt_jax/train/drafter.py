@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 from tlt_jax import atomic, cli, keys, run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
-from tlt_jax.config import Config, load as configuration, parse, validate
+from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset, Encoder
 from tlt_jax.data.packing import Example
-from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
     batch as drafter_batch,
@@ -35,6 +34,7 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import run_state, sft
 from tlt_jax.train.run_state import RunState
+from tlt_jax.train.setup import Setup
 
 SAY_EVERY = 25  # also the most steps that wait on the devices
 
@@ -48,17 +48,11 @@ def train(config: Config) -> int:
     check_trackers(config)
     from_config.check_drafter_training(config)
     tokenizer = find_tokenizer(config)
-    model = from_config.model_config(config, tokenizer)
-    validate.validate_model(config, model, jax.device_count())
-    mesh, steps = (
-        meshes.make_mesh(config.mesh.data, config.mesh.model),
-        config.drafter_training.steps,
-    )
-    dataset = (
-        datasets.load(config, tokenizer)
-        if config.sft.steps or not config.drafter_training.texts
-        else None
-    )
+    dataset = None
+    if config.sft.steps or not config.drafter_training.texts:
+        dataset = datasets.load(config, tokenizer)
+    setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
+    model, mesh = setup.model, setup.mesh
     if dataset:
         print(dataset.describe(), flush=True)
     digest = dataset.digest() if dataset else ""
@@ -78,7 +72,7 @@ def train(config: Config) -> int:
             return DONE
         with Writer(config, steps, resumed) as writer:
             try:
-                params = sft.warm_start(config, model, mesh, dataset, writer, preempted)
+                params = sft.warm_start(setup, writer, preempted)
                 examples = gather(config, model, mesh, params, dataset, tokenizer, preempted)
             except Interrupted:
                 return PREEMPTED

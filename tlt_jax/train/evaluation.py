@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,81 +17,89 @@ from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
+from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState, Tuner
+from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 
 
-class Engine(Protocol):
-    """The part of rollout.engine.Engine that an evaluation uses."""
-
-    job: Job
-    tuner: Tuner
-    request: Callable[..., RolloutRequest]
-    run: Callable[..., tuple[RolloutResult, TunerState]]
-
-
-def evaluate(
-    engine: Engine,
-    weights: Any,
-    dataset: Dataset,
-    tokenizer: Any,
-    scorer: Scorer,
-    config: Config,
-    tuner: TunerState | None = None,
-    interrupted: Callable[[], bool] | None = None,
-    evaluations_left: int = 0,
-) -> tuple[dict[str, float], TunerState]:
-    """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates policies on the evaluation split of a data set.
 
     The noise does not depend on the training step, so two evaluations differ only by the policy.
-    How drafts hold in evaluations is learned from evaluations alone, and in training from training;
-    what programs cost from both. Raises ConfigError for an empty split.
     """
-    settings = config.eval
-    prompts = dataset.eval_prompts()
-    if not prompts:
-        raise ConfigError("the evaluation split is empty: set data.eval_size above 0, or data.eval")
 
-    sampling = Sampling.of(settings)
-    limit = settings.max_new_tokens or config.rollout.max_new_tokens
-    tokens = [prompt.tokens for prompt in prompts]
-    request = engine.request(
-        tokens,
-        settings.samples,
-        sampling,
-        limit,
-        stream=EVAL_STREAM,
-        step=0,
-        rollouts_left=evaluations_left,
-    )
+    config: Config
+    engine: RolloutEngine
+    dataset: Dataset
+    tokenizer: Any
+    scorer: Scorer
 
-    def finished(answer: Completion) -> None:
-        submit(scorer, tokenizer, prompts[answer.prompt], answer)
+    def evaluate(
+        self,
+        weights: Any,
+        tuner: TunerState | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        evaluations_left: int = 0,
+    ) -> tuple[dict[str, float], TunerState]:
+        """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
 
-    tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
-    rollout, learned = engine.run(
-        request,
-        weights,
-        tuner,
-        on_finish=finished,
-        interrupted=interrupted,
-        wanted=exchange.nothing,
-    )
-    results = collected(engine.job, scorer, interrupted or (lambda: False))
-    scores = np.array([results[answer.uid].value for answer in rollout.completions]).reshape(
-        -1, settings.samples
-    )
-    lengths = np.array([len(answer.tokens) for answer in rollout.completions])
-    metrics = summarize(scores, settings.correct_at) | {
-        "eval/response_length/mean": float(lengths.mean()),
-        "eval/response_length/max": float(lengths.max()),
-        "eval/response_length/clip_ratio": float(
-            np.mean([a.finish == LENGTH for a in rollout.completions])
-        ),
-    }
-    return metrics, engine.tuner.switched(learned, TRAINING)
+        The tuner learns the acceptance of drafts in evaluations from evaluations alone, and in training from training; it
+        learns the cost of programs from both. Raises ConfigError for an empty split, and Interrupted.
+        """
+        prompts, engine = self.dataset.eval_prompts(), self.engine
+        if not prompts:
+            raise ConfigError(
+                "the evaluation split is empty: set data.eval_size above 0, or data.eval"
+            )
+
+        def finished(answer: Completion) -> None:
+            submit(self.scorer, self.tokenizer, prompts[answer.prompt], answer)
+
+        tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
+        rollout, learned = engine.run(
+            self.request(prompts, evaluations_left),
+            weights,
+            tuner,
+            on_finish=finished,
+            interrupted=interrupted,
+            wanted=exchange.nothing,
+        )
+        scores = collected(engine.job, self.scorer, interrupted or (lambda: False))
+        return self.metrics(rollout, scores), engine.tuner.switched(learned, TRAINING)
+
+    def request(self, prompts: Sequence[Prompt], evaluations_left: int) -> RolloutRequest:
+        """eval.samples answers to each prompt of the split."""
+        settings = self.config.eval
+        return self.engine.request(
+            [prompt.tokens for prompt in prompts],
+            settings.samples,
+            Sampling.of(settings),
+            settings.max_new_tokens or self.config.rollout.max_new_tokens,
+            stream=EVAL_STREAM,
+            step=0,
+            rollouts_left=evaluations_left,
+        )
+
+    def metrics(self, rollout: RolloutResult, scores: Mapping[int, Score]) -> dict[str, float]:
+        """The metrics of scored answers."""
+        settings, answers = self.config.eval, rollout.completions
+        values = np.array([scores[answer.uid].value for answer in answers])
+        lengths = np.array([len(answer.tokens) for answer in answers])
+        return summarize(values.reshape(-1, settings.samples), settings.correct_at) | {
+            "eval/response_length/mean": float(lengths.mean()),
+            "eval/response_length/max": float(lengths.max()),
+            "eval/response_length/clip_ratio": float(
+                np.mean([answer.finish == LENGTH for answer in answers])
+            ),
+        }
+
+
+def is_due(config: Config, step: int, steps: int) -> bool:
+    """True at step 0, after every eval.every-th step and after the last; never when eval.every is 0."""
+    return config.eval.every > 0 and (step % config.eval.every == 0 or step == steps)
 
 
 def collected(job: Job, scorer: Scorer, interrupted: Callable[[], bool]) -> dict[int, Score]:

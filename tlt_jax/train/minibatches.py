@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint.index import leaf_index
@@ -17,10 +17,9 @@ from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.data.packing import Example
-from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.transformer import Params
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.train import policy_batch, policy_update
@@ -29,6 +28,7 @@ from tlt_jax.train.advantages import answer_weights, group_advantages
 from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.setup import Setup
 
 
 class Learned(NamedTuple):
@@ -44,33 +44,28 @@ class Learned(NamedTuple):
 
 
 def kl_reference(
-    config: Config,
-    params: Params,
-    model: ModelConfig,
-    mesh: Mesh,
-    is_new: bool,
-    source: Mapping[str, str] | None = None,
-    job: Job | None = None,
+    setup: Setup, params: Params, is_new: bool, source: Mapping[str, str] | None = None
 ) -> Params | None:
     """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
 
-    Saved once in the run folder, and read from there by all processes, so that it never shares buffers
-    with the policy, which every update donates. `source`: what it is made from, by name; kept with the
-    checksums of what was saved. Raises CheckpointError when a run that goes on finds none, or another one.
+    It is saved once in the run folder, and all processes read it from there, so that it shares no buffers with the policy,
+    which every update donates. `source`: what it was made from, by name; it is stored with checksums of the weights. Raises
+    CheckpointError when a resumed run finds no reference, or another one.
     """
+    config, job = setup.config, setup.job
     if not config.algorithm.kl_coef:
         return None
 
     directory, dtype = run_folder.reference(config), config.model.param_dtype
-    job, source = job or Job(), dict(source or {})
+    source = dict(source or {})
     if is_new:
-        hf.save_whole(params, model, directory, mesh, dtype=dtype)
+        hf.save_whole(params, setup.model, directory, setup.mesh, dtype=dtype)
         job.decided(True)  # before it is renamed the others would read an earlier one, or none
     elif not directory.is_dir():
         raise CheckpointError(
             f"{directory} is missing: the KL term needs the start policy, and only a new run has it: use another run folder"
         )
-    reference = hf.load(directory, model, mesh, dtype)
+    reference = hf.load(directory, setup.model, setup.mesh, dtype)
     kept = {"source": source, "leaves": leaf_index(reference)}
     path = directory / atomic.MADE_FROM
     if is_new and job.is_first:
@@ -98,51 +93,65 @@ def check_reference(path: Path, ours: Mapping[str, Any]) -> None:
         )
 
 
-def update_policy(
-    config: Config,
-    recipe: Recipe,
-    programs: UpdatePrograms,
-    state: PolicyState,
-    reference: Params | None,
-    prompts: Sequence[Prompt],
-    rollout: RolloutResult,
-    scores: Mapping[int, Score],
-    watch: Stopwatch,
-    teach: Callable[[Sequence[Rows]], None] | None = None,
-) -> tuple[PolicyState, Learned]:
-    """The policy after the optimizer steps on one rollout, and what they measured.
+@dataclass(frozen=True)
+class PolicyTraining:
+    """The update of the policy: its compiled programs, and the reference policy of the KL term (None without one)."""
 
-    One step per minibatch. Of several minibatches all use the log-probs before the first step as
-    the old ones. `teach` is called with the rows of all accumulation steps before the first step.
-    """
-    rewards = np.array([scores[answer.uid].value for answer in rollout.completions]).reshape(
-        len(prompts), -1
-    )
-    advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
+    config: Config
+    recipe: Recipe
+    programs: UpdatePrograms
+    reference: Params | None
+    watch: Stopwatch
 
-    batches, fills = zip(
-        *(
-            make_batch(config, recipe, prompts, rollout, advantages, part)
-            for part in split(config, rollout.completions)
-        ),
-        strict=True,
-    )
+    def update(
+        self,
+        state: PolicyState,
+        prompts: Sequence[Prompt],
+        rollout: RolloutResult,
+        scores: Mapping[int, Score],
+        teach: Callable[[Sequence[Rows]], None] | None = None,
+    ) -> tuple[PolicyState, Learned]:
+        """The policy after one optimizer step for each minibatch of a rollout, and what the steps measured.
 
-    with watch.phase("old_log_prob"):
-        if len(batches) > 1:
-            batches = [scored(programs, state.params, batch, "old") for batch in batches]
-        if reference is not None:
-            batches = [scored(programs, reference, batch, "reference") for batch in batches]
+        The state is donated. With several minibatches the old log-probs of all are those before the first step. `teach`
+        is called with the rows of all accumulation steps before the first optimizer step.
+        """
+        config, rewards = self.config, rewards_of(prompts, rollout, scores)
+        advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
 
-    if teach:
-        teach([rows for batch in batches for rows in batch])
+        batches, fills = zip(
+            *(
+                make_batch(config, self.recipe, prompts, rollout, advantages, part)
+                for part in split(config, rollout.completions)
+            ),
+            strict=True,
+        )
 
-    updates = []
-    for batch in batches:
-        state, metrics = policy_update.update(programs, state, batch)
-        updates.append(jax.device_get(metrics))
+        with self.watch.phase("old_log_prob"):
+            if len(batches) > 1:
+                batches = [scored(self.programs, state.params, batch, "old") for batch in batches]
+            if self.reference is not None:
+                batches = [
+                    scored(self.programs, self.reference, batch, "reference") for batch in batches
+                ]
 
-    return state, Learned(updates, rewards, advantages, float(np.mean(fills)))
+        if teach:
+            teach([rows for batch in batches for rows in batch])
+
+        updates = []
+        for batch in batches:
+            state, metrics = policy_update.update(self.programs, state, batch)
+            updates.append(jax.device_get(metrics))
+
+        return state, Learned(updates, rewards, advantages, float(np.mean(fills)))
+
+
+def rewards_of(
+    prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score]
+) -> np.ndarray:
+    """float[prompts, samples]: the reward of every answer."""
+    values = [scores[answer.uid].value for answer in rollout.completions]
+    return np.array(values).reshape(len(prompts), -1)
 
 
 def split(config: Config, answers: Sequence[Completion]) -> list[np.ndarray]:

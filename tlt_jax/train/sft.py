@@ -8,21 +8,19 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from tlt_jax import cli, run_folder
-from tlt_jax.config import Config, load as configuration, validate
+from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
-from tlt_jax.distributed import mesh as meshes
-from tlt_jax.distributed.job import Job
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
@@ -32,6 +30,7 @@ from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train.setup import Setup
 
 FORMAT = 1  # of what the cache holds
 SAY_EVERY = 25  # steps between two that are written
@@ -42,53 +41,57 @@ log = logging.getLogger(
 )  # the name also of the main module: its messages are the progress
 
 
-def warm_start(
-    config: Config,
-    model: ModelConfig,
-    mesh: Mesh,
-    dataset: Dataset,
-    writer: Writer,
-    interrupted: Callable[[], bool],
-    job: Job | None = None,
-) -> Params:
+def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) -> Params:
     """The policy that RL starts from: the loaded or new one, after sft.steps on worked solutions.
 
-    A warm start that was made before from the same settings is read from the cache, which all processes of the `job`
-    see. Raises Interrupted on demand, in all of them.
+    A warm start that was made before from the same settings is read from the cache, which all processes see. Raises
+    Interrupted on demand, in all of them.
     """
-    job = job or Job()
+    config, model, mesh = setup.config, setup.model, setup.mesh
     if not config.sft.steps:
         return from_config.load_policy(config, model, mesh)
-    cache = cache_folder(config, model, dataset)
-    if cache and job.decided((cache / "config.json").is_file()):
+    cache = cache_folder(config, model, setup.dataset)
+    if cache and setup.job.decided((cache / "config.json").is_file()):
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
-    programs = policy_update.programs(recipe)
-    begin, tokens, said = time.perf_counter(), 0, -math.inf
+    programs, progress = policy_update.programs(recipe), Progress(config.sft.steps, writer)
     for step in range(config.sft.steps):
-        if not job.meeting().goes_on(interrupted):
+        if not setup.job.meeting().goes_on(interrupted):
             raise Interrupted("the warm start was interrupted")
-        solutions = dataset.solutions(step, config.sft.batch)
-        tokens += sum(len(solution) for _, solution in solutions)
+        solutions = setup.dataset.solutions(step, config.sft.batch)
         batch = make_batch(config, recipe, solutions)
         state, metrics = policy_update.update(programs, state, batch)
-        now = time.perf_counter()
-        is_written = (step + 1) % SAY_EVERY == 0 or step + 1 == config.sft.steps
-        if is_written or now - said > SAY_EVERY_S:
-            metrics = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
-            metrics["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-            if is_written:
-                writer.scalars(step + 1, {f"sft/{name}": value for name, value in metrics.items()})
-            said = now
-            log.info(
-                "warm start %d/%d  loss %.3f  %.0f tokens/s",
-                step + 1, config.sft.steps, metrics["loss"], metrics["tokens_per_second"],
-            )  # fmt: skip
+        progress.step(step + 1, metrics, sum(len(solution) for _, solution in solutions))
     if cache:
         hf.save_whole(state.params, model, cache, mesh, dtype=config.model.param_dtype)
     return state.params
+
+
+class Progress:
+    """Writes and logs the metrics of a warm start now and then; a step that is not reported waits for no device."""
+
+    def __init__(self, steps: int, writer: Writer):
+        self.steps, self.writer, self.tokens = steps, writer, 0
+        self.began, self.said = time.perf_counter(), -math.inf
+
+    def step(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
+        """After a step that learned from so many solution tokens."""
+        self.tokens += tokens
+        now = time.perf_counter()
+        is_written = step % SAY_EVERY == 0 or step == self.steps
+        if not is_written and now - self.said <= SAY_EVERY_S:
+            return
+        shown = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
+        shown["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
+        if is_written:
+            self.writer.scalars(step, {f"sft/{name}": value for name, value in shown.items()})
+        self.said = now
+        log.info(
+            "warm start %d/%d  loss %.3f  %.0f tokens/s",
+            step, self.steps, shown["loss"], shown["tokens_per_second"],
+        )  # fmt: skip
 
 
 def supervised(recipe: Recipe, config: Config) -> Recipe:
@@ -158,12 +161,10 @@ def main() -> int:
         tokenizer = datasets.tokenizer(config)
         dataset = datasets.load(config, tokenizer)
         print(dataset.describe(), flush=True)
-        model = from_config.model_config(config, tokenizer)
-        validate.validate_model(config, model, jax.device_count())
-        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+        setup = Setup.of(config, tokenizer, dataset)
         with run_folder.locked(config.run), Writer(config, config.sft.steps, None) as writer:
-            params = warm_start(config, model, mesh, dataset, writer, lambda: False)
-        hf.save(params, model, Path(out), mesh, tokenizer, config.model.param_dtype)
+            params = warm_start(setup, writer, lambda: False)
+        hf.save(params, setup.model, Path(out), setup.mesh, tokenizer, config.model.param_dtype)
     return 0
 
 

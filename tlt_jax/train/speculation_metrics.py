@@ -10,12 +10,11 @@ import numpy as np
 
 from tlt_jax.config import schema
 from tlt_jax.metrics import ChunkRecord
+from tlt_jax.rollout.draft_timing import Shape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement
-
-Shape = tuple[int, int, Strategy]  # batch bucket, cache slots, strategy
 
 
 def metrics(

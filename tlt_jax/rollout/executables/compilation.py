@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout.executables import disk_cache, serialized
 from tlt_jax.rollout.executables.compile_cost import KEPT, LOADING, CompileCosts
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
-from tlt_jax.rollout.executables.programs import DraftOnly, GroupShapes, StateShape, of_group
+from tlt_jax.rollout.executables.programs import Decode, GroupShapes, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.executables.serialized import SerializationError, SerializedExecutable
-from tlt_jax.spec_decode.decode import Report, Weights
+from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.strategy import PLAIN
 
 MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
@@ -255,6 +253,26 @@ class Executables:
         """Whether something is compiled in the background that takes the devices' own cores."""
         return self.is_cpu and not all(future.done() for future in self.ahead.values())
 
+    def memory_held(self, groups: Sequence[int]) -> dict[str, int]:
+        """Stats of the compiled programs that draft: how many, and the most bytes that those of one of the groups hold.
+
+        The bytes are those of their code, and of the largest temporaries.
+        """
+        drafting = [
+            one
+            for one in {one.program: one for one in self.compiles}.values()
+            if one.program in self.executables
+            and isinstance(one.program, Decode)
+            and one.program.strategy != PLAIN
+        ]
+        sizes = [0]
+        for index in groups:
+            held = [one for one in drafting if one.program.group == index]
+            sizes.append(
+                sum(one.code for one in held) + max((one.temporary for one in held), default=0)
+            )
+        return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
+
     def read(self, report: Report) -> Report:
         """The report of a chunk that is done, as NumPy arrays."""
         return jax.device_get(report)
@@ -309,25 +327,6 @@ def log_compile(compiled: Compiled) -> None:
         "loaded" if compiled.is_loaded else "compiled", compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
         extra={} if compiled.is_loaded else {"compile_seconds": compiled.seconds},
     )  # fmt: skip
-
-
-def time_draft(executables: Executables, draft: DraftOnly, weights: Weights) -> float:
-    """Seconds of a round of drafting alone, on sequences that are half full of zeros: the median of 3 runs after one."""
-    shapes, batch = executables.shapes[draft.group], draft.state.batch
-    spec = shapes.known(draft.state), shapes.drafter_of(draft.strategy).host_context(batch)
-    known, host = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), spec
-    )
-    executables.get(draft)
-
-    spent = []
-    for _ in range(4):
-        half = jnp.full(batch, draft.state.slots // 2, jnp.int32, device=known.lengths.sharding)
-        known = jax.block_until_ready(known.replace(lengths=half))
-        begin = time.perf_counter()
-        known = jax.block_until_ready(draft(executables, known, weights, host))
-        spent.append((time.perf_counter() - begin) / draft.rounds)
-    return median(spent[1:])
 
 
 def use_compile_cache(folder: str) -> ExecutableCache:

@@ -39,7 +39,7 @@ class Lengths:
         return np.minimum(np.where(longer, left, np.maximum(so_far, 1)), most)
 
 
-class Remaining:
+class ExpectedTime:
     """What one rollout still takes. `earlier`: tokens of answers like these.
 
     Asked again and again while groups decode: what came before is not read again, and the rows of a

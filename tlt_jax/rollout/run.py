@@ -1,0 +1,180 @@
+"""The run of one rollout: its queues and planners, the groups that decode it, and one result of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+
+from tlt_jax.distributed.ending import Ending
+from tlt_jax.rollout import exchange
+from tlt_jax.rollout.events import Emitted, Listener, Look
+from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
+from tlt_jax.rollout.idle.expected_time import ExpectedTime
+from tlt_jax.rollout.interface import RolloutEngine
+from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler import deterministic, driver
+from tlt_jax.rollout.scheduler.planner import Planner
+from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
+from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.tuner.interface import State as TunerState
+
+
+class RolloutRun:
+    """The local data groups of an engine decode one request; `number` counts the engine's rollouts.
+
+    The groups of a process share one planner and, with all processes, one work queue. In a deterministic rollout each
+    group has a planner of its own, and prompts are dealt to the groups beforehand.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        number: int,
+        request: RolloutRequest,
+        weights: Mapping[int, Weights],
+        tuner: TunerState | None,
+        harvesters: Mapping[int, Harvester] | None = None,
+    ):
+        self.engine, self.number, self.request = engine, number, request
+        self.tuner = engine.tuner.init() if tuner is None else tuner
+        self.scope, job = f"rollout/{number}", engine.job
+        if job.is_first:  # no process reads keys of the rollout before the last any more
+            job.board.delete(f"rollout/{number - 2}/")
+        self.ending = Ending(len(engine.groups), job.board, self.scope, job.index, job.count)
+        self.planners, self.queues = self.make_planners(), self.make_queues()
+        if engine.ngram_memory:
+            engine.ngram_memory.begin(request.prompts, request.samples)
+        self.contexts = self.make_contexts(weights, harvesters)
+
+    def make_planners(self) -> dict[int, Planner]:
+        """The planner of each local group."""
+        engine, request = self.engine, self.request
+        payback = engine.payback[request.params]
+        payback.begin(request.rollouts_left, len(request.keys))
+        slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
+        longest = max(
+            len(prompt) + limit
+            for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
+        )
+
+        def planner() -> Planner:
+            return Planner(
+                engine.batches, slots, engine.tuner, self.tuner, payback, longest,
+                len(engine.local_groups), engine.cost_table,
+            )  # fmt: skip
+
+        if engine.cost_table:
+            return {index: planner() for index in engine.local_groups}
+        return dict.fromkeys(engine.local_groups, planner())
+
+    def make_queues(self) -> dict[int, Queue]:
+        """The queue that each local group takes samples from."""
+        engine, sizes = self.engine, (len(self.request.prompts), self.request.samples)
+        if engine.cost_table:
+            return {
+                index: deterministic.DealtQueue(index, len(engine.groups), *sizes)
+                for index in engine.local_groups
+            }
+        shared = WorkQueue(engine.job.board, self.scope, *sizes)
+        return dict.fromkeys(engine.local_groups, shared)
+
+    def make_contexts(
+        self, weights: Mapping[int, Weights], harvesters: Mapping[int, Harvester] | None
+    ) -> list[GroupContext]:
+        """What does not change of each local group while the rollout runs."""
+        engine, shapes = self.engine, self.engine.programs.shapes[0]
+        needs = {
+            name: Needs(
+                engine.ngram_memory.siblings
+                if jax.tree.leaves(one.host_context(1))
+                else no_context,
+                one.catch_up is not None,
+            )
+            for name, one in {"": shapes.drafter, **shapes.drafters}.items()
+        }
+        return [
+            GroupContext(
+                index, engine.programs, weights[index], self.request, self.queues[index], self.planners[index],
+                needs, shapes.drafter.remembers, harvesters[index] if harvesters else None,
+                engine.cost_table is not None,
+            )
+            for index in engine.local_groups
+        ]  # fmt: skip
+
+    def decode(
+        self,
+        listeners: Sequence[Listener],
+        on_finish: Callable[[Completion], None] | None,
+        interrupted: Callable[[], bool] | None,
+        idle_work: IdleWork | None,
+        least_idle: float,
+    ) -> RolloutResult:
+        """The local groups' answers, once all groups of all processes are done; stats say what was compiled.
+
+        Raises Interrupted.
+        """
+        programs, groups = self.engine.programs, self.engine.local_groups
+        before, waited = len(programs.compiles), len(programs.waited)
+        rollout = driver.start(self.contexts, [self.remember, *listeners], on_finish)
+        background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
+        result = driver.run(rollout, interrupted, background, self.ending)
+
+        began = rollout.recorder.begin
+        waits = [(start - began, end - began) for start, end in programs.waited[waited:]]
+        new = programs.compiles[before:]
+        result.stats.update(
+            programs=len(programs.executables),
+            compiles=len(new),
+            compile_seconds=sum(compiled.seconds for compiled in new),
+            **programs.memory_held(groups),
+        )
+        if background:
+            used = sum(background.used.values())
+            result.stats.update(idle_used=used, idle_delay=background.delay)
+        return replace(result, compile_waits=dict.fromkeys(groups, waits))
+
+    def idle_driver(self, rollout: driver.Rollout, work: IdleWork, least_idle: float) -> IdleDriver:
+        """What gives groups that have nothing left to decode this work."""
+        ending, recorder = self.ending, rollout.recorder
+        left = ExpectedTime(self.request, self.engine.lengths)
+
+        def expected() -> float:
+            now = rollout.clock.now()
+            seconds = left.seconds(rollout.states, recorder.measurements, recorder.lengths)
+            ending.tell(seconds, now)
+            return max(seconds, ending.others(now))
+
+        groups = len(self.engine.groups)
+        return IdleDriver(
+            rollout, work, self.number, groups, least_idle, expected, lambda: bool(ending.how)
+        )
+
+    def remember(self, look: Look) -> None:
+        """Keeps the answers that n-grams are drawn from."""
+        for event in look.events:
+            if self.engine.ngram_memory and isinstance(event, Emitted):
+                self.engine.ngram_memory.write(event.uid, event.tokens)
+
+    def exchanged(
+        self, result: RolloutResult, wanted: Callable[[Sequence[Completion]], set[int]]
+    ) -> RolloutResult:
+        """The result of all processes; of answers that others decoded, this one has the tokens of those `wanted`."""
+        job = self.engine.job
+        return exchange.exchanged(job, result, wanted) if job.count > 1 else result
+
+    def learned(self, result: RolloutResult) -> TunerState:
+        """The tuner's state after the rollout, the same in all processes."""
+        engine, tuner = self.engine, self.tuner
+        if engine.cost_table:
+            return deterministic.learned(
+                engine.tuner, tuner, result.measurements, engine.cost_table
+            )
+        if engine.job.count == 1:
+            return self.planners[engine.local_groups[0]].state
+        for measurement in result.measurements:  # all learn the same, in the same order
+            tuner = engine.tuner.observe(tuner, measurement)
+        return tuner

@@ -1,0 +1,153 @@
+"""The start of an RL run: what its configuration names, the state that it starts or resumes from, and its trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tlt_jax import run_folder
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import Config, parse, validate
+from tlt_jax.config.schema import ADAPTIVE
+from tlt_jax.data import dataset as datasets
+from tlt_jax.data.dataset import Dataset
+from tlt_jax.distributed.job import Job
+from tlt_jax.errors import DamagedCheckpoint
+from tlt_jax.metrics import Writer, check_trackers
+from tlt_jax.models import from_config
+from tlt_jax.models.eagle import DrafterParams
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.disk_cache import sources
+from tlt_jax.spec_decode.strategy import LEARNED
+from tlt_jax.train import (
+    adaptive,
+    evaluation,
+    losses,
+    memory,
+    policy_update,
+    run_state,
+    sft,
+)
+from tlt_jax.train.drafter_learning import DrafterLearning
+from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.run_state import RunState
+from tlt_jax.train.setup import Setup
+from tlt_jax.tuner.acceptance import GUESS
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What a run of `steps` RL steps is made with, before it enters its folder.
+
+    `drafter`: None without an adaptive drafter; `drafter_params`: the weights of drafter_training.start, or of the drafter
+    that speculation.drafter names; None when it names none.
+    """
+
+    setup: Setup
+    steps: int
+    recipe: Recipe
+    engine: Engine
+    drafter: DrafterLearning | None
+    drafter_params: DrafterParams | None
+
+
+def load(config: Config, job: Job) -> Setup:
+    """Checks the configuration, and loads its tokenizer and data. Raises UserError, also when processes differ."""
+    validate.validate_rl(config)
+    losses.check(config.algorithm.loss)
+    if job.is_first:
+        check_trackers(config)
+    tokenizer = datasets.tokenizer(config)
+    dataset = datasets.load(config, tokenizer)
+    if job.is_first:
+        print(dataset.describe(), flush=True)
+    job.agree(facts(config, dataset))
+    return Setup.of(config, tokenizer, dataset, job)
+
+
+def machinery(setup: Setup) -> Machinery:
+    """The engine and the recipes of a run. Raises ConfigError for what the devices cannot hold."""
+    config, model, mesh = setup.config, setup.model, setup.mesh
+    steps = total_steps(config, setup.dataset)
+    recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
+    drafter, drafter_params = from_config.load_drafter(config, model, mesh)
+    is_adaptive = config.speculation.drafter == ADAPTIVE
+    stops = datasets.stop_rules(config, setup.tokenizer)
+    captures_states = is_adaptive and not config.rollout.deterministic
+    engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job)
+    learning = DrafterLearning(config, engine, steps) if is_adaptive else None
+    memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
+    return Machinery(setup, steps, recipe, engine, learning, drafter_params)
+
+
+def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """What all processes of a run must have in common: every knob, the code, the data."""
+    return {
+        **{name: str(value) for name, value in parse.flatten(config).items()},
+        "tlt_jax's code": sources(),
+        "jax": jax.__version__,
+        "data": dataset.digest(),
+    }
+
+
+def total_steps(config: Config, dataset: Dataset) -> int:
+    """RL steps of the run: train.steps, or those of train.epochs.
+
+    Raises DataError for epochs of a generated task.
+    """
+    if config.train.steps:
+        return config.train.steps
+    if dataset.rows is None:
+        raise datasets.DataError(
+            "train.epochs counts passes over rows, and a generated task has no last row: set train.steps"
+        )
+    return max(1, config.train.epochs * dataset.rows // config.rollout.prompts)
+
+
+def is_finished(config: Config, store: Store, steps: int) -> bool:
+    """Whether the run folder has the last step, its evaluation and its export."""
+    last = store.latest()
+    if last is None or last < steps or not run_folder.is_exported(config, last):
+        return False
+    return not lacks_evaluation(config, store, last, steps)
+
+
+def lacks_evaluation(config: Config, store: Store, step: int, steps: int) -> bool:
+    """Whether a saved step's evaluation was interrupted, or what was saved of it cannot be read."""
+    try:
+        return evaluation.is_due(config, step, steps) and not store.index(step)["metrics"]
+    except DamagedCheckpoint:
+        return True
+
+
+def resume(parts: Machinery, store: Store) -> RunState | None:
+    """The state of the newest checkpoint; None without one. Raises CheckpointError."""
+    drafter = parts.drafter.recipe if parts.drafter else None
+    engine = parts.engine
+    config = parts.setup.config
+    return run_state.resume(config, store, parts.recipe, drafter, engine.tuner, engine.basis)
+
+
+def new_state(parts: Machinery, writer: Writer, interrupted: Callable[[], bool]) -> RunState:
+    """The state of a new run: the warm-started policy, and the drafter if there is one to start from.
+
+    A tuner with a fixed policy needs an adaptive drafter at once, and gets an untrained one. Raises ModelError before the
+    warm start for a drafter whose record of acceptance cannot be read; Interrupted.
+    """
+    config, tuner, start = parts.setup.config, parts.engine.tuner, parts.drafter_params
+    acceptance = from_config.drafter_acceptance(config)
+    params = sft.warm_start(parts.setup, writer, interrupted)
+    state = RunState(0, policy_update.create(params, parts.recipe), None, tuner.init())
+    if parts.drafter and (start is not None or tuner.has_fixed_policy):
+        state = state.replace(drafter=adaptive.create(config, parts.drafter.recipe, start))
+    if start is not None:
+        # Without a record the tuner knows only that the drafter was trained.
+        known = {LEARNED: acceptance or GUESS}
+        state = state.replace(tuner=tuner.update_prior(state.tuner, known))
+    return state

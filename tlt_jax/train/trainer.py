@@ -1,0 +1,247 @@
+"""One RL step of TLT (arXiv 2511.16665, figure 4): the rollout, with idle groups training the drafter, then the update."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from tlt_jax import run_folder
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
+from tlt_jax.data.dataset import Prompt
+from tlt_jax.errors import Interrupted
+from tlt_jax.keys import TRAIN_STREAM
+from tlt_jax.metrics import Writer
+from tlt_jax.models.eagle import DrafterParams
+from tlt_jax.rewards import Score, Scorer
+from tlt_jax.rollout import exchange
+from tlt_jax.rollout.draft_timing import DraftTiming
+from tlt_jax.rollout.interface import RolloutEngine
+from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.train import evaluation, minibatches, run_state, speculation_metrics, step_metrics
+from tlt_jax.train.accounts import Stopwatch
+from tlt_jax.train.drafter_learning import DrafterLearning, Taught
+from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.health import Health, failures
+from tlt_jax.train.minibatches import Learned, PolicyTraining
+from tlt_jax.train.run_state import RunState
+from tlt_jax.train.setup import Setup
+from tlt_jax.tuner.interface import State as TunerState
+
+
+class Rolled(NamedTuple):
+    """The rollout of a step: its prompts, the answers, the tuner's state after it, and the local answers' texts by uid."""
+
+    prompts: list[Prompt]
+    result: RolloutResult
+    tuner: TunerState
+    texts: dict[int, str]
+
+
+@dataclass
+class Trainer:
+    """Trains a policy step by step; `state` is all that survives a step, and all that a checkpoint needs.
+
+    `steps`: of the whole run. `fixed_drafter`: the weights of a drafter that is not trained. `drafter`: None without an
+    adaptive drafter. `resumed`: the step of the checkpoint that the run continues from, None for a new run; it is saved
+    again only when `evaluates_resumed`, because its evaluation was interrupted.
+    """
+
+    setup: Setup
+    steps: int
+    engine: RolloutEngine
+    policy: PolicyTraining
+    drafter: DrafterLearning | None
+    fixed_drafter: DrafterParams | None
+    store: Store
+    scorer: Scorer
+    writer: Writer
+    watch: Stopwatch
+    profiler: step_metrics.Profiler
+    interrupted: Callable[[], bool]
+    state: RunState
+    resumed: int | None = None
+    evaluates_resumed: bool = False
+    draft_timing: DraftTiming = field(init=False)
+    evaluator: Evaluator = field(init=False)
+    health: Health = field(init=False)
+
+    def __post_init__(self):
+        config = self.setup.config
+        self.draft_timing = DraftTiming(self.engine.programs, config.rollout.temperature)
+        self.evaluator = Evaluator(
+            config, self.engine, self.setup.dataset, self.setup.tokenizer, self.scorer
+        )
+        self.health = Health(config)
+
+    def step(self) -> int | None:
+        """One RL step; the exit code when the run ends instead: it is done, was interrupted, or diverged."""
+        weights, measured = self.publish(), {}
+        try:
+            measured = self.evaluate(weights)
+            self.save(measured)
+            if self.state.step >= self.steps:
+                return DONE
+            rolled = self.roll_out(weights)  # idle data groups train the drafter meanwhile
+            scores = self.score()
+        except Interrupted:
+            return self.stop(measured)
+
+        drafting = self.time_drafting(weights, rolled)
+        taught = self.teach_drafter(rolled)
+        del weights  # they may share buffers with the policy, which the update donates
+        with self.watch.phase("update"):
+            policy, learned = self.policy.update(
+                self.state.policy, rolled.prompts, rolled.result, scores, taught.lesson
+            )
+        tuner = self.update_tuner(rolled.tuner, taught)
+        self.state = RunState(self.state.step + 1, policy, taught.drafter, tuner, taught.investment)
+        self.report(rolled, scores, learned, taught.metrics | drafting)
+        return self.diverged(rolled, scores)
+
+    def publish(self) -> dict[int, Weights]:
+        """The rollout's copy of the policy and of the drafter, by local data group."""
+        with self.watch.phase("update_weights"):
+            if self.drafter:
+                self.drafter.before_publish()
+            drafter = self.state.drafter.params if self.state.drafter else self.fixed_drafter
+            return self.engine.publish(self.state.policy.params, drafter)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the state is not that of a complete checkpoint."""
+        return self.state.step != self.resumed or self.evaluates_resumed
+
+    def evaluate(self, weights: dict[int, Weights]) -> dict[str, float]:
+        """The metrics eval/*, when an evaluation is due; the tuner learns from it. Raises Interrupted."""
+        config, state = self.setup.config, self.state
+        if not (self.is_new and evaluation.is_due(config, state.step, self.steps)):
+            return {}
+        left = -(-(self.steps - state.step) // config.eval.every)
+        with self.watch.phase("eval"):
+            measured, tuner = self.evaluator.evaluate(weights, state.tuner, self.interrupted, left)
+        self.state = state.replace(tuner=tuner)
+        step_metrics.say_evaluation(self.writer, state.step, self.steps, measured)
+        return measured
+
+    def save(self, measured: dict[str, float]) -> None:
+        """Saves a checkpoint when one is due, or when this evaluation is the best so far."""
+        step, config = self.state.step, self.setup.config
+        is_due = run_state.is_due(config, step, self.steps) or self.store.improves(measured)
+        if self.is_new and (step == self.resumed or is_due):
+            with self.watch.phase("save_checkpoint"):
+                run_state.save(self.store, self.state, self.engine.basis, measured)
+
+    def stop(self, measured: dict[str, float]) -> int:
+        """Saves the state before the interrupted step, and says that the run was stopped; the exit code."""
+        with self.watch.phase("save_checkpoint"):
+            run_state.save(self.store, self.state, self.engine.basis, measured)
+            self.store.wait()
+        checkpoint = self.store.folder / str(self.state.step)
+        self.writer.say(run_folder.stopped(self.setup.config, checkpoint))
+        return PREEMPTED
+
+    def roll_out(self, weights: dict[int, Weights]) -> Rolled:
+        """Answers to the step's prompts; each is submitted for scoring while others are still decoded.
+
+        Data groups that have nothing left to decode train the drafter. Raises Interrupted.
+        """
+        config, state, rollout = self.setup.config, self.state, self.setup.config.rollout
+        self.profiler.enter(state.step + 1)
+        prompts, texts = self.setup.dataset.prompts(state.step), {}
+
+        def finished(answer: Completion) -> None:
+            prompt = prompts[answer.prompt]
+            texts[answer.uid] = evaluation.submit(self.scorer, self.setup.tokenizer, prompt, answer)
+
+        with self.watch.phase("rollout"):
+            request = self.engine.request(
+                [prompt.tokens for prompt in prompts],
+                rollout.samples,
+                Sampling.of(rollout),
+                rollout.max_new_tokens,
+                stream=TRAIN_STREAM,
+                step=state.step,
+                rollouts_left=self.steps - state.step - 1,
+            )
+            background = {}
+            wanted = partial(minibatches.needed, config, prompts, self.engine.local_groups)
+            if self.drafter:
+                background = self.drafter.begin_rollout(request, weights, state)
+                if self.drafter.needs_all_answers(state):
+                    wanted = exchange.everything
+            result, tuner = self.engine.run(
+                request, weights, state.tuner, on_finish=finished,
+                interrupted=self.interrupted, wanted=wanted, **background,
+            )  # fmt: skip
+        return Rolled(prompts, result, tuner, texts)
+
+    def score(self) -> dict[int, Score]:
+        """The scores of all processes' answers, by uid. Raises Interrupted."""
+        with self.watch.phase("reward"):
+            return evaluation.collected(self.setup.job, self.scorer, self.interrupted)
+
+    def time_drafting(self, weights: dict[int, Weights], rolled: Rolled) -> dict[str, float]:
+        """The metrics of this rollout's drafting; with speculation.time_drafting also how long drafting alone takes."""
+        if self.setup.config.speculation.time_drafting:
+            with self.watch.phase("time_drafting"):
+                self.draft_timing.update(weights, rolled.result)
+        return speculation_metrics.metrics(
+            self.engine.drafter_kind, rolled.result, self.draft_timing.seconds
+        )
+
+    def teach_drafter(self, rolled: Rolled) -> Taught:
+        """What idle groups taught the drafter, and what it is to learn from the rows of the update."""
+        if not self.drafter:
+            return Taught(self.state.drafter, self.state.investment)
+        timed = partial(self.watch.phase, "drafter")
+        return self.drafter.after_rollout(self.state, rolled.tuner, rolled.result, timed)
+
+    def update_tuner(self, tuner: TunerState, taught: Taught) -> TunerState:
+        """The tuner's state for the new weights of policy and drafter; adds to `taught` what the update taught."""
+        if not self.drafter:
+            return self.engine.tuner.update_prior(tuner)
+        tuner, message = self.drafter.after_update(taught, tuner)
+        if message:
+            self.writer.say(f"step {self.state.step + 1}/{self.steps}  {message}")
+        return tuner
+
+    def report(
+        self,
+        rolled: Rolled,
+        scores: dict[int, Score],
+        learned: Learned,
+        metrics: dict[str, float],
+    ) -> None:
+        """Writes the metrics and the answers of the step that has just been done."""
+        setup, state, result = self.setup, self.state, rolled.result
+        self.profiler.leave(state.step)
+        with self.watch.phase("metrics"):
+            scalars = step_metrics.of_rollout(setup.config, rolled.prompts, result, scores)
+            scalars |= step_metrics.of_update(*learned) | metrics
+            scalars |= step_metrics.of_step(
+                setup.dataset, setup.config, state.step, scalars, self.watch, setup.job
+            )
+            seconds = step_metrics.seconds_without(scalars, "drafter", "eval")
+            self.state = state.replace(investment=state.investment.after_step(seconds))
+
+            texts = evaluation.told_first(setup.job, rolled.texts)
+            answers = []
+            if setup.job.is_first:
+                answers = step_metrics.records(rolled.prompts, result, scores, texts)
+            chunks = speculation_metrics.chunks(self.engine.drafter_kind, result)
+            self.writer.step(state.step, scalars, answers, result.spans, chunks)
+            if failed := failures(scores):
+                self.writer.say(f"step {state.step}/{self.steps}  {failed}")
+
+    def diverged(self, rolled: Rolled, scores: dict[int, Score]) -> int | None:
+        """DIVERGED when the run cannot go on after this step, with the reason on stderr."""
+        problem = self.health.problem(rolled.result, scores, int(self.state.policy.skips))
+        if problem and self.setup.job.is_first:
+            print(f"error: step {self.state.step}: {problem}", file=sys.stderr)
+        return DIVERGED if problem else None
