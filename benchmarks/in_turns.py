@@ -151,9 +151,9 @@ def main() -> int:
                     with talking:
                         super().beat()
 
-                def wrong(self) -> tuple[str, int]:
+                def find_failure(self) -> tuple[str, int]:
                     with talking:
-                        return super().wrong()
+                        return super().find_failure()
 
             watch.Watch = Quiet
 

@@ -31,7 +31,7 @@ from rollout_setup import PROMPT_TOKENS, Ours, Shape, arguments, chosen, model_d
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Prefill, Start, StateShape
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 
 # The variants of a step are timed again and again for this long, and 5 times at least.

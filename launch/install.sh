@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the package into it with the given extras ("test", "test,parity", or none);
-# does nothing when that was done for the same pyproject.toml. PYTHON names another interpreter than python3.
+# Creates .venv and installs the package into it with the given extras ("test", "test,parity", or none);
+# does nothing if that was done for the same pyproject.toml. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 extras="${1:-}"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs `python -m tlt_jax.train ARGS...` as N processes on this machine, each on its share of the cores: launch/local.sh N ARGS...
-# Lines are printed behind their process's number; all end when one ends, and its exit code is this one's. SIGTERM and Ctrl-C reach
-# all as SIGTERM: they save, and exit with 75; a second Ctrl-C kills them.
-# Cards of a machine are shared out by CUDA_VISIBLE_DEVICES. DRY_RUN=1 prints what would be started; MODULE is run in the place of
+# Each output line starts with the number of its process. When one process ends, the others end too, and the script exits with its
+# code. SIGTERM and Ctrl-C are sent to all as SIGTERM: they save and exit with 75; a second Ctrl-C kills them.
+# CUDA_VISIBLE_DEVICES divides the GPUs of the machine. DRY_RUN=1 prints the commands without starting them; MODULE replaces
 # tlt_jax.train.
 set -uo pipefail
 if [[ $# -lt 1 || ! "$1" =~ ^[1-9][0-9]*$ ]]; then
@@ -12,12 +12,12 @@ fi
 count="$1"
 shift
 
-# Before anything is started: a signal at any moment reaches what is there, and what is started next is not.
-pids=() asked=""
+# Set up before any start: a signal at any moment reaches the running processes, and no more are started.
+pids=() stopping=""
 send() { ((${#pids[@]})) && kill "-$1" "${pids[@]}" 2> /dev/null; }
-stop() { asked=1; send TERM; }
+stop() { stopping=1; send TERM; }
 trap stop TERM HUP
-trap 'trap "send KILL" INT; stop' INT # what a shell starts in the background does not hear SIGINT
+trap 'trap "send KILL" INT; stop' INT # background processes of a shell ignore SIGINT
 trap 'send KILL' EXIT
 
 here="$(cd "$(dirname "$0")/.." && pwd)"
@@ -29,7 +29,7 @@ cards=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
 
 for ((index = 0; index < count; index++)); do
-  [[ -n "$asked" ]] && break
+  [[ -n "$stopping" ]] && break
   set -- env "JAX_COORDINATOR_ADDRESS=localhost:$port" "JAX_NUM_PROCESSES=$count" "JAX_PROCESS_ID=$index"
   if ((cards >= count)); then
     first=$((cards / count * index))
@@ -45,26 +45,26 @@ for ((index = 0; index < count; index++)); do
   fi
   "$@" "${command[@]}" > >(sed -u "s/^/[$index] /") 2> >(sed -u "s/^/[$index] /" >&2) &
   pids+=($!)
-  [[ -n "$asked" ]] && send TERM # it came while this one was started
+  [[ -n "$stopping" ]] && send TERM # the signal came while this process was starting
 done
 [[ -n "${DRY_RUN:-}" ]] && exit 0
-((${#pids[@]})) || exit 75 # stopped before the first
+((${#pids[@]})) || exit 75 # stopped before the first process
 
 code=0 ended=""
 while true; do
   wait -n -p ended "${pids[@]}" 2> /dev/null
   code=$?
-  [[ -n "${ended:-}" ]] && break # else a signal came, and was passed on
+  [[ -n "${ended:-}" ]] && break # else a signal came, and was forwarded
 done
 for index in "${!pids[@]}"; do
   [[ "${pids[$index]}" == "$ended" ]] && first="$index"
 done
-if [[ -n "$asked" ]] && ((code == 128 + 15)); then
-  code=75 # it was stopped before it could save, and had nothing to
+if [[ -n "$stopping" ]] && ((code == 128 + 15)); then
+  code=75 # it was stopped before it had anything to save
 elif ((code > 128)); then
-  echo "error: process $first was ended by signal $((code - 128)): the others end too; the same command goes on from the last checkpoint" >&2
+  echo "error: process $first was ended by signal $((code - 128)): the others end too; the same command resumes from the last checkpoint" >&2
 fi
-# The others end by themselves, saving what they can; one that does not is ended.
+# The others save what they can and end by themselves; after GRACE_S seconds the rest is killed.
 for ((tenth = 0; tenth < 10 * ${GRACE_S:-60}; tenth++)); do
   running=0
   for pid in "${pids[@]}"; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv what is missing and trains the quickstart; arguments go to the training command.
+# Installs what .venv lacks, then trains the quickstart; arguments go to the training command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./launch/install.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A Slurm job of one process for each node, which takes all its cards: sbatch --nodes=N --gpus-per-node=G launch/slurm.sh ARGS...
-# The nodes see this folder, the run folder, data and models under the same paths. DRY_RUN=1 launch/slurm.sh ARGS... prints the step.
-# Before the time limit and at preemption the run saves and exits with 75, and the job is queued again; so it is when a node is lost.
+# A Slurm job of one process per node, which uses all GPUs of the node: sbatch --nodes=N --gpus-per-node=G launch/slurm.sh ARGS...
+# All nodes need this folder, the run folder, data and models under the same paths. DRY_RUN=1 launch/slurm.sh ARGS... prints the step.
+# Before the time limit and at preemption the run saves, exits with 75, and the job is requeued; also when a node is lost.
 #SBATCH --job-name=tlt_jax
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -15,7 +15,7 @@ if [[ -n "${DRY_RUN:-}" ]]; then
   echo "${command[*]}"
   exit 0
 fi
-trap : TERM # the signal is for the processes; this script waits for them
+trap : TERM # the processes handle the signal; this script waits for them
 "${command[@]}" &
 step=$!
 wait "$step"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv what is missing, then lints and tests, a file of tests at a time on every core; arguments go to pytest.
+# Installs what .venv lacks, then lints and tests, one test file at a time per core; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ./launch/install.sh test

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a training on every host of a Cloud TPU slice: launch/tpu_pod.sh NAME ZONE ARGS...; DRY_RUN=1 prints the command.
-# FOLDER (~/tlt_jax) on each host holds this repository, installed with launch/install.sh tpu; run folder, data and models lie on a
-# file system that all hosts mount. A host that is preempted ends the others; the same command goes on from the last checkpoint.
+# FOLDER (~/tlt_jax) on each host holds this repository, installed with launch/install.sh tpu; run folder, data and models are on a
+# file system that all hosts mount. When a host is preempted, the others end; the same command resumes from the last checkpoint.
 set -euo pipefail
 if [[ $# -lt 3 ]]; then
   echo "error: write launch/tpu_pod.sh NAME ZONE ARGS..., of python -m tlt_jax.train ARGS..." >&2

@@ -14,8 +14,10 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import bindings
-from tlt_jax.spec_decode import decode as chunk, verify
-from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Report, Weights
+from tlt_jax.spec_decode import admission, decode as chunk, verify
+from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import Decoder, Report
+from tlt_jax.spec_decode.decode_state import DecodeState, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.strategy import Strategy
@@ -59,7 +61,7 @@ def begin(
     prefilled = target.prefill(
         weights.target, jnp.asarray(tokens[:, :width]), jnp.asarray(sizes - 1)
     )
-    return chunk.admit(target, drafter, state, prefilled, new)
+    return admission.admit(target, drafter, state, prefilled, new)
 
 
 def program(

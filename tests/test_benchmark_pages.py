@@ -1,4 +1,4 @@
-"""What is written of measurements: the rows are whole, and what the pages name and link to is there."""
+"""Pages and files of measurements: rows are complete, and the pages name and link to files that exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text()
 FILES = sorted((BENCHMARKS / "results").glob("*.csv"))
-OTHERS = {"in_turns", "tunix_sampler"}  # are started by benchmarks, and take no --help
+OTHERS = {"in_turns", "tunix_sampler"}  # started by benchmarks; they take no --help
 SCRIPTS = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")
@@ -38,7 +38,7 @@ def test_the_page_names_no_file_of_results_that_is_missing():
     assert set(re.findall(r"`(?:results/)?(\w+\.csv)`", PAGE)) == {path.name for path in FILES}
 
 
-def test_every_script_that_a_page_or_a_row_names_is_there():
+def test_every_script_that_a_page_or_a_row_names_exists():
     texts = [page.read_text() for page in PAGES] + [path.read_text() for path in FILES]
     named = {name for text in texts for name in re.findall(r"benchmarks/(\w+\.py)", text)}
     named |= set(re.findall(r"`(\w+\.py)`", PAGE))
@@ -60,7 +60,7 @@ def test_every_script_says_what_it_measures_and_takes(name, monkeypatch, capsys)
     with pytest.raises(SystemExit) as end:
         module.main()
     assert end.value.code == 0
-    assert f"benchmarks/{name}.py" in capsys.readouterr().out, "how it is called"
+    assert f"benchmarks/{name}.py" in capsys.readouterr().out, "its usage"
 
 
 def test_a_table_is_printed_and_appended_to_its_file(tmp_path, capsys):

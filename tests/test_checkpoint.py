@@ -1,4 +1,4 @@
-"""Checkpoints come back on any mesh, the best one stays, and what is damaged or foreign is refused by name."""
+"""Checkpoints restore on any mesh, the best one stays, and damaged or foreign ones are refused by name."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
                 assert store.improves(metrics) == (step in (1, 2)), step
                 store.save(step, {"policy": {"w": jnp.ones(2)}}, metrics=metrics)
                 store.wait()
-            assert store.best() == (2 if part[-1] == 3 else 5)  # the later of equals
+            assert store.best() == (2 if part[-1] == 3 else 5)  # the later one of two equal ones
     assert store.steps() == [5, 7, 8] and store.latest() == 8
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_is_saved_is_left_alone(saved):
 
 
 def test_metrics_that_come_later_are_added_and_the_arrays_stay(saved, monkeypatch):
-    """A kill at any moment leaves the step with its arrays: nothing is written but the metrics, and that at once."""
+    """A kill at any moment leaves the step with its arrays: only the metrics are written, atomically."""
     target = {"policy": abstract(state(make_mesh(1, 1)))}
     arrays = {
         path: path.stat().st_mtime_ns
@@ -162,7 +162,7 @@ def killed(*_, **__):
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_half_of_a_checkpoint(saved, monkeypatch):
-    """What is deleted is renamed first; the rest is for the next process."""
+    """A deletion starts with a rename; the next process finishes it."""
     monkeypatch.setattr(Store, "_empty_deleted", lambda self: None)
     with Store(saved, keep=1) as store:
         store.save(3, {"policy": state(make_mesh(1, 1), 3)})
@@ -322,7 +322,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_i
 
 
 def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_line(saved):
-    """300 bits of all of its files, drawn by a seed; half of them in files that are no arrays."""
+    """300 random bits of its files, by a seed; half of them in files without arrays."""
     folder = saved / "checkpoints" / "2"
     target, whole = {"policy": abstract(state(make_mesh(1, 1)))}, state(make_mesh(1, 1), 2)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
@@ -341,8 +341,10 @@ def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_lin
                 assert found.meta == {"config": "a: 1"}
             except DamagedCheckpoint as error:
                 refused.add(path.name)
-                said = str(error)
-                assert said.startswith(f"{folder} ") and "\n" not in said and "step 1" in said
+                message = str(error)
+                assert (
+                    message.startswith(f"{folder} ") and "\n" not in message and "step 1" in message
+                )
             path.write_bytes(content)
         assert_equal(store.restore(2, target).items["policy"], whole)
     assert {"metadata", "_METADATA", "manifest.ocdbt"} <= refused
@@ -351,7 +353,7 @@ def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_lin
 def test_an_index_without_a_digest_is_read_and_one_without_its_parts_refused(saved):
     path = saved / "checkpoints" / "2" / "meta" / "metadata"
     earlier = json.loads(path.read_text())
-    del earlier["digest"]  # as before there was one
+    del earlier["digest"]  # as in versions without one
     target = {"policy": abstract(state(make_mesh(1, 1)))}
     with Store(saved) as store:
         path.write_text(json.dumps(earlier))
@@ -387,7 +389,9 @@ def test_what_is_no_damage_is_not_called_so(error, saved, monkeypatch):
 
 
 @pytest.mark.parametrize("first_reads", [True, False])
-def test_what_one_process_finds_wrong_all_raise_before_any_goes_on(saved, monkeypatch, first_reads):
+def test_what_one_process_finds_wrong_all_raise_before_any_continues(
+    saved, monkeypatch, first_reads
+):
     """Two processes on a board; one's part of the arrays is damaged."""
     board, read, sums, found = LocalBoard(), reading.read, [], {}
     leaf_index = index.leaf_index
@@ -416,7 +420,7 @@ def test_what_one_process_finds_wrong_all_raise_before_any_goes_on(saved, monkey
     assert not sums, "checksums are a program of all devices"
 
 
-def test_processes_that_see_other_checkpoints_are_told_so(saved, tmp_path_factory):
+def test_processes_that_see_different_checkpoints_raise(saved, tmp_path_factory):
     board, other, found = LocalBoard(), tmp_path_factory.mktemp("other"), []
 
     def run(process):
@@ -432,7 +436,7 @@ def test_processes_that_see_other_checkpoints_are_told_so(saved, tmp_path_factor
 
 
 def test_a_process_that_fails_waits_for_its_saves_and_deletes_nothing(saved, monkeypatch):
-    """Deleting is a collective of the checkpoint library: the others would not take part."""
+    """Deleting is a collective of the checkpoint library: the other processes would not enter it."""
     deleted = []
     with pytest.raises(ZeroDivisionError), Store(saved, keep=1) as store:
         monkeypatch.setattr(store._manager, "delete", lambda step: deleted.append(step))

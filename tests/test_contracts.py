@@ -18,7 +18,7 @@ LONGEST, MODULES = 11, 13
 
 
 def test_import_contracts_hold():
-    # In a process of its own: import-linter configures logging anew, which turns off the loggers that are there.
+    # In a subprocess: import-linter reconfigures logging, which disables existing loggers.
     code = (
         "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
     )
@@ -40,7 +40,7 @@ def test_no_chain_of_imports_is_long():
     assert len(longest) - 1 <= LONGEST, " > ".join(longest)
 
 
-def test_few_files_stand_beside_the_packages():
+def test_few_files_are_next_to_the_packages():
     files = sorted(path.name for path in ROOT.glob("*.py") if path.name != "__init__.py")
     assert len(files) <= MODULES, files
 

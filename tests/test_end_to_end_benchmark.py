@@ -36,7 +36,7 @@ COMPILED = {"rollout": 2.5, "update": 1.0, "eval": 0.5, "update_weights": 0.25}
 
 
 def scalars(slower: float = 1.0, compiled: bool = True) -> dict[str, float]:
-    """The accounts of a step whose rollout takes `slower` times as long beside its compiling."""
+    """Metrics of a step whose rollout takes `slower` times as long, apart from compiling."""
     compiling = COMPILED if compiled else {}
     phases = PHASES | {"rollout": 5.0 * slower + compiling.get("rollout", 0.0)}
     return {
@@ -77,7 +77,7 @@ SPANS = [
 
 @pytest.fixture
 def run() -> Run:
-    """Two steps, of which the second compiled nothing."""
+    """Two steps; the second compiled nothing."""
     steps = {1: scalars(), 2: scalars(compiled=False)}
     chunks = {1: [chunk(), chunk("off", 20, None)], 2: [chunk(tokens=40)]}
     answers = {step: {uid: answer(uid) for uid in (0, 1)} for step in (1, 2)}
@@ -118,7 +118,7 @@ def test_the_interval_of_a_ratio_covers_it_in_19_of_20_cases():
     draw = np.random.default_rng(0)
     misses = 0
     for _ in range(2000):
-        work = draw.lognormal(0, 0.3, 20)  # steps are long or short for both
+        work = draw.lognormal(0, 0.3, 20)  # a step is long or short for both arms
         plain, arm = (work * draw.normal(mean, 0.15, 20) for mean in (1.3, 1.0))
         value, half = whole_runs.ratio([*zip(plain.tolist(), arm.tolist(), strict=True)])
         misses += abs(value - 1.3) > half

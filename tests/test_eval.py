@@ -1,4 +1,4 @@
-"""`python -m tlt_jax.eval`: what drafts where nothing is trained."""
+"""`python -m tlt_jax.eval`: the drafter that an evaluation uses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tlt_jax import eval, run_folder
 from tlt_jax.config import load as configuration
 
 
-def test_of_an_adaptive_drafter_the_run_s_last_one_drafts_and_before_it_n_grams(tmp_path, capsys):
-    told = ["--config", "configs/quickstart.yaml", "--run", str(tmp_path)]
-    config = configuration.parse([*told, "--speculation.drafter", "adaptive"])
+def test_evaluation_drafts_with_the_drafter_of_the_run_else_with_n_grams(tmp_path, capsys):
+    arguments = ["--config", "configs/quickstart.yaml", "--run", str(tmp_path)]
+    config = configuration.parse([*arguments, "--speculation.drafter", "adaptive"])
 
     def drafter() -> str:
         return eval.with_fixed_drafter(config).speculation.drafter

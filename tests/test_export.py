@@ -1,4 +1,4 @@
-"""The export command writes the policy of the checkpoint that was asked for."""
+"""The export command writes the policy of the requested checkpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_run_of_an_older_version_is_exported_or_named(run, tmp_path, monkeyp
     assert "the run was made by an older version of tlt_jax, with pilot," in error
 
 
-def test_a_checkpoint_that_is_not_there_is_named(run):
+def test_a_checkpoint_that_does_not_exist_is_named(run):
     config = configuration.read(run / "config.yaml")
     with pytest.raises(ConfigError, match="best.*only \\[1, 2\\]"):
         export.export(config, run, Path("unused"), "best")

@@ -1,4 +1,4 @@
-"""`python -m tlt_jax.generate`: what it prints, with and without a tokenizer, and one line for each mistake."""
+"""`python -m tlt_jax.generate`: its output, with and without a tokenizer, and one line for each mistake."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_home(monkeypatch, tmp_path_factory):
-    """The default folder of compiled programs is one of this session."""
+    """The default compile cache is a folder of this session."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
     yield
     jax.config.update("jax_compilation_cache_dir", None)
@@ -90,7 +90,7 @@ def test_text_and_ids_of_a_prompt_give_the_same_answers(models, capsys, tmp_path
 
 
 def test_the_speed_leaves_out_what_was_waited_for_and_nothing_else(models, capsys, monkeypatch):
-    """Programs that compiled for a day while others ran change nothing."""
+    """A day of background compilation changes nothing."""
     run_of = Engine.run
 
     def with_waits(self, *args, **knobs):

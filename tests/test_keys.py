@@ -1,4 +1,4 @@
-"""Every random stream of a run has numbers of its own."""
+"""No two random streams of a run share numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def words(key: jax.Array) -> tuple[int, ...]:
 
 
 def test_no_two_streams_share_a_key():
-    """Roots, steps of the noise on features, and sequences, of the first steps and two seeds."""
+    """Roots, feature noise and sequences, for the first steps and two seeds."""
     found = []
     for seed in (0, 1):
         found += [words(keys.stream_key(seed, stream)) for stream in STREAMS]
@@ -35,7 +35,7 @@ def test_no_two_streams_share_a_key():
 
 
 def test_the_key_of_a_sequence_is_folded_together_one_number_at_a_time():
-    """Of stream, step and uid, of a generator that is named."""
+    """Stream, step and uid, with a fixed generator."""
     key = jax.random.key(5, impl="threefry2x32")
     for number in (keys.EVAL_STREAM, 7, 3):
         key = jax.random.fold_in(key, number)

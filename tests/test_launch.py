@@ -1,4 +1,4 @@
-"""Every launcher ends in the one command of the README, and says what it would start."""
+"""Every launcher runs the command of the README, and can print what it would start."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_signal_to_the_local_launcher_reaches_all_processes_and_their_code_is_
 
 
 def of_a_job(mark: str) -> list[str]:
-    """The processes that have a mark in their environment."""
+    """The processes with a mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -132,10 +132,14 @@ def test_slurm_queues_the_job_again_when_the_run_was_preempted(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     noted = tmp_path / "noted"
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "NOTED": str(noted)}
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "NOTED": str(noted),
+    }
     for code, expected in ((0, None), (2, None), (75, "requeue 7\n")):
         noted.unlink(missing_ok=True)
-        environment = os.environ | own | {"CODE": str(code)}
+        environment = os.environ | variables | {"CODE": str(code)}
         done = subprocess.run([LAUNCH / "slurm.sh", *ARGS], env=environment)
         assert done.returncode == code
         assert (noted.read_text() if noted.exists() else None) == expected

@@ -61,14 +61,14 @@ def plan_of(*overrides, captures_states=False):
 
 
 def budget(settings, recipe, engine) -> dict[str, int]:
-    """The bytes of what a run of the engine holds."""
+    """The memory budget of a run of the engine."""
     return memory.budget(
         settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter
     )
 
 
 def preflight(settings, recipe, engine) -> None:
-    """Refuses a run of the engine that does not fit."""
+    """Raises when a run of the engine does not fit."""
     memory.preflight(settings, recipe, engine.programs.shapes[0], engine.capacity, engine.drafter)
 
 
@@ -166,15 +166,15 @@ def test_a_drafters_arrays_count_before_a_run_starts(monkeypatch):
         preflight(settings, recipe, engine)
 
 
-def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_path):
-    told = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab")
-    told = ("--speculation.drafter", str(tmp_path / "drafter"), *told)
-    _, recipe, engine = plan_of(*told, "50")
+def test_a_config_json_is_enough_to_plan_and_without_one_drafter_training_decides(tmp_path):
+    knobs = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab")
+    knobs = ("--speculation.drafter", str(tmp_path / "drafter"), *knobs)
+    _, recipe, engine = plan_of(*knobs, "50")
     assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
     (tmp_path / "drafter").mkdir()
     raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(raw))
-    assert plan_of(*told, "60")[2].drafter == engine.drafter
+    assert plan_of(*knobs, "60")[2].drafter == engine.drafter
     started = (
         "--speculation.drafter",
         "runs/nowhere",
@@ -190,10 +190,10 @@ def test_a_config_json_is_enough_to_plan_and_before_it_the_warm_up_tells(tmp_pat
             plan_of(*DRAFTERS["eagle"], f"--drafter_training.{knob}", value)
 
 
-def test_a_misspelt_drafter_is_told_what_was_meant_and_a_directory_may_have_any_name(
+def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(
     tmp_path, monkeypatch
 ):
-    with pytest.raises(ConfigError, match="'adaptve' is no directory: did you mean adaptive"):
+    with pytest.raises(ConfigError, match="'adaptve' is not a directory: did you mean adaptive"):
         plan_of("--speculation.drafter", "adaptve")
     tmp_path = tmp_path / "ngrams"
     tmp_path.mkdir()
@@ -214,7 +214,7 @@ def test_a_new_eagle3_drafter_is_of_eagle_3_1_unless_the_knobs_say_otherwise(kno
 @pytest.mark.parametrize("wanted, policy, expected", [
     (0, 128, 128), (0, 49_152, 32_000), (49_152, 49_152, 49_152), (60_000, 49_152, 49_152), (50, 128, 50),
 ])  # fmt: skip
-def test_a_new_eagle3_drafter_proposes_as_many_tokens_as_published_ones_unless_told(
+def test_a_new_eagle3_drafter_proposes_as_many_tokens_as_published_ones_by_default(
     wanted, policy, expected
 ):
     settings = configuration.parse([*TINY, "--drafter_training.vocab", str(wanted)])
@@ -227,8 +227,8 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
     kind = ("--drafter_training.kind", "eagle3", "--drafter_training.vocab", "50")
     settings, recipe, engine = plan_of(*adaptive, *kind)
     assert (engine.drafter.kind, engine.drafter.draft_vocab_size) == ("eagle3", 50)
-    told = from_config.load_drafter(settings, recipe.model, recipe.mesh)
-    assert told == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
+    loaded = from_config.load_drafter(settings, recipe.model, recipe.mesh)
+    assert loaded == (engine.drafter, None) and engine.basis["drafter"] == "eagle3"
 
     (tmp_path / "begun").mkdir()
     raw = hf_drafter_config.to_raw(engine.drafter, np.dtype("float32"))
@@ -238,7 +238,7 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
 
     kinds, alone = budget(settings, recipe, engine), plan_of(*DRAFTERS["eagle3"], *kind[2:])
     learned = budget(*alone)
-    pool = 4 * settings.speculation.pool * engine.capacity  # bytes that n-grams are given
+    pool = 4 * settings.speculation.pool * engine.capacity  # bytes of the arrays of n-grams
     assert kinds.pop("drafter cache") == learned.pop("drafter cache") + pool
     state = (
         kinds["drafter"] + kinds["drafter optimizer"]
@@ -253,7 +253,7 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
 
 
 def test_strategies_reach_the_batches_that_the_tuners_use_them_for():
-    """By hand where it is a rule, and no tuner ever leaves it: measured speeds make every arm the best one in turn."""
+    """Worked by hand for fixed rules; no tuner leaves it when measured speeds make every arm the best one in turn."""
     names, batches = ["2_2_4", "4_2_8", "6_4_16", "8_4_48"], [1, 4, 16, 64, 256]
     arms = parse_arms(names)
     expected = {
@@ -299,7 +299,7 @@ def test_the_largest_kind_names_the_knob():
 
 
 def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see():
-    """Features lie over `model`; the states that they are copies of do not, and a drafter gathers no more than its windows."""
+    """Features are sharded over `model`, the states they copy are not; a drafter gathers only its windows."""
     key, found = Decode(StateShape(0, 4, 128), 4, params=DecodingParams(eos_ids=(1,))), []
     for drafter in ((), DRAFTERS["eagle3"], DRAFTERS["eagle"]):
         engine = plan_of(*drafter)[2]
@@ -316,7 +316,7 @@ def test_plain_decoding_only_reduces_over_model_whatever_a_drafter_wants_to_see(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
-    """What a chunk needs besides the caches is attention to many slots, twice."""
+    """Apart from the caches, a chunk needs the memory of attention to many slots, twice."""
     long = (
         "--model.init.num_hidden_layers",
         "4",
@@ -353,7 +353,7 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter):
 
 
 def test_catching_up_takes_a_bounded_number_of_tokens_at_a_time():
-    """Its temporaries do not grow with the sequences beyond that, nor does it copy their caches."""
+    """Beyond that its temporaries do not grow with the sequences, and it copies no cache."""
     sizes = {}
     for slots in (16, 64):
         settings, _, engine = plan_of(
@@ -393,20 +393,20 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     )
     assert plan.main() == 0
     printed = capsys.readouterr().out
-    told = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
+    names = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
             "policy gradients", "policy update", "drafter reshard", "drafter update")  # fmt: skip
-    for name in told:
+    for name in names:
         assert f"{name}: compiled in" in printed
-    assert printed.count("\n  fits") == len(told) and "DOES NOT FIT" not in printed
+    assert printed.count("\n  fits") == len(names) and "DOES NOT FIT" not in printed
     assert "all-gather over data" in printed and "drafter optimizer" in printed
     assert printed.startswith(
-        "runs/nowhere is not there: planning for the eagle3 drafter of `drafter_training`"
+        "runs/nowhere does not exist: planning for the eagle3 drafter of `drafter_training`"
     )
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(kind):
-    """But those of the copies and the merge, which are programs of the whole mesh."""
+    """Except those of the copies and the merge, which are programs of the whole mesh."""
     adaptive = ("--speculation.drafter", "adaptive", "--drafter_training.kind", kind)
     place = ("--idle_training.replay_place", "device", "--speculation.strategies", "['2_2_4']")
     settings, recipe, engine = plan_of(*adaptive, *place, captures_states=True)
@@ -425,7 +425,7 @@ def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(ki
     assert {"drafter copies", "drafter reshard"} <= set(crossed)
 
 
-def test_a_program_that_does_not_fit_is_said_so_with_the_knob(planned, capsys):
+def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
     kinds = budget(settings, recipe, engine)
     program = next(plan.lower(settings, recipe, engine, kinds))
@@ -471,8 +471,8 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks)
     assert {"harvest", "drafter micro-step", "drafter merge"} <= set(programs)
     for chunk in chunks:
-        told = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
-        assert "over data" not in told, told
+        report = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
+        assert "over data" not in report, report
     for name in ("admission", "rollout chunk"):
         cache, temporaries = re.search(
             rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S

@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not here: what a rollout's chunks run, of sizes that are used; whether the shipped ones fit."""
+"""Programs for absent GPUs: kernels and graphs of rollout chunks at real sizes; whether shipped configurations fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# A 7B policy of two layers; its chunks alone, which take half of a minute on two cores, as the whole command one or two.
+# A 7B policy of two layers; only its chunks, which compile in half a minute on two cores (the whole command: one or two).
 SIZES = [
     "--config", "configs/math_qwen2.5_7b_pod.yaml", "--mesh.data", "1", "--model.init.num_hidden_layers", "2",
     "--rollout.max_new_tokens", "3072", "--rollout.cache_buckets", "[4096]", "--rollout.slots", "32",
@@ -28,25 +28,25 @@ plan.lower = plan.lower_rollout
 sys.exit(plan.main())
 """
 PLAIN, TREE = "rollout chunk", "rollout chunk 4_2_8 of 32"
-# Kernels that a layer runs at most, of all versions of JAX in use. These only ever become less.
+# Most kernels of a layer, over all versions of JAX in use. Only ever lower these.
 MOST = {PLAIN: 19.5, TREE: 27.5}
 
 
 def planned(*command: str) -> dict[str, str]:
-    """What `plan` says of each program, by its name; XLA's flags are those that it sets itself."""
+    """The report of `plan` on each program, by name; with the XLA flags that `plan` sets."""
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, *command], env=inherited, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     parts = re.split(r"^(\S.*): compiled in .*\n", done.stdout, flags=re.M)
-    told = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert told and all(text.endswith("\n  fits\n") for text in told.values()), done.stdout
-    return told
+    reports = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert reports and all(text.endswith("\n  fits\n") for text in reports.values()), done.stdout
+    return reports
 
 
 def number(pattern: str, text: str) -> float:
-    """The number in the one place of the text where the pattern is."""
+    """The number at the only match of the pattern in the text."""
     (found,) = re.findall(pattern, text)
     return float(found)
 
@@ -58,9 +58,9 @@ def assert_no_cache_is_copied(text: str) -> None:
 @pytest.mark.gpu
 def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache():
     one = "--mesh.model", "1", "--topology", "h200:1", "--speculation.drafter", "ngram"
-    told = planned("-c", CHUNKS, *SIZES, *one)
-    assert set(told) == set(MOST)
-    for name, text in told.items():
+    reports = planned("-c", CHUNKS, *SIZES, *one)
+    assert set(reports) == set(MOST)
+    for name, text in reports.items():
         assert "the chunk is one CUDA graph, with the loop in it" in text, text
         assert "collectives  none" in text, text
         assert number(r"([\d.]+) a layer", text) <= MOST[name], text
@@ -70,12 +70,12 @@ def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_host_drives():
-    """With a learned drafter, whose drafting also gathers: in the data group, as on a TPU."""
+    """With a learned drafter, which also gathers in its data group, as on a TPU."""
     drafter = "--speculation.drafter", "runs/nowhere", "--drafter_training.kind", "eagle3"
     two = "--mesh.model", "2", "--topology", "h200:2"
-    told = planned("-c", CHUNKS, *SIZES, *two, *drafter)
-    assert set(told) == set(MOST)
-    for name, text in told.items():
+    reports = planned("-c", CHUNKS, *SIZES, *two, *drafter)
+    assert set(reports) == set(MOST)
+    for name, text in reports.items():
         assert number(r"and (\d+) loops in it", text) == 0, text
         assert_no_cache_is_copied(text)
         crossed = set(re.findall(r"collectives  (\S+ over .*): \d", text))
@@ -86,8 +86,8 @@ def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_ho
 @pytest.mark.gpu
 def test_a_filter_adds_no_loop_that_the_host_drives():
     filtered = "--rollout.top_p", "0.9", "--speculation.drafter", "none"
-    told = planned("-c", CHUNKS, *SIZES, *filtered, "--mesh.model", "2", "--topology", "h200:2")
-    assert number(r"and (\d+) loops in it", told[PLAIN]) == 0, told[PLAIN]
+    reports = planned("-c", CHUNKS, *SIZES, *filtered, "--mesh.model", "2", "--topology", "h200:2")
+    assert number(r"and (\d+) loops in it", reports[PLAIN]) == 0, reports[PLAIN]
 
 
 @pytest.mark.gpu
@@ -102,9 +102,9 @@ def test_a_filter_adds_no_loop_that_the_host_drives():
 )
 def test_the_shipped_configurations_compile_and_fit_on_gpus(name, overrides, topology):
     config = "--config", f"configs/{name}.yaml", "--topology", topology
-    told = planned("-m", "tlt_jax.plan", *config, *overrides)
-    chunks = [text for program, text in told.items() if program.startswith("rollout chunk")]
-    assert chunks and {"prefill", "admission", "policy gradients", "policy update"} <= set(told)
+    reports = planned("-m", "tlt_jax.plan", *config, *overrides)
+    chunks = [text for program, text in reports.items() if program.startswith("rollout chunk")]
+    assert chunks and {"prefill", "admission", "policy gradients", "policy update"} <= set(reports)
     for text in chunks:
         assert "over data" not in text, text
         assert_no_cache_is_copied(text)

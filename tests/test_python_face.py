@@ -1,4 +1,4 @@
-"""What a notebook uses: configurations, training and models, by the functions of the package itself."""
+"""The functions of the package for notebooks: configurations, training and models."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_policy_is_trained_and_answers(tmp_path):
     assert all(1 <= len(one["token_ids"]) <= 6 for one in first) and first[0]["prompt"] == "12 3:"
     compiles = len(model.engine.programs.compiles)
     assert model.generate(["12 3:", [5, 4]], samples=2, max_new_tokens=6) == first
-    assert len(model.engine.programs.compiles) == compiles, "programs are kept"
+    assert len(model.engine.programs.compiles) == compiles, "programs are cached"
     assert model.generate(["12 3:", [5, 4]], call=1, samples=2, max_new_tokens=6) != first
     with pytest.raises(ConfigError, match="rollout.temperature -1.0 is too small"):
         model.generate(["12 3:"], temperature=-1)
@@ -91,11 +91,11 @@ def test_the_example_of_the_readme_runs(tmp_path):
         '{"run": "runs/mine"}', changes.replace("true", "True").replace("false", "False")
     )
     assert changes[:20] in code
-    own = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    variables = {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=os.environ | own,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
     )

@@ -1,4 +1,4 @@
-"""README.md and docs/drafters.md: commands are run here or where `WHERE` says, and take the arguments that are shown."""
+"""README.md and docs/drafters.md: commands run here or where `WHERE` says, and take the shown arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHOWN = [line for kind, code in BLOCKS + DRAFTERS if kind == "bash" for line in 
 SHOWN += re.findall(f"`((?:{STARTS})[^`]+)`", PROSE)
 HERE = "tests/test_readme.py::"
 ROWS = "benchmarks/results/"
-# Where each command of the page is run: by a test, by the gate, or by hand, for the rows of a file.
+# Where each command of the page runs: in a test, in the gate, or by hand, for the rows of a file.
 WHERE = {
     "./launch/quickstart.sh": f"{HERE}test_the_quickstart_ends_with_a_model",
     ".venv/bin/python -m tlt_jax.train --config configs/quickstart.yaml --run runs/cooler "
@@ -96,11 +96,11 @@ GSM8K = [
 
 
 class Accepted(Exception):
-    """The arguments of a command were read; raised in the place of what it does with them."""
+    """Raised instead of running a command, once its arguments are parsed."""
 
 
 def clone(folder: Path) -> Path:
-    """The folder, with what a clone of the repository has for its commands, and an environment that is installed."""
+    """The folder with the files of a clone that commands need, and an installed environment."""
     for name in ("launch", "configs"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -116,18 +116,20 @@ def clone(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory) -> Path:
-    """A clone in which the page's first command was run, on a policy of one layer for one step."""
+    """A clone after the page's first command, with a policy of one layer, for one step."""
     folder = clone(tmp_path_factory.mktemp("clone"))
     words = words_of("./launch/quickstart.sh", *TINY)
-    own = {"PYTHONPATH": str(ROOT), "HOME": str(folder)}
-    done = subprocess.run(words, cwd=folder, env=os.environ | own, capture_output=True, text=True)
+    variables = {"PYTHONPATH": str(ROOT), "HOME": str(folder)}
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
 
 @pytest.fixture(autouse=True)
 def undone(tmp_path, monkeypatch):
-    """What the commands change of this process is undone; they run in a folder of their own."""
+    """Runs each test in a new folder, and undoes what commands change in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
@@ -140,7 +142,7 @@ def undone(tmp_path, monkeypatch):
 
 
 def words_of(command: str, *more: str, **places: str) -> list[str]:
-    """The words of a command of the page, without what it may have, and with `more`."""
+    """The words of a command of the page, without optional arguments, and with `more`."""
     assert command in SHOWN, command
     words = shlex.split(re.sub(r" \[--[^]]*\]", "", command))
     return [places.get(word, os.path.expandvars(word)) for word in (*words, *more)]
@@ -166,7 +168,7 @@ def test_every_command_of_the_page_is_run_somewhere():
 
 
 @pytest.mark.parametrize("command", WHERE)
-def test_what_runs_a_command_is_there(command):
+def test_what_runs_a_command_exists(command):
     file, _, test = WHERE[command].partition("::")
     started = re.search(
         r"pip install|launch/\w+\.sh|benchmarks/\w+\.py|tlt\S*|tensorboard", command
@@ -178,7 +180,7 @@ def test_what_runs_a_command_is_there(command):
     "command", [one for one in WHERE if re.search(r"tlt_|tlt train|\.py|local", one)]
 )
 def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, monkeypatch):
-    """With all that it may have. Placeholders are names of files that are there."""
+    """With all optional arguments. Placeholders are names of existing files."""
     clone(tmp_path)
     shutil.copy(ROOT / "configs" / "quickstart.yaml", "FILE")
     Path("RUN").mkdir()
@@ -204,7 +206,7 @@ def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, mo
         start(words, monkeypatch)
 
 
-def test_the_extras_of_the_page_are_there():
+def test_the_extras_of_the_page_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', PAGE)
     assert named and set(named) <= set(project["optional-dependencies"])
@@ -236,9 +238,9 @@ def test_a_drafter_is_trained_and_drafts(tmp_path, monkeypatch):
     make, train = (one for one in SHOWN if "runs/drafted" in one)
     few = ["--drafter_training.rollouts", "1", "--drafter_training.steps", "1"]
     assert start(words_of(make, *TINY, *few), monkeypatch) == 0
-    own = TINY.index("--speculation.drafter")
+    drafter = TINY.index("--speculation.drafter")
     always = ["--speculation.tuner", "fixed", "--speculation.strategies", "[2_1_3]"]
-    assert start(words_of(train, *TINY[:own], *TINY[own + 2 :], *always), monkeypatch) == 0
+    assert start(words_of(train, *TINY[:drafter], *TINY[drafter + 2 :], *always), monkeypatch) == 0
     chunks = (tmp_path / "runs/drafted/speculation/000001.jsonl").read_text().splitlines()
     assert {json.loads(chunk)["strategy"] for chunk in chunks} == {"2_1_3"}
 
@@ -251,8 +253,8 @@ def test_a_finished_run_is_used(quickstart, tmp_path, monkeypatch, capsys):
         DIR="runs/quickstart/hf", TEXT="1 2 0 1:",
     )  # fmt: skip
     assert start(generate, monkeypatch) == 0
-    told = capsys.readouterr().out
-    assert "tokens/s" in told and "accept length" in told
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed and "accept length" in printed
     assert start(words_of(shown["eval"], FILE="runs/quickstart/config.yaml"), monkeypatch) == 0
     assert {"eval/mean@1", "eval/pass@1"} <= set(json.loads(capsys.readouterr().out))
     out = str(tmp_path / "exported")
@@ -280,9 +282,9 @@ def test_gsm8k_is_trained_on_with_the_model_made_from_it(tmp_path, monkeypatch):
 
 def test_tlt_names_the_commands_of_the_table(monkeypatch, capsys):
     assert start(words_of("tlt --help"), monkeypatch) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     table = {
         re.search(r"-m (\S+)", one)[1] for one in re.findall(r"^\| `(python -m [^`]+)`", PAGE, re.M)
     }
     assert set(cli.COMMANDS.values()) == table
-    assert all(name in told for name in cli.COMMANDS)
+    assert all(name in printed for name in cli.COMMANDS)

@@ -31,7 +31,7 @@ from tlt_jax.rollout.scheduler.state import (
     no_context,
 )
 from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target, stateless
 from tlt_jax.spec_decode.merged_drafter import merged_drafter

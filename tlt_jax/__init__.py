@@ -18,7 +18,7 @@ __all__ = ["load_config", "open_model", "run_training"]
 
 
 def load_config(source: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
-    """The checked configuration in a YAML file, or of one that the package brings ("quickstart").
+    """The validated configuration of a YAML file, or of one that the package ships ("quickstart").
 
     `changes`: dotted knob -> value, as on the command line. Raises ConfigError.
     """
@@ -31,8 +31,8 @@ def load_config(source: str | Path, changes: Mapping[str, Any] | None = None) ->
 def run_training(config: Config) -> int:
     """Trains as `python -m tlt_jax.train` does, in this process: 0 when it is done, 1 diverged, 75 after SIGTERM.
 
-    Fake devices are made only if JAX has made no devices yet. Raises UserError for what is wrong
-    with the configuration, its files or checkpoints.
+    Fake devices are created only if JAX has created no devices yet. Raises UserError for mistakes in
+    the configuration, its files or checkpoints.
     """
     from tlt_jax.distributed import process
 
@@ -43,10 +43,10 @@ def run_training(config: Config) -> int:
 
 
 def open_model(directory: str | Path, changes: Mapping[str, Any] | None = None) -> Model:
-    """The model in a directory or of a hub id, to answer prompts: `open_model(DIR).generate(["12 7 3:"])`.
+    """The model of a directory or hub id, to answer prompts: `open_model(DIR).generate(["12 7 3:"])`.
 
-    `changes`: dotted knob -> value, such as speculation.drafter, model.compute_dtype, train.seed,
-    and rollout.slots, how many sequences it decodes at once. Raises UserError.
+    `changes`: dotted knob -> value, such as speculation.drafter, model.compute_dtype, train.seed, and
+    rollout.slots (sequences decoded at once). Raises UserError.
     """
     from tlt_jax import generate
     from tlt_jax.distributed import process
@@ -59,7 +59,7 @@ def open_model(directory: str | Path, changes: Mapping[str, Any] | None = None) 
 
 
 def texts(changes: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Knobs and their values as words of a command line."""
+    """Knobs and their values as command-line arguments."""
     return [
         (name, str(value) if isinstance(value, str | Path) else json.dumps(value))
         for name, value in (changes or {}).items()

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories: written beside the target, then renamed. No JAX."""
+"""Atomic writes of files and directories: written next to the target, then renamed. No JAX."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Suffixes of a file and of a directory that are being written; what a killed process left has them too.
+# Suffixes of files and directories that are being written, or that a killed process left unfinished.
 TEMPORARY, PARTIAL = ".tmp", ".partial"
-MADE_FROM = "made_from.json"  # in a directory: what it was made from
+MADE_FROM = "made_from.json"  # in a directory: its provenance
 
 
 def unique(path: Path, suffix: str) -> Path:
-    """A name beside the path that no other process has: of this host, and random, since in containers every process id is 1."""
+    """A unique name next to the path: with the host and a random part, since in containers every process id is 1."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}{suffix}")
 
 
 @contextmanager
 def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
-    """Context with a path to write to, which replaces `path` when the block ends without an error, and else is removed.
+    """Context with a temporary path to write to; replaces `path` when the block succeeds, else is removed.
 
-    `temporary` must be on the same file system; by default it is beside `path`.
+    `temporary` must be on the same file system; by default it is next to `path`.
     """
     temporary = temporary or unique(path, TEMPORARY)
     try:
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        error.needed = len(content)  # bytes, for who says why it failed
+        error.needed = len(content)  # bytes, for the error message of the caller
         raise
 
 
@@ -56,10 +56,10 @@ def write_directory(
     is_owner: bool = True,
     made_from: Mapping[str, Any] | None = None,
 ) -> None:
-    """Calls `write` with a temporary path beside the directory, which then replaces the directory.
+    """Calls `write` with a temporary path next to the directory, which then replaces the directory.
 
-    Of several processes that take part only the one with `is_owner` writes and renames. `made_from`: kept
-    in the directory, see `is_made_from`.
+    When several processes call it together, only the one with `is_owner` renames. `made_from`: provenance,
+    stored in the directory for `is_made_from`.
     """
     temporary = unique(directory, PARTIAL)
     try:
@@ -75,7 +75,7 @@ def write_directory(
 
 
 def is_made_from(directory: Path, made_from: Mapping[str, Any]) -> bool:
-    """Whether `write_directory` has written the directory from this; False where nothing says so."""
+    """Whether the directory records this provenance; False when it records none."""
     try:
         return json.loads((directory / MADE_FROM).read_text()) == made_from
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def is_made_from(directory: Path, made_from: Mapping[str, Any]) -> bool:
 
 
 def remove_left(*folders: Path) -> None:
-    """Removes from these folders what writes that were killed have left."""
+    """Removes the temporary files and directories that killed writes left in these folders."""
     for folder in folders:
         for left in folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The command `tlt`, and what all commands share: preparing the process, one-line errors, exit codes."""
+"""The command `tlt`, and the setup, one-line errors and exit codes that all commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt_jax.distributed.process import refuse_many, set_environment
 from tlt_jax.errors import MISTAKE, PREEMPTED as PREEMPTED, ConfigError, UserError
 
 DONE, DIVERGED = 0, 1
-# What `tlt NAME` runs, the same as `python -m MODULE`.
+# The module of `tlt NAME`, run as by `python -m MODULE`.
 COMMANDS = {
     "train": "tlt_jax.train",
     "drafter": "tlt_jax.train.drafter",
@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 def main() -> NoReturn:
-    """`tlt NAME ARGUMENTS...`; exits as the command does, and with 2 without one."""
+    """`tlt NAME ARGUMENTS...`; exits with the code of the command, or with 2 when no command is given."""
     names, name = ", ".join(COMMANDS), "".join(sys.argv[1:2])
     if name in ("", "-h", "--help"):
         print(f"usage: tlt NAME [ARGUMENTS...]; tlt NAME --help says more\nnames: {names}")
@@ -45,7 +45,7 @@ def prepared(config: Config, is_one_of_many: bool = False) -> Iterator[None]:
     """Context that prepares the process for JAX, before JAX is imported.
 
     A UserError inside ends the process with a one-line message and its exit code. So does a start as
-    one of many processes, unless the command can be that.
+    one of many processes, unless `is_one_of_many`: the command supports that.
     """
     try:
         if not is_one_of_many:
@@ -63,10 +63,7 @@ def stop(error: UserError) -> None:
 
 
 def take(arguments: list[str], name: str) -> str:
-    """Removes `--name VALUE` from the arguments, and returns VALUE.
-
-    Exits with code 2 when it is missing.
-    """
+    """Removes `--name VALUE` from the arguments, and returns VALUE. Exits with code 2 when it is missing."""
     if name not in arguments[:-1]:
         stop(ConfigError(f"{name} is missing: give {name} VALUE"))
     index = arguments.index(name)

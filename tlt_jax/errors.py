@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 
-# Exit codes: of any other error, of a UserError, and of a run that the same command goes on with (EX_TEMPFAIL).
+# Exit codes: any other error; a UserError; a preempted run, which the same command resumes (EX_TEMPFAIL).
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 
 
@@ -42,7 +42,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class DiskFull(UserError, RuntimeError):
-    """A file system of the run is full; what was saved before is whole."""
+    """A file system of the run is full; earlier checkpoints are intact."""
 
     code = FAILED
 
@@ -51,11 +51,11 @@ class Interrupted(Exception):
     """The work was interrupted before its end, and its results are discarded."""
 
 
-FULL = ("No space left on device", "Disk quota exceeded")  # as libraries that have no errno say it
+FULL = ("No space left on device", "Disk quota exceeded")  # messages of libraries that set no errno
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is that of a full file system or quota."""
+    """Whether an error, or one of its causes, is that of a full file system or quota."""
     if error is None:
         return False
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -20,10 +20,7 @@ from tlt_jax.train.evaluation import Evaluator
 
 
 def main() -> int:
-    """Evaluates the model of a configuration, and prints its metrics as one JSON object.
-
-    `--model.path DIR` evaluates another one.
-    """
+    """Evaluates the model of a configuration (or of `--model.path DIR`) and prints its metrics as one JSON object."""
     config = configuration.load(command="python -m tlt_jax.eval")
     with cli.prepared(config):
         validate.validate_rewards(config)
@@ -45,12 +42,12 @@ def main() -> int:
 
 
 def with_fixed_drafter(config: Config) -> Config:
-    """Nothing is trained here: instead of an adaptive drafter that of the run folder drafts, without one n-grams."""
+    """Replaces an adaptive drafter, which would need training, by the drafter in the run folder, else by n-grams."""
     if config.speculation.drafter != ADAPTIVE:
         return config
     trained = run_folder.drafter_export(config)
     drafter = str(trained) if trained.is_dir() else NGRAM
-    print(f"nothing is trained here: speculation.drafter is {drafter}", file=sys.stderr)
+    print(f"evaluation trains no drafter: speculation.drafter is {drafter}", file=sys.stderr)
     return replace(config, speculation=replace(config.speculation, drafter=drafter))
 
 

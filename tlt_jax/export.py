@@ -13,10 +13,10 @@ from tlt_jax.errors import ConfigError
 
 ABOUT = f"""--run RUN     folder of the run
 --out DIR     directory to write
---step N      which checkpoint: a step, latest (default), or best by checkpoint.best_metric
---drafter     the drafter that the run trains (speculation.drafter adaptive), instead of the policy
+--step N      the checkpoint: a step, latest (default), or best (by checkpoint.best_metric)
+--drafter     export the drafter that the run trains (speculation.drafter adaptive), not the policy
 --dtype DTYPE dtype of the written weights: {" | ".join(DTYPES)} (default: model.param_dtype)
-Knobs of the run may be overridden, for example --mesh.data 1 where fewer devices are."""
+Knobs of the run may be overridden, for example --mesh.data 1 on fewer devices."""
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
     """Writes the policy of a checkpoint of the run, with its tokenizer; returns the step.
 
     `step`: a number, latest or best; `dtype`: of the written weights, by default model.param_dtype.
-    Raises ConfigError or CheckpointError when there is no such checkpoint.
+    Raises ConfigError or CheckpointError when no such checkpoint exists.
     """
     from tlt_jax.data import dataset as datasets
     from tlt_jax.models import hf
@@ -67,9 +67,9 @@ def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: st
 def export_drafter(
     config: Config, run: Path, out: Path, step: str = "latest", dtype: str = ""
 ) -> int:
-    """As `export`, the drafter that the run trains, for serving engines.
+    """Writes the drafter of a checkpoint of the run, for serving engines; arguments as for `export`.
 
-    Raises ConfigError also for a run that trains none, and for one that had not begun to.
+    Raises ConfigError also when the run trains no drafter, or had not started to at that step.
     """
     from tlt_jax.drafter import recipe as drafter_recipe
     from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
@@ -104,7 +104,7 @@ def sizes(config: Config) -> tuple[Any, Any]:
 
 
 def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tuple[int, Any]:
-    """The step that is meant, and its item with the shardings of the target."""
+    """The step that `step` names, and its item with the shardings of the target."""
     from tlt_jax.checkpoint.store import Store
 
     with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
@@ -115,8 +115,8 @@ def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tup
             )
         if item not in store.index(chosen)["items"]:
             raise ConfigError(
-                f"--{item}: the run had trained none at step {chosen}: drafter_training.share auto trains one where the rest "
-                "of the run repays it, and share 1 from the first step on"
+                f"--{item}: the run had trained none at step {chosen}: drafter_training.share auto trains one only if the rest "
+                "of the run pays it back, share 1 from the first step on"
             )
         return chosen, store.restore(chosen, {item: target}).items[item]
 

@@ -28,13 +28,13 @@ KNOBS = {  # option -> the knob that gives its default, help text and limits
     "dtype": "model.compute_dtype",
     "drafter": "speculation.drafter",
 }
-# Unlike those of training: one answer, and nothing is compiled to draft for so few.
+# They differ from training: one answer, and no drafter, since compiling one does not pay off for few prompts.
 DEFAULTS = {"rollout.samples": "1", "speculation.drafter": NONE}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: its token ids, and its text, None when given as ids."""
+    """A prompt: its token ids, and its text (None when given as ids)."""
 
     tokens: Sequence[int]
     text: str | None
@@ -113,16 +113,13 @@ def parser() -> Parser:
 
 
 def configure(arguments: argparse.Namespace) -> Config:
-    """The configuration of the options.
-
-    Raises ConfigError for a value that the knob does not allow.
-    """
+    """The configuration of the options. Raises ConfigError for a value that its knob does not allow."""
     pairs = [(name, getattr(arguments, option.replace("-", "_"))) for option, name in KNOBS.items()]
     return configuration_of(arguments.model, pairs)
 
 
 def configuration_of(directory: str, pairs: Sequence[tuple[str, str]]) -> Config:
-    """The configuration of a model that only answers, with these knobs. Raises ConfigError."""
+    """The configuration of a model for inference, with these knobs. Raises ConfigError."""
     given = [*DEFAULTS.items(), ("model.path", directory), *pairs]
     config = parsing.build(Config, {}, given)
     validate.validate_without_training(config)
@@ -130,10 +127,10 @@ def configuration_of(directory: str, pairs: Sequence[tuple[str, str]]) -> Config
 
 
 class Model:
-    """A policy that answers prompts; it keeps its compiled programs from one call to the next.
+    """A policy that answers prompts; it reuses its compiled programs across calls.
 
-    Of the configuration it reads model.path, the sampling of `rollout`, `speculation` and train.seed; without rollout.slots
-    it decodes rollout.prompts x rollout.samples sequences at once. Raises UserError.
+    It reads model.path, the sampling of `rollout`, `speculation` and train.seed; without rollout.slots it decodes
+    rollout.prompts x rollout.samples sequences at once. Raises UserError.
     """
 
     def __init__(self, config: Config):
@@ -155,10 +152,10 @@ class Model:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], call: int = 0, **options: Any
     ) -> list[dict[str, Any]]:
-        """The answers to texts or token ids, in order of prompt and sample, as `--json` prints them.
+        """The answers to texts or token ids, by prompt and sample, in the format of `--json`.
 
         `options` are knobs of `rollout`: samples, temperature, top_k, top_p, max_new_tokens. The same prompts, seed and
-        `call` give the same answers; another `call` draws others. Raises UserError.
+        `call` give the same answers; another `call` samples new ones. Raises UserError.
         """
         knobs = {"samples": 1} | options
         pairs = [(f"rollout.{name}", str(value)) for name, value in knobs.items()]
@@ -188,7 +185,7 @@ class Model:
         )
         result, _ = self.engine.run(request, self.weights)
 
-        # Not what compiles while it decodes.
+        # Compilations that ran in the background while it decoded are not subtracted.
         waited = sum(end - begin for begin, end in result.compile_waits[0])
         seconds = result.stats["seconds"] - waited
         return {
@@ -216,10 +213,7 @@ class Model:
 
 
 def find_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory; None without one.
-
-    Raises DataError when it cannot be loaded.
-    """
+    """The tokenizer of a model directory; None without one. Raises DataError when it cannot be loaded."""
     if not dataset.has_tokenizer(directory):
         return None
     from transformers import AutoTokenizer

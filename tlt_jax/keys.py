@@ -1,14 +1,14 @@
-"""All random streams of a run: how their keys derive from train.seed."""
+"""All random streams of a run, and how their keys derive from train.seed."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 
-# The root of a stream is fold_in(key(seed), stream): every number stands here once.
+# The root of a stream is fold_in(key(seed), stream): each number is used once.
 # Initial weights are drawn from the root.
 POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
-# The noise on the features that a drafter learns from folds in the optimizer step.
+# Noise on the training features of a drafter folds in the optimizer step.
 FEATURE_NOISE = 2
 # Sampling noise folds in the step, then the sequence's uid.
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 3, 4, 5, 6
@@ -17,12 +17,12 @@ ROLLOUT_STREAM, SFT_STREAM = 0, 1
 
 
 def stream_key(seed: int, stream: int) -> jax.Array:
-    """The root key of a stream; the generator is named, so that no JAX option changes its numbers."""
+    """The root key of a stream; the generator is fixed, so that no JAX option changes its numbers."""
     return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), stream)
 
 
 def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.ndarray:
-    """Keys uint32[B, 2] of the sequences with uids [B], on the host."""
+    """Keys uint32[B, 2] of the sequences with `uids` [B], on the host."""
     step_key = jax.random.fold_in(stream_key(seed, stream), step)
     keys = jax.vmap(lambda uid: jax.random.key_data(jax.random.fold_in(step_key, uid)))(
         np.asarray(uids, np.uint32)

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Qwen2's own pre-tokenizer: AutoTokenizer uses it for any tokenizer beside a Qwen2 config.json.
+# Qwen2's pre-tokenizer: AutoTokenizer uses it for any tokenizer next to a Qwen2 config.json.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,7 +32,7 @@ SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; exit code 0 when the directory is written, 2 for an error of the user."""
+    """The command; exit code 0 when the directory is written, 2 for a user error."""
     args = _parser().parse_args(argv)
     try:
         tokenizer = train_tokenizer(read_texts(args.data, args.columns.split(",")), args.vocab_size)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_texts(source: str, columns: list[str]) -> list[str]:
-    """The texts of these columns in all rows of JSONL or Parquet files. Raises DataError."""
+    """The texts in these columns of all rows of JSONL or Parquet files. Raises DataError."""
     problems, texts = Problems(), []
     for path in files.locate(parse.expand(source, "--data"), "--data", problems):
         for line, row in files.read(path, problems):
@@ -140,13 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--columns",
         default="question,answer",
-        help="its text columns, with commas between (default: %(default)s)",
+        help="its text columns, separated by commas (default: %(default)s)",
     )
     add(
         "--vocab-size",
         type=int,
         default=2048,
-        help="most tokens of the tokenizer (default: %(default)s)",
+        help="largest vocabulary of the tokenizer (default: %(default)s)",
     )
     add("--out", required=True, help="directory to write")
     add("--hidden-size", type=int, default=64, help="model width (default: %(default)s)")

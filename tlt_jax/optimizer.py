@@ -1,4 +1,4 @@
-"""AdamW with a schedule and gradient clipping: its state, its sharding, one step of it.
+"""AdamW with a schedule and gradient clipping: its state, sharding and step.
 
 It knows no loss and no network.
 """
@@ -22,7 +22,7 @@ from tlt_jax.config import Config
 from tlt_jax.distributed.mesh import put
 
 PyTree = Any
-# Of Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps.
+# For Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps.
 FLOOR, WARMUP = 0.1, 0.05
 
 
@@ -72,8 +72,8 @@ class Adam:
     def rate(self) -> optax.Schedule:
         """Learning rate of update 0, 1, ...
 
-        Linear warm-up to the peak, then constant, linear or cosine decay. It is above 0 at the
-        first update, and reaches the floor after the last one.
+        Linear warm-up to the peak, then constant, or linear or cosine decay. It is above 0 at the
+        first update, and decay reaches the floor after the last one.
         """
         peak, warmup = self.learning_rate, self.warmup_steps
         left = max(1, self.total_steps - warmup)
@@ -101,8 +101,8 @@ class Adam:
 class TrainState:
     """Weights and optimizer state.
 
-    `step` counts updates, `skipped` those that were not finite and so not applied, `skips` those
-    skipped in a row up to now.
+    `step` counts updates, `skipped` the non-finite ones, which are not applied, `skips` the latest
+    consecutive skipped ones.
     """
 
     params: PyTree
@@ -117,8 +117,8 @@ def advance(
 ) -> tuple[TrainState, ArrayLike]:
     """The state after one AdamW step, and its learning rate.
 
-    When `is_finite` is False weights and moments are unchanged, and the update counts as skipped;
-    it does not advance the schedule.
+    When `is_finite` is False, weights, moments and schedule do not change, and the update counts as
+    skipped.
     """
     rate = adam.rate()(learner.step - learner.skipped)
     changes, opt_state = adam.transformation().update(grads, learner.opt_state, learner.params)
@@ -137,10 +137,7 @@ def advance(
 
 
 def matrices(params: PyTree) -> PyTree:
-    """True at matrices, False at norms and biases.
-
-    By name, since norms and biases of stacked layers have two axes too.
-    """
+    """True at matrices, False at norms and biases; by name, since those of stacked layers have two axes too."""
 
     def is_matrix(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: Array) -> bool:
         return not any(word in path[-1].name for word in ("norm", "bias"))

@@ -1,8 +1,8 @@
 """`python -m tlt_jax.plan`: compiles a configuration's programs, and reports whether they fit.
 
-For the local devices, or ahead of time for GPUs or a TPU topology that are not here. Of each kind of
-program the largest is compiled; of drafting chunks one for each strategy, which includes extending
-the drafter's cache.
+It compiles for the local devices, or ahead of time for GPUs or a TPU topology that this machine lacks:
+the largest program of each kind, and a drafting chunk for each strategy, which includes extending the
+drafter's cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tlt_jax.tuner import make
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A lowered program; `holds`: bytes by kind that a device holds while it runs; `layers`: those that a chunk runs."""
+    """A lowered program; `holds`: bytes by kind on a device while it runs; `layers`: of the model, for chunks only."""
 
     name: str
     lowered: Any
@@ -122,7 +122,7 @@ def lower_idle_training(
 ) -> Iterator[PlannedProgram]:
     """The programs of idle training: the copies, the largest micro-step of data group 0, and the merge.
 
-    Beside a micro-step other groups decode; its own has released its decoding state.
+    Other groups decode during a micro-step; the group that trains has freed its decoding state.
     """
     training = drafter_recipe.Recipe.while_idle(config, recipe.model, engine.drafter, recipe.mesh)
     programs, copies = merge.programs(training), merge.abstract_copies(training)
@@ -130,9 +130,9 @@ def lower_idle_training(
     spread = programs.spread.lower(drafter_recipe.abstract_state(training))
     yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
     piece = MicroStep(0, 1, MOST_TOKENS, training)
-    beside = held | pick(kinds, "rollout copy", "drafter copy", "replay")
+    resident = held | pick(kinds, "rollout copy", "drafter copy", "replay")
     lowered = engine.programs.lower(piece)
-    yield PlannedProgram("drafter micro-step", lowered, engine.groups[0], beside)
+    yield PlannedProgram("drafter micro-step", lowered, engine.groups[0], resident)
     tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
     yield PlannedProgram("drafter merge", programs.merge.lower(copies, tokens), recipe.mesh, held)
 
@@ -140,7 +140,7 @@ def lower_idle_training(
 def lower_rollout(
     config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
 ) -> Iterator[PlannedProgram]:
-    """The largest program of each kind in a rollout; drafting chunks for each strategy."""
+    """The largest program of each kind in a rollout, and the drafting chunk of each strategy."""
     params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stops)
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
@@ -196,11 +196,11 @@ def largest_programs(
 
 
 def print_report(program: PlannedProgram, limit: int) -> bool:
-    """Compiles a program and prints its memory and collectives; True when it fits."""
+    """Compiles a program and prints its memory and collectives; returns whether it fits."""
     begin, one_round = time.perf_counter(), None
-    # What JAX reads from its cache is not compiled, and XLA writes nothing of it.
-    is_told = meshes.is_gpu(program.mesh) and not jax.config.jax_compilation_cache_dir
-    if program.layers and is_told:
+    # XLA dumps nothing for a program that JAX reads from its cache.
+    has_dump = meshes.is_gpu(program.mesh) and not jax.config.jax_compilation_cache_dir
+    if program.layers and has_dump:
         compiled, one_round = launches.compile_and_read(program.lowered)
     else:
         compiled = program.lowered.compile()
@@ -223,13 +223,13 @@ def print_report(program: PlannedProgram, limit: int) -> bool:
 
 
 def print_round(one_round: launches.Round, program: PlannedProgram, copied: int) -> None:
-    """What a GPU runs in a round of a chunk, and the bytes of the largest copy beside what one layer keeps as keys."""
+    """Prints the graphs and kernels of a round of a chunk, and its largest copy (bytes) next to the keys of a layer."""
     if one_round.is_one_graph:
         print("  graphs       the chunk is one CUDA graph, with the loop in it")
     else:
         print(
             f"  graphs       the host drives the loop: {one_round.graphs} CUDA graphs and {one_round.outside} kernels "
-            f"beside them a round, and {one_round.host_loops} loops in it"
+            f"outside of them a round, and {one_round.host_loops} loops in it"
         )
     each, others = one_round.in_layers / program.layers, one_round.kernels - one_round.in_layers
     print(
@@ -241,10 +241,7 @@ def print_round(one_round: launches.Round, program: PlannedProgram, copied: int)
 
 
 def sizes(config: Config) -> ModelConfig:
-    """The model of model.init when that has a vocab_size, which needs no files.
-
-    Else that of the model directory.
-    """
+    """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
     if "vocab_size" in config.model.init:
         return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
     return from_config.model_config(config, datasets.tokenizer(config))
@@ -258,30 +255,30 @@ def main() -> int:
         jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
     about = (
-        "--topology NAME: compile for these devices instead of those here: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's "
-        "description of another) or a TPU topology (v5p:4x4x4); uses no cache"
+        "--topology NAME: compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with "
+        "XLA's description of another) or a TPU topology (v5p:4x4x4); uses no cache"
     )
     config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
-    if name:  # the persistent cache cannot load programs for absent devices
+    if name:  # the persistent cache cannot load programs for devices that this machine lacks
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
 
     with cli.prepared(config):
         model = sizes(config)
-        if topology.is_gpu(name):  # as in a run that finds them
+        if topology.is_gpu(name):  # as in a run on them
             process.set_accelerator_flags(config)
         found = topology.describe(name) if name else topology.Topology(jax.devices())
         return 0 if all(report(config, model, found)) else 1
 
 
 def report(config: Config, model: ModelConfig, found: topology.Topology) -> list[bool]:
-    """Compiles and reports every program for these devices: which of them fit."""
+    """Compiles and reports every program for these devices; whether each fits."""
     validate.validate_model(config, model, len(found.devices))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, found.devices)
     drafter = from_config.drafter_config(config, model)
     directory = from_config.drafter_directory(config)
     if directory and not directory.exists():
         wanted = f"the {drafter.kind} drafter of `drafter_training`"
-        print(f"{config.speculation.drafter} is not there: planning for {wanted}")
+        print(f"{config.speculation.drafter} does not exist: planning for {wanted}")
 
     recipe, knobs = Recipe.of(config, model, mesh, 1), config
     captures = knobs.speculation.drafter == ADAPTIVE and not knobs.rollout.deterministic

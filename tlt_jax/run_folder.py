@@ -1,4 +1,4 @@
-"""The folder of a run: where its parts are, and its resolved configuration; knows no step and no model."""
+"""The run folder: paths of its parts, its lock, and its resolved configuration; knows no model."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ PARTS = (
     EXPORT,
     ANSWERS,
 )
-DRAFTER = "drafter"  # the folder of what is trained for drafting
+DRAFTER = "drafter"  # the folder of the trained drafter
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def entered(config: Config, job: Job | None = None, *parts: str) -> Iterator[None]:
-    """Context in which this job alone writes in the run folder, with its resolved configuration there, for all processes.
+    """Context in which only this job writes in the run folder, which has its resolved configuration, on all processes.
 
-    `parts`: folders in it that another command may enter by themselves, and that this one writes too.
+    `parts`: subfolders that this job writes too, locked one by one since another command may use one alone.
     """
     job = job or Job()
     with contextlib.ExitStack() as held:
@@ -54,7 +54,7 @@ def entered(config: Config, job: Job | None = None, *parts: str) -> Iterator[Non
             for part in parts:
                 held.enter_context(locked(str(Path(config.run) / part)))
             enter(config)
-        job.decided(True)  # the others see it
+        job.decided(True)  # a barrier: now all see the folder
         try:
             yield
         except DiskFull:
@@ -68,10 +68,10 @@ def entered(config: Config, job: Job | None = None, *parts: str) -> Iterator[Non
 
 @contextmanager
 def locked(run: str) -> Iterator[None]:
-    """Context in which no other process enters the folder. Raises ConfigError, with who did, when one has.
+    """Context that locks the folder. Raises ConfigError, which names the holder, when another process has locked it.
 
-    The lock is the open file's: it is gone with the process, however that ends. A file system without locks is
-    used without one, which is said.
+    The lock belongs to the open file: it ends with the process, however that ends. On a file system without locks
+    it warns and continues unlocked.
     """
     path = Path(run) / LOCK
     try:
@@ -97,10 +97,10 @@ def locked(run: str) -> Iterator[None]:
 
 
 def enter(config: Config) -> None:
-    """Writes the resolved configuration; ConfigError, with the knobs that differ, when the folder is another run's.
+    """Writes the resolved configuration. Raises ConfigError, which names the knobs that differ, for another run's folder.
 
-    A run that stopped before its first step lost nothing: its configuration may be corrected in place.
-    What a run is told to change (`override`) is noted, with the step from which it goes on.
+    The configuration of a run that stopped before its first step may be corrected in place. Changes by
+    `override` are recorded in changes.jsonl, with the step from which they hold.
     """
     path = Path(config.run) / RESOLVED
     found, step = [], newest(config)
@@ -127,22 +127,22 @@ def unwritable(run: str, error: OSError) -> ConfigError:
 
 
 def full(place: Path, config: Config, needed: int | None = None) -> DiskFull:
-    """The error of a full file system: where, how many of the needed bytes are missing, and from where the run goes on."""
+    """The error of a full file system: the folder, the missing bytes, and the checkpoint from which the run resumes."""
     folder = next((one for one in (place, *place.parents) if one.is_dir()), Path())
     free = shutil.disk_usage(folder).free
-    missing = f"{free} bytes are free there"
+    missing = f"{free} bytes are free"
     if needed is not None:
         missing = f"{needed} bytes are needed, {max(needed - free, 0)} of them are missing"
         missing += "" if needed > free else " (a quota?)"
     step = newest(config)
     last = f"the last checkpoint, of step {step}, is whole" if step else "nothing was saved yet"
     return DiskFull(
-        f"{folder} is full: {missing}; {last}: free the disk, and the same command goes on from there"
+        f"{folder} is full: {missing}; {last}: free the disk, and the same command resumes from there"
     )
 
 
 def note(config: Config, step: int, found: Sequence[Change]) -> None:
-    """Adds a line of what the run goes on with from a step: {name: [old, new]}."""
+    """Appends a line to changes.jsonl: the step, the time, and {name: [old, new]} of each changed knob."""
     path = Path(config.run) / CHANGES
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     line = {
@@ -156,7 +156,7 @@ def note(config: Config, step: int, found: Sequence[Change]) -> None:
 
 
 def changed(config: Config) -> set[str]:
-    """The knobs that the run was told to change so far."""
+    """The knobs that were overridden in this run so far."""
     path = Path(config.run) / CHANGES
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {name for line in lines for name in json.loads(line)["changes"]}
@@ -169,58 +169,58 @@ def newest(config: Config) -> int:
 
 
 def identity(config: Config, data: str) -> dict[str, str]:
-    """What all checkpoints of a run have in common; `data` is the digest of its rows."""
-    own, told = changes.identity(config), changed(config)
-    knobs = {name: str(value) for name, value in own.items() if name not in told}
+    """Settings that all checkpoints of a run share; `data` is the digest of its rows."""
+    fixed, overridden = changes.identity(config), changed(config)
+    knobs = {name: str(value) for name, value in fixed.items() if name not in overridden}
     return knobs | {"the digest of its rows": data}
 
 
 def start_of(identity: Mapping[str, str]) -> dict[str, str]:
-    """The part of a run's identity that its start policy is made from."""
+    """The part of a run's identity that determines its start policy."""
     parts = ("model.", "data.", "sft.", "train.seed", "the digest")
     return {name: value for name, value in identity.items() if name.startswith(parts)}
 
 
 def read(run: str | Path, arguments: Sequence[str] = ()) -> Config:
-    """The configuration of the run in a folder, with the changes of a command line; ConfigError."""
+    """The configuration of the run in a folder, with the changes of a command line. Raises ConfigError."""
     return configuration.read_resolved(Path(run) / RESOLVED, arguments)
 
 
 def has_begun(config: Config) -> bool:
     """True when the folder holds a checkpoint or the answers of a step."""
-    kept = ("checkpoints/[0-9]*", "completions/*.jsonl", f"{ANSWERS}/*.jsonl")
-    return any(True for pattern in kept for _ in Path(config.run).glob(pattern))
+    patterns = ("checkpoints/[0-9]*", "completions/*.jsonl", f"{ANSWERS}/*.jsonl")
+    return any(True for pattern in patterns for _ in Path(config.run).glob(pattern))
 
 
 def export(config: Config) -> Path:
-    """Where the final policy goes."""
+    """The directory of the final policy."""
     return Path(config.run) / EXPORT
 
 
 def drafter_export(config: Config) -> Path:
-    """Where the drafter that the run trained goes, and where `train.drafter` writes its own."""
+    """The directory of the drafter, whether trained in the run or by `train.drafter`."""
     return Path(config.run) / DRAFTER / EXPORT
 
 
 def of_step(step: int, command: str = "tlt_jax.train") -> dict[str, Any]:
-    """What an export is made from, as it says itself: a run that was made longer has an earlier one until it ends."""
+    """The provenance that an export records. A run that was made longer holds the export of an earlier step until it ends."""
     return {"command": command, "step": step}
 
 
 def is_exported(config: Config, step: int) -> bool:
-    """True when the policy after the step is there, or is not wanted; it is the last that a run exports."""
+    """True when the policy after the step, the last thing that a run exports, is written, or checkpoint.export is off."""
     return not config.checkpoint.export or atomic.is_made_from(export(config), of_step(step))
 
 
 def stopped(config: Config, checkpoint: Path | None) -> str:
-    """What a run says that SIGTERM has stopped: where it is saved (None: it had nothing to save), and how to go on."""
+    """The message of a run that SIGTERM stopped: its checkpoint (None: nothing to save), and how to continue."""
     if checkpoint is None:
-        return f"{config.run} was stopped before its first step: the same command begins again"
-    return f"{config.run} was stopped, and is saved in {checkpoint}: the same command goes on from there"
+        return f"{config.run} was stopped before its first step: the same command starts again"
+    return f"{config.run} was stopped, and is saved in {checkpoint}: the same command resumes from there"
 
 
 def record_failure(config: Config, text: str) -> None:
-    """Adds why the run failed to its log, where there is one."""
+    """Appends why the run failed to its log, if it has one."""
     path = Path(config.run) / LOG
     if path.exists():
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
@@ -228,7 +228,7 @@ def record_failure(config: Config, text: str) -> None:
 
 
 def summary(config: Config) -> str:
-    """Where the results of a finished run are, and what to do with them."""
+    """The closing message of a run: the paths of its results, and a command to try the model."""
     run, model = Path(config.run), export(config)
     lines = [f"{config.run} is done:"]
     if TENSORBOARD in config.log.trackers:
@@ -244,5 +244,5 @@ def summary(config: Config) -> str:
 
 
 def reference(config: Config) -> Path:
-    """Where the frozen start policy of the KL term is kept."""
+    """The directory of the frozen start policy of the KL term."""
     return Path(config.run) / REFERENCE

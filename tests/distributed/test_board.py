@@ -1,4 +1,4 @@
-"""Laws of the board, of a process alone and of JAX's coordination service, and of what is agreed on it."""
+"""The board, local and on JAX's coordination service, and the agreements of processes through it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tlt_jax.distributed import (
     watch as watches_module,
 )
 from tlt_jax.distributed.board import LocalBoard, ServiceBoard
-from tlt_jax.distributed.ending import FINISHED, INTERRUPTED, LOOK_S, TELL_S, Ending
+from tlt_jax.distributed.ending import FINISHED, INTERRUPTED, POLL_S, REPORT_S, Ending
 from tlt_jax.distributed.job import Job, Place
 from tlt_jax.distributed.watch import BEAT_S, Watch
 from tlt_jax.errors import ConfigError
@@ -56,7 +56,7 @@ def client(service):
 
 @pytest.fixture(params=["local", "service"])
 def board(request):
-    """An empty board of either kind."""
+    """An empty board of each kind."""
     if request.param == "local":
         return LocalBoard()
     found = ServiceBoard(request.getfixturevalue("client"))
@@ -76,7 +76,7 @@ def board(request):
 
 
 def together(*calls):
-    """The results, or errors, of functions that run in a thread each."""
+    """The results, or errors, of functions that run in separate threads."""
     found = [None] * len(calls)
 
     def keep(index, call):
@@ -94,7 +94,7 @@ def together(*calls):
     return found
 
 
-def test_counters_add_and_texts_stand(board):
+def test_counters_add_and_first_texts_stay(board):
     assert [board.increment("a/n", by) for by in (1, 5)] == [1, 6]
     assert board.counters("a/") == {"a/n": 6}
     assert board.first("a/t/x", "one") == board.first("a/t/x", "two") == "one"
@@ -123,7 +123,7 @@ def test_all_processes_do_what_the_first_wants(board):
 
 def test_all_processes_stop_together_when_one_wants_to(board):
     jobs_ = [Job(index, 2, board) for index in range(2)]
-    update = threading.Barrier(2)  # a program that both take part in
+    update = threading.Barrier(2)  # a collective of both
 
     def run(job):
         for step, want in enumerate([False, False, True, True, True]):
@@ -133,15 +133,15 @@ def test_all_processes_stop_together_when_one_wants_to(board):
         return None
 
     ours, theirs = together(*(lambda job=job: run(job) for job in jobs_))
-    assert ours == theirs == 2, "at the step of the signal"
+    assert ours == theirs == 2, "both stop at the step of the signal"
 
 
-def test_a_meeting_goes_on_only_when_all_have_come_whole(board):
-    """One process is told to stop at a random moment, also while others wait for it or after they came."""
+def test_processes_continue_after_a_meeting_only_when_all_arrived_with_complete_scores(board):
+    """One process is interrupted at a random time, also while others wait for it or after they arrived."""
     for seed in range(30):
         jobs_ = [Job(index, 3, board) for index in range(3)]
         for job in jobs_:
-            job.met = 10 * seed  # keys of its own
+            job.met = 10 * seed  # separate keys
         moments = np.random.default_rng(seed).uniform(0, 0.004, 3)
         told = threading.Event()
 
@@ -150,7 +150,7 @@ def test_a_meeting_goes_on_only_when_all_have_come_whole(board):
                 return job.index == 1 and told.is_set()
 
             meeting, end = job.meeting(), time.monotonic() + works[job.index]
-            while time.monotonic() < end:  # scores come in
+            while time.monotonic() < end:  # scores arrive
                 if meeting.stops(interrupted()):
                     return "partial", meeting.goes_on(interrupted)
             return "whole", meeting.goes_on(interrupted)
@@ -161,23 +161,25 @@ def test_a_meeting_goes_on_only_when_all_have_come_whole(board):
         signal.start()
         found = together(*(lambda job=job: run(job) for job in jobs_))
         signal.cancel()
-        assert len({goes_on for _, goes_on in found}) == 1, "the same for all"
+        assert len({goes_on for _, goes_on in found}) == 1, "all decide the same"
         if found[0][1]:
-            assert [kind for kind, _ in found] == ["whole"] * 3, "nobody goes on with a part of it"
+            assert [kind for kind, _ in found] == ["whole"] * 3, (
+                "no process continues with partial scores"
+            )
 
 
-def test_who_meets_hears_what_all_say(board):
+def test_a_meeting_exchanges_the_texts_of_all(board):
     jobs_ = [Job(index, 3, board) for index in range(3)]
     texts = ["", "a shard is damaged", ""]
     calls = [lambda job=job: job.meeting().heard(texts[job.index]) for job in jobs_]
     assert together(*calls) == [{1: "a shard is damaged"}] * 3
     calls = [lambda job=job: job.meeting().heard(str(job.index)) for job in jobs_]
     assert together(*calls) == [{0: "0", 1: "1", 2: "2"}] * 3
-    assert not board.texts("met/1/") and not board.texts("said/1/"), "no key stays"
+    assert not board.texts("met/1/") and not board.texts("said/1/"), "all keys are deleted"
     assert Job().meeting().heard("alone") == {0: "alone"} and Job().meeting().heard("") == {}
 
 
-def test_who_waits_is_alive(board):
+def test_a_waiting_process_calls_alive(board):
     first, second = (Job(index, 2, board) for index in range(2))
     looks, enough = [], threading.Event()
 
@@ -200,22 +202,24 @@ def test_who_waits_is_alive(board):
         assert found == [True, True] and len(looks) > 3, what
 
 
-def test_a_process_with_other_facts_is_named_in_all_of_them(board):
+def test_a_process_with_different_facts_is_named_in_every_process(board):
     facts = [{"seed": 0, "data": "x"}, {"seed": 0, "data": "x"}, {"seed": 1, "data": "x"}]
     calls = [lambda i=i: Job(i, 3, board).agree(facts[i]) for i in range(3)]
     expected = "process 2 has seed 1, process 0 has 0: start all with the same"
     assert [str(error) for error in together(*calls)] == [expected] * 3
     jobs_ = [Job(i, 3, board) for i in range(3)]
     for job in jobs_:
-        job.met = 10  # keys of its own
+        job.met = 10  # separate keys
     assert together(*(lambda job=job: job.agree(facts[0]) for job in jobs_)) == [None] * 3
     assert not board.texts("loaded/")
 
 
-def test_who_has_not_loaded_is_named_after_a_while_and_before(board, monkeypatch, caplog):
+def test_a_process_that_has_not_loaded_is_logged_and_then_named_in_the_error(
+    board, monkeypatch, caplog
+):
     caplog.set_level("INFO")
     monkeypatch.setattr(jobs, "LOADED_S", 0.3)
-    monkeypatch.setattr(jobs, "SAY_S", 0.05)
+    monkeypatch.setattr(jobs, "LOG_EVERY_S", 0.05)
     calls = [lambda i=i: Job(i, 9, board).agree({}) for i in (0, 2)]
     (one, two) = map(str, together(*calls))
     missing = "process 1, 3, 4, 5 and 3 more of 9 to load model and data"
@@ -223,8 +227,8 @@ def test_who_has_not_loaded_is_named_after_a_while_and_before(board, monkeypatch
     assert f"waiting since 0 s for {missing}" in caplog.text
 
 
-def test_processes_that_have_the_same_facts_read_a_few_words_each():
-    """40 processes with facts of 100 kB: the facts themselves are never read, and no key stays."""
+def test_processes_with_the_same_facts_read_few_bytes_each():
+    """40 processes with facts of 100 kB: the facts themselves are never read, and all keys are deleted."""
     board, facts = Counted(), {"knobs": "x" * 100_000}
     words, texts = [], board.texts
     board.texts = lambda prefix: (
@@ -235,7 +239,7 @@ def test_processes_that_have_the_same_facts_read_a_few_words_each():
     assert max(words) < 100 and not board.texts("loaded/")
 
 
-def test_no_decision_stays_on_the_board_once_all_have_met(board):
+def test_decisions_are_deleted_from_the_board_once_all_have_met(board):
     jobs_ = [Job(index, 2, board) for index in range(2)]
 
     def run(job):
@@ -248,7 +252,7 @@ def test_no_decision_stays_on_the_board_once_all_have_met(board):
 
 
 class Devices:
-    """process_allgather of so many threads; the sizes in bytes of what it was asked for."""
+    """process_allgather of `processes` threads; records the sizes of its calls, in bytes."""
 
     def __init__(self, processes: int):
         self.barrier, self.held, self.asked = threading.Barrier(processes), {}, []
@@ -263,7 +267,7 @@ class Devices:
         return found
 
 
-def test_what_is_gathered_comes_in_pieces_of_a_bounded_size(monkeypatch):
+def test_data_is_gathered_in_pieces_of_bounded_size(monkeypatch):
     """Parts of 0 bytes up to many pieces, and lengths of more than one word."""
     monkeypatch.setattr(jobs, "GATHERED_BYTES", 4096)
     monkeypatch.setattr(jobs, "LEAST_PIECE", 64)
@@ -285,7 +289,7 @@ def test_what_is_gathered_comes_in_pieces_of_a_bounded_size(monkeypatch):
     assert max(devices.asked) == 4096
 
 
-def test_the_parts_of_spans_within_a_piece_are_those_of_every_byte():
+def test_the_parts_of_spans_within_a_piece_match_a_bytewise_reference():
     draw = np.random.default_rng(0)
     for _ in range(200):
         ends = np.unique(draw.integers(0, 60, 2 * draw.integers(0, 6)))
@@ -305,7 +309,7 @@ def test_a_thousand_processes_gather_within_the_same_bound(monkeypatch):
         if array.dtype == np.int32:
             return np.broadcast_to(array, (1000, 2))
         asked.append(array.nbytes * 1000)
-        return [array[:1]] * 1000  # nobody keeps 8 GiB here
+        return [array[:1]] * 1000  # avoids 8 GiB of test memory
 
     monkeypatch.setattr(jobs.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(jobs, "np", SimpleNamespace(**vars(np) | {"asarray": lambda found: found}))
@@ -315,7 +319,7 @@ def test_a_thousand_processes_gather_within_the_same_bound(monkeypatch):
     assert len(parts) == 1000 and max(asked) <= jobs.GATHERED_BYTES and sum(asked) >= 8e9
 
 
-# Where a process is
+# The place of a process
 
 
 NAMED = {jobs.ADDRESS: "host:1", jobs.COUNT: "4", jobs.INDEX: "3"}
@@ -324,13 +328,13 @@ NAMED = {jobs.ADDRESS: "host:1", jobs.COUNT: "4", jobs.INDEX: "3"}
 @pytest.mark.parametrize("changes, expected", [
     ({}, Place("host:1", 4, 3)),
     (dict.fromkeys(NAMED, ""), None),
-    ({jobs.COUNT: "", jobs.INDEX: ""}, None),  # an address alone is for those that JAX finds
+    ({jobs.COUNT: "", jobs.INDEX: ""}, None),  # an address alone is for detected clusters
     ({jobs.COUNT: ""}, "but not JAX_NUM_PROCESSES: set all three"),
     ({jobs.ADDRESS: ""}, "but not JAX_COORDINATOR_ADDRESS: set all three"),
     ({jobs.INDEX: "4"}, "JAX_PROCESS_ID 4 is not below JAX_NUM_PROCESSES 4"),
     ({jobs.INDEX: "x"}, "JAX_PROCESS_ID 'x': write whole numbers"),
 ])  # fmt: skip
-def test_the_environment_names_a_place_whole_or_not_at_all(changes, expected):
+def test_the_environment_names_a_place_with_all_variables_or_none(changes, expected):
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             jobs.named(NAMED | changes)
@@ -347,7 +351,7 @@ def test_how_many_processes_share_a_machine(environment, expected):
     assert jobs.processes_of_this_machine(environment) == expected
 
 
-def test_slurm_is_found_and_a_process_alone_on_its_machine_gets_all_its_devices(monkeypatch):
+def test_slurm_is_detected_and_a_single_process_of_a_machine_gets_all_devices(monkeypatch):
     slurm = {"SLURM_JOB_ID": "4099", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
              "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}  # fmt: skip
     for name, value in slurm.items():
@@ -358,12 +362,12 @@ def test_slurm_is_found_and_a_process_alone_on_its_machine_gets_all_its_devices(
         monkeypatch.setenv("SLURM_NODEID", "0")
         assert jobs.detected() == Place(address, 2, 1, local)
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert jobs.detected() is None, "one process is no job of many"
+    assert jobs.detected() is None, "one process is no job"
 
 
 @pytest.mark.parametrize("lost_s, expected", [(20.0, 100), (1000.0, 2000)])
-def test_jax_calls_no_process_dead_before_we_do(lost_s, expected, monkeypatch):
-    """By its own default it would after 100 s, whatever processes.lost_s says."""
+def test_jaxs_heartbeat_timeout_is_longer_than_ours(lost_s, expected, monkeypatch):
+    """Its default is 100 s for any processes.lost_s."""
     given = {}
     for name, value in ((jobs.ADDRESS, "here:1"), (jobs.COUNT, "2"), (jobs.INDEX, "0")):
         monkeypatch.setenv(name, value)
@@ -373,7 +377,7 @@ def test_jax_calls_no_process_dead_before_we_do(lost_s, expected, monkeypatch):
     assert given["heartbeat_timeout_seconds"] == expected
 
 
-def test_fake_devices_are_shared_out(monkeypatch):
+def test_fake_devices_are_divided_among_processes(monkeypatch):
     config = Config()
     config = config.__class__(mesh=config.mesh.__class__(fake_devices=4))
     monkeypatch.setenv("XLA_FLAGS", f"--a=b {process.COUNT}=4")
@@ -384,7 +388,7 @@ def test_fake_devices_are_shared_out(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])  # fmt: skip
-def test_other_commands_refuse_to_be_one_of_many(name, monkeypatch, capsys):
+def test_other_commands_reject_several_processes(name, monkeypatch, capsys):
     monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
     monkeypatch.setenv(name, "1")
     with cli.prepared(Config()):
@@ -399,7 +403,7 @@ def test_other_commands_refuse_to_be_one_of_many(name, monkeypatch, capsys):
 
 
 def mesh_of(owners: list[list[int]]) -> SimpleNamespace:
-    """A mesh of devices that these processes own."""
+    """A mesh whose devices belong to these processes."""
     devices = np.array([[SimpleNamespace(process_index=one) for one in row] for row in owners])
     return SimpleNamespace(
         devices=devices, shape=dict(zip(("data", "model"), devices.shape, strict=True))
@@ -411,7 +415,7 @@ def mesh_of(owners: list[list[int]]) -> SimpleNamespace:
     ([[0, 0], [0, 1], [1, 1]], "mesh.model 2: data group 1 lies on the devices of processes 0, 1: .* set mesh.model to 3"),
     ([[0, 0], [0, 0]], "mesh.data 2 x mesh.model 2 leaves process 1 without a data group: use all 6 devices"),
 ])  # fmt: skip
-def test_a_process_has_whole_data_groups(owners, expected, monkeypatch):
+def test_a_data_group_belongs_to_one_process(owners, expected, monkeypatch):
     for name, value in (
         ("process_count", 2),
         ("process_index", 1),
@@ -434,16 +438,16 @@ def test_a_rollout_is_finished_once_all_groups_are_idle_and_then_not_interrupted
     one.is_idle(0)
     two.is_idle(2)
     two.is_idle(2)
-    assert (one.look(0.0), two.look(0.0)) == ("", "")
+    assert (one.poll(0.0), two.poll(0.0)) == ("", "")
     two.is_idle(1)
     assert two.how == FINISHED
-    assert one.look(LOOK_S / 2) == "", "not every poll asks the board"
-    assert one.look(LOOK_S) == FINISHED
+    assert one.poll(POLL_S / 2) == "", "not every poll reads the board"
+    assert one.poll(POLL_S) == FINISHED
     two.interrupt()
     assert two.how == FINISHED
 
 
-def test_an_interruption_before_the_end_is_that_of_all(board):
+def test_an_interruption_before_the_end_interrupts_all(board):
     one, two = (Ending(2, board, "s", index, 2) for index in range(2))
     one.is_idle(0)
     one.interrupt()
@@ -451,23 +455,23 @@ def test_an_interruption_before_the_end_is_that_of_all(board):
     assert (one.how, two.how) == (INTERRUPTED, INTERRUPTED)
     alone = Ending(1)
     alone.is_idle(0)
-    assert alone.look(0.0) == FINISHED
+    assert alone.poll(0.0) == FINISHED
 
 
-def test_processes_know_how_long_others_expect_to_take_and_it_gets_less(board):
+def test_processes_read_the_expected_seconds_of_others_which_decrease_with_time(board):
     one, two, three = (Ending(3, board, "s", index, 3) for index in range(3))
     one.tell(8.0, now=0.0)
-    one.tell(5.0, now=TELL_S / 2)  # too soon
+    one.tell(5.0, now=REPORT_S / 2)  # too soon
     two.tell(2.0, now=0.0), three.tell(6.0, now=0.0)
-    one.look(now=0.0)
+    one.poll(now=0.0)
     for other in (two, three):
-        other.look(now=10.0)
+        other.poll(now=10.0)
         assert other.others(now=10.0) == 8 and other.others(now=13.0) == 5
-    assert one.others(now=0.0) == 6, "of the others, and not its own"
-    one.tell(4.0, now=TELL_S)
-    one.look(now=TELL_S)
-    two.look(now=20.0)
-    assert two.others(now=20.0) == pytest.approx(6.0 - TELL_S)
+    assert one.others(now=0.0) == 6, "of the others, without its own"
+    one.tell(4.0, now=REPORT_S)
+    one.poll(now=REPORT_S)
+    two.poll(now=20.0)
+    assert two.others(now=20.0) == pytest.approx(6.0 - REPORT_S)
 
 
 class Counted(LocalBoard):
@@ -481,18 +485,18 @@ class Counted(LocalBoard):
         return found
 
 
-def test_a_look_at_the_end_of_a_rollout_reads_two_values_however_many_processes_there_are():
+def test_a_poll_of_the_end_reads_two_values_for_any_number_of_processes():
     board = Counted()
     endings = [Ending(1000, board, "s", index, 1000) for index in range(1000)]
     for index, ending in enumerate(endings):
         ending.tell(float(index), now=0.0)
-    polls = [LOOK_S * (1 + number) for number in range(10)]  # within half a second
+    polls = [POLL_S * (1 + number) for number in range(10)]  # within half a second
     for now in polls:
         for ending in endings:
-            ending.look(now)
+            ending.poll(now)
     assert board.read <= 1000 + 2 * 1000 * len(polls)
-    assert endings[5].others(polls[-1]) == pytest.approx(999 - (polls[-1] - LOOK_S), abs=0.1)
-    assert endings[999].others(polls[-1]) == pytest.approx(998 - (polls[-1] - LOOK_S), abs=0.1)
+    assert endings[5].others(polls[-1]) == pytest.approx(999 - (polls[-1] - POLL_S), abs=0.1)
+    assert endings[999].others(polls[-1]) == pytest.approx(998 - (polls[-1] - POLL_S), abs=0.1)
 
 
 def test_a_queue_of_whole_prompts_costs_a_message_and_stealing_one_more():
@@ -513,7 +517,7 @@ def test_a_queue_of_whole_prompts_costs_a_message_and_stealing_one_more():
     assert len(two.take(4 * 31).samples) == 4 * 31 and board.calls == 2
     taken = two.take(8)
     assert taken.samples == [(63, sample) for sample in range(4)] and taken.is_exhausted
-    assert board.calls == 4, "a claim, and a look at what waits"
+    assert board.calls == 4, "a claim, and a read of the waiting samples"
 
 
 def test_a_process_takes_samples_that_wait_for_rows_of_another():
@@ -541,7 +545,7 @@ def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
         assert sorted(found) == [(p, s) for p in range(5) for s in range(3)]
 
 
-# Processes that are gone
+# Dead and hanging processes
 
 
 class Clock:
@@ -552,35 +556,37 @@ class Clock:
 
 
 def watches(board, count=3, **limits):
-    """A watch of each process, on one clock; what they leave with is kept."""
+    """A watch for each process, on one clock, and a list of their calls of `leave`."""
     clock, left = Clock(), []
     return clock, left, [
-        Watch(Job(index, count, board), leave=lambda *told: left.append(told), clock=clock, **limits)
+        Watch(Job(index, count, board), leave=lambda *call: left.append(call), clock=clock, **limits)
         for index in range(count)
     ]  # fmt: skip
 
 
-def test_a_process_without_a_sign_of_life_is_named_with_its_phase(board):
+def test_a_process_without_heartbeats_is_named_with_its_phase(board):
     clock, _, (one, two, three) = watches(board, lost_s=20, stuck_s=100)
     two.alive("rollout")
     for watch in (one, two, three):
         watch.beat()
     for clock.now in range(1, 21):
         three.beat()
-        assert one.wrong() is None
+        assert one.find_failure() is None
         one.beat()
     clock.now = 22
-    found = one.wrong()
+    found = one.find_failure()
     lost = "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
     assert (str(found), found.code) == (lost, 1)
-    assert three.wrong() == found, "the same reason everywhere, though process 0 alone looks at all"
+    assert three.find_failure() == found, (
+        "the same reason everywhere, though only process 0 watches all"
+    )
 
 
-def test_a_process_that_never_beat_counts_from_the_start(board):
+def test_a_process_without_any_heartbeat_counts_from_the_start(board):
     clock, _, (one, *_) = watches(board, lost_s=20, stuck_s=100)
     one.beat()
     clock.now = 21
-    assert str(one.wrong()).startswith("process 1 was last heard of 21 s ago in phase start")
+    assert str(one.find_failure()).startswith("process 1 was last heard of 21 s ago in phase start")
 
 
 def test_a_process_that_beats_but_makes_no_progress_hangs(board):
@@ -591,26 +597,29 @@ def test_a_process_that_beats_but_makes_no_progress_hangs(board):
             if watch is not three:
                 watch.alive("update")
             watch.beat()
-        assert one.wrong() is None
+        assert one.find_failure() is None
     clock.now = 111
-    assert str(one.wrong()) == "process 2 has hung for 111 s in phase update"
-    assert three.wrong() == one.wrong(), "its own thread ends it"
+    assert str(one.find_failure()) == "process 2 has hung for 111 s in phase update"
+    assert three.find_failure() == one.find_failure(), "its own watch ends it"
 
 
 def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
-    for stays_away, reason in ((True, "was last heard of 21 s ago"), (False, "has hung for 101 s")):
+    for stays_away, reason in (
+        (True, "was last heard of 21 s ago"),
+        (False, "has hung for 101 s"),
+    ):
         board.delete("watch/")
         clock, _, (one, two, _) = watches(board, lost_s=20, stuck_s=100)
         one.alive("save_checkpoint"), one.beat()
-        assert two.wrong() is None
+        assert two.find_failure() is None
         for clock.now in range(1, 22 if stays_away else 102):
             if not stays_away:
                 one.beat()
-            last = two.wrong()
+            last = two.find_failure()
         assert str(last).startswith(f"process 0 {reason} in phase save_checkpoint")
 
 
-def test_the_messages_of_a_second_grow_with_the_processes_and_not_with_their_square():
+def test_the_messages_per_second_are_linear_in_the_number_of_processes():
     board = LocalBoard()
     read, texts = [], board.texts
     board.texts = lambda prefix: read.append(len(found := texts(prefix))) or found
@@ -619,7 +628,7 @@ def test_the_messages_of_a_second_grow_with_the_processes_and_not_with_their_squ
         watch.beat()
     read.clear()
     for watch in all_of_them:
-        watch.wrong()
+        watch.find_failure()
     assert sum(read) <= 3 * 100
 
 
@@ -631,11 +640,11 @@ def test_a_process_that_raised_is_named_with_its_error(board):
     with pytest.raises(ZeroDivisionError):
         two.fail(ZeroDivisionError("no\nmore"))
     assert left == [("ZeroDivisionError: no\nmore", 1, 0.0)]
-    assert two.wrong() is None, "its own failure is no reason"
-    failure = one.wrong()
+    assert two.find_failure() is None, "not for its own failure"
+    failure = one.find_failure()
     assert (
         str(failure) == "process 1 failed in phase reward: ZeroDivisionError: no"
-        and failure == three.wrong()
+        and failure == three.find_failure()
     )
     one.end(failure), three.end(failure)
     assert left[1] == (str(failure), 1, 2 * BEAT_S)
@@ -653,19 +662,19 @@ def test_what_others_raise_after_the_first_failure_is_not_the_reason(board, caps
     with pytest.raises(RuntimeError):
         two.fail(RuntimeError("a collective was broken off"))
     reason = "process 2 failed in phase start: train.rows 3: use 2"
-    assert "Traceback" not in capsys.readouterr().err, "of what only followed"
+    assert "Traceback" not in capsys.readouterr().err, "no traceback of a later error"
     assert [(said, code) for said, code, _ in left[:2]] == [("train.rows 3: use 2", 2), (reason, 2)]
 
 
 def test_a_broken_collective_is_not_the_reason_when_a_process_was_killed(monkeypatch):
-    """The others' collective fails at once, the death of the process is known `lost_s` later."""
+    """The others' collective fails at once; the dead process is found `lost_s` later."""
     monkeypatch.setattr(watches_module, "BEAT_S", 0.02)
     board, left, gone = LocalBoard(), [], threading.Event()
 
     def leave(said, code, _):
         left.append((said, code))
         gone.set()
-        threading.Event().wait(1)  # as one who leaves, it does not come back
+        threading.Event().wait(1)  # like an exit, it does not return
 
     broken = jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: connection closed by peer")
     watch = Watch(Job(0, 2, board), lost_s=0.3, leave=leave)
@@ -684,7 +693,7 @@ def test_a_broken_collective_is_not_the_reason_when_a_process_was_killed(monkeyp
 # The port of process 0
 
 
-def test_a_port_that_another_program_has_is_named_by_process_0_and_by_those_who_reach_it(
+def test_a_port_of_another_program_is_reported_by_process_0_and_by_those_who_reach_it(
     monkeypatch,
 ):
     with socket.create_server(("localhost", 0)) as other:
@@ -695,7 +704,7 @@ def test_a_port_that_another_program_has_is_named_by_process_0_and_by_those_who_
             address.check_free(taken)
         monkeypatch.setattr(address, "ANSWER_S", 0.3)
         monkeypatch.setattr(address, "PREFACE", b"?")
-        monkeypatch.setattr(address, "LOOK_S", 0.01)
+        monkeypatch.setattr(address, "RETRY_S", 0.01)
         threading.Thread(
             target=lambda: [other.accept()[0].sendall(b"SSH-2.0 ") for _ in range(99)], daemon=True
         ).start()
@@ -705,14 +714,14 @@ def test_a_port_that_another_program_has_is_named_by_process_0_and_by_those_who_
         free.bind(("localhost", 0))
         place = f"localhost:{free.getsockname()[1]}"
     address.check_free(place)
-    address.await_service(place, 0.1)  # nobody is there: JAX says so, when its own time is over
+    address.await_service(place, 0.1)  # nothing listens: JAX reports its own timeout
     for wrong in ("localhost", "localhost:", "localhost:99999999", ":1"):
         with pytest.raises(ConfigError, match="write HOST:PORT"):
             address.split(wrong)
     assert address.split("[::1]:80") == ("::1", 80)
 
 
-def test_a_coordination_service_is_known_by_its_answer(service):
+def test_a_coordination_service_is_recognized_by_its_answer(service):
     began = time.monotonic()
     address.await_service(service, 30)
     assert time.monotonic() - began < 20

@@ -7,7 +7,7 @@ from tlt_jax.distributed.collectives import axes_crossed, collectives, device_gr
 from tlt_jax.distributed.mesh import make_mesh
 
 
-def test_groups_in_every_spelling():
+def test_device_groups_in_every_notation():
     assert device_groups("x = all-reduce(y), replica_groups={{0,1},{2,3}}, to_apply=add", 4) == [
         [0, 1],
         [2, 3],
@@ -34,7 +34,7 @@ def test_groups_in_every_spelling():
     assert device_groups("x = all-reduce(y), replica_groups={}", 4) == [[0, 1, 2, 3]]
 
 
-def test_axes_are_those_along_which_members_differ():
+def test_axes_crossed_are_those_along_which_members_differ():
     mesh = make_mesh(2, 4)
     assert axes_crossed([[0, 1, 2, 3], [4, 5, 6, 7]], mesh) == ["model"]
     assert axes_crossed([[0, 4], [1, 5]], mesh) == ["data"]

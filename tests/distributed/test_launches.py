@@ -1,4 +1,4 @@
-"""What a GPU's program runs, read from texts as XLA writes them, shortened by hand."""
+"""Reads a GPU program's launches from texts of XLA, shortened by hand."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_a_chunk_that_is_one_graph_has_its_loop_in_it():
     found = launches.read_round(ONE_GRAPH, METADATA, NAMES)
-    # A round runs 4, the condition and the body of the inner loop, and 8; conditions of the chunk's own loop are not in it.
+    # A round runs 4, the condition and the body of the inner loop, and 8, without the condition of the chunk's own loop.
     assert found == launches.Round(4, 2, outside=0, graphs=0, host_loops=0, is_one_graph=True)
 
 
-def test_what_stands_beside_the_graph_is_launched_by_the_host():
+def test_steps_outside_the_graph_are_launched_by_the_host():
     beside = ONE_GRAPH + "010: kCopy [prev=000 (1) | sink] kCopy\n"
     assert not launches.read_round(beside, METADATA, NAMES).is_one_graph
 
@@ -105,7 +105,7 @@ def test_a_loop_that_the_host_drives_launches_graphs_kernels_and_loops_in_every_
 
 
 @pytest.mark.parametrize("text", ["", "000: kCopy [source | sink] kCopy", ONE_GRAPH + ONE_GRAPH])
-def test_a_program_that_is_no_chunk_is_refused(text):
+def test_a_program_that_is_no_chunk_is_rejected(text):
     with pytest.raises(ValueError, match="have [02] loops, not one"):
         launches.read_round(text, METADATA, NAMES)
 
@@ -148,7 +148,7 @@ FUSED = {
         ("bf16[4,8]{1,0} fusion(%p), kind=kInput, calls=%kept", 0),
     ],
 )
-def test_copies_are_what_is_written_and_not_what_a_kernel_reads_on_its_way(call, written):
+def test_copies_are_written_arrays_and_not_inputs_that_a_kernel_reads(call, written):
     fused = FUSED.get(call.partition("calls=%")[2], "")
     main = f"""
 ENTRY %main (p: bf16[4,8], q: pred[16]) -> bf16[4,8] {{
@@ -162,8 +162,8 @@ ENTRY %main (p: bf16[4,8], q: pred[16]) -> bf16[4,8] {{
 
 
 @pytest.mark.gpu
-def test_a_program_too_small_for_a_graph_is_read_too():
-    """XLA writes its thunks once, since no pass makes other ones of them."""
+def test_a_program_too_small_for_a_graph_is_read():
+    """XLA writes its thunks only once, since no pass changes them."""
     mesh = make_mesh(1, 1, topology.describe("h200:1").devices)
     shape = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
 

@@ -1,4 +1,4 @@
-"""Devices that are not here: their names, what is said of wrong ones, the memory that a run can use."""
+"""Descriptions of absent devices: their names, errors for wrong ones, and the memory that a run can use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_jax.errors import ConfigError
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """Versions of JAX's packages, with the plugin for GPUs there."""
+    """Versions of JAX's packages, with the GPU plugin installed."""
     versions = {"jax-cuda13-plugin": "1.2.3", "jaxlib": "1.2.3"}
 
     def version(name):
@@ -35,7 +35,7 @@ def plugin(monkeypatch):
         ("nowhere.txtpb:8", "nowhere.txtpb: cannot be read"),
     ],
 )
-def test_an_unknown_topology_is_told_the_known_ones(name, message):
+def test_the_error_for_an_unknown_topology_names_the_known_ones(name, message):
     with pytest.raises(ConfigError, match=message):
         topology.describe(name)
 
@@ -47,13 +47,13 @@ def test_an_unknown_topology_is_told_the_known_ones(name, message):
         ("1.2.4", r'is 1\.2\.4 and jaxlib 1\.2\.3: pip install -e "\.\[gpu-aot\]"'),
     ],
 )
-def test_a_plugin_that_is_missing_or_another_is_named(plugin, plugin_version, message):
+def test_a_plugin_that_is_missing_or_of_another_version_is_named(plugin, plugin_version, message):
     plugin["jax-cuda13-plugin"] = plugin_version
     with pytest.raises(ConfigError, match=message):
         topology.describe("h200:8")
 
 
-def test_a_compiler_without_its_tools_is_said_so_before_programs_are_lowered(monkeypatch):
+def test_a_compiler_without_its_tools_is_reported_before_programs_are_lowered(monkeypatch):
     def refuse(self):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: No ptxas. You can choose: many lines")
 
@@ -64,7 +64,7 @@ def test_a_compiler_without_its_tools_is_said_so_before_programs_are_lowered(mon
 
 
 @pytest.mark.parametrize("missing", topology.NEEDED)
-def test_a_description_without_what_graphs_depend_on_is_refused(tmp_path, missing):
+def test_a_description_without_a_field_that_graphs_need_is_rejected(tmp_path, missing):
     text = topology.DESCRIPTION.format(**vars(topology.GPUS["h100"]))
     path = tmp_path / "gpu.txtpb"
     path.write_text(text)
@@ -74,7 +74,7 @@ def test_a_description_without_what_graphs_depend_on_is_refused(tmp_path, missin
         topology.description(path)
 
 
-def test_a_run_can_use_what_xlas_allocator_takes(monkeypatch):
+def test_a_run_can_use_the_share_of_xlas_allocator(monkeypatch):
     for name in topology.FRACTIONS:
         monkeypatch.delenv(name, raising=False)
     assert topology.usable(1000) == 750

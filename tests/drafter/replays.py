@@ -1,4 +1,4 @@
-"""Replays that are fed with texts, and the segments of what is drawn from them."""
+"""Replays filled with texts, and the segments of the batches drawn from them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def texts_of(sizes=LONG, seed=0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
 
 
 def request_of(texts) -> SimpleNamespace:
-    """What the replay reads of a RolloutRequest."""
+    """The part of a RolloutRequest that the replay reads."""
     return SimpleNamespace(prompts=tuple(prompt for prompt, _ in texts.values()), samples=SAMPLES)
 
 
 def feed(replay: Replay, texts, features, states, together=3, junk=np.nan, order=1) -> None:
-    """The looks at a group in which these sequences end; values behind what is known are junk.
+    """The polls of a group in which these sequences finish; values behind the known positions are junk.
 
-    `features`, `states`: [n, S, ...] of the texts. The values of `together` windows and a row of
-    padding come at once, in this order or (-1) the last first.
+    `features`, `states`: [n, S, ...] of the texts. The values of `together` windows and a row of padding arrive at once,
+    in this order or (-1) the last first.
     """
     where = sharding(replay.mesh, ("batch", None, "features"), "rollout")
     found, windows = [], []
@@ -74,7 +74,7 @@ def replay_of(place="host", width=24, max_bytes=10**6, mesh=None, **rest) -> Rep
 
 
 def numbers(texts) -> tuple[np.ndarray, np.ndarray]:
-    """Features that tell their row and position, and others as states."""
+    """Features that encode their row and position, and different ones as states."""
     longest = max(len(prompt) + len(answer) for prompt, answer in texts.values())
     place = np.arange(len(texts))[:, None, None] * 100 + np.arange(longest)[None, :, None]
     found = (place + np.arange(6) / 8 + 1).astype(np.float32)
@@ -82,7 +82,7 @@ def numbers(texts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def filled(place="host", texts=None, step=0, dtype=np.float32, **rest) -> Replay:
-    """A replay of LONG with features that tell their row and position."""
+    """A replay of LONG with features that encode their row and position."""
     texts = texts or texts_of()
     replay = replay_of(place, **{"width": 10} | rest)
     replay.begin(step, request_of(texts))

@@ -1,4 +1,4 @@
-"""When drafter training pauses and when it begins again, worked by hand."""
+"""When idle drafter training pauses and resumes, worked by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def after(budget: Budget, *steps: tuple[float, int]) -> Budget:
     return budget
 
 
-def test_it_goes_on_while_acceptance_rises():
+def test_training_continues_while_acceptance_rises():
     rising = [(0.2 + 2 * GAIN * i, QUARTER) for i in range(30)]
     assert not after(Budget(), *rising).is_paused
 

@@ -25,7 +25,7 @@ def copies_of(recipe, state):
 
 
 def changed(copy, group: int):
-    """The copy after pretended training: every float is another, the counters too."""
+    """The copy after simulated training: every float and every counter changed."""
 
     def other(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""Laws of the drafter's update: what it computes, that sharding and chunks do not change it, and what it leaves alone."""
+"""Laws of the drafter's update: what it computes, that sharding and chunks do not change it, and what it does not touch."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_scores_worked_by_hand(x64):
     assert_same((whole.token_loss, whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12)
     assert (bool(whole.agrees), bool(whole.learns)) == (False, True)
 
-    # Tokens 1 and 4 of five stand in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
+    # Tokens 1 and 4 of five are in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
     ids, q = jnp.array([1, 4], jnp.int32), np.array([0.9, 0.1])
     for top, agrees, learns in (
         (1, True, True),
@@ -269,8 +269,8 @@ def test_losses_are_those_of_torch(x64):
 
 
 @pytest.mark.parametrize("kind", [EAGLE, WHOLE])
-def test_what_a_draft_step_can_predict_is_told_by_segments_and_not_by_positions(kind, x64):
-    """Attention sees differences of positions alone: where a segment begins changes nothing."""
+def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind, x64):
+    """Attention depends on differences of positions only: where a segment starts changes nothing."""
     recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
     batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
@@ -342,7 +342,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
 # The step
 
 
-def test_stored_features_teach_what_the_policy_itself_does(x64):
+def test_stored_features_give_the_same_update_as_computed_ones(x64):
     recipe = recipe_of(REDUCED)
     policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_update.program(recipe)
     expected = update(state_of(recipe), policy, batch)
@@ -396,7 +396,7 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     assert (int(state.step), int(state.skips), int(state.skipped)) == (3, 0, 2)
 
 
-def test_rows_without_answers_teach_nothing(x64):
+def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
     recipe = recipe_of(REDUCED)
     batch = batch_of(recipe)
     batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))

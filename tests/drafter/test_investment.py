@@ -1,4 +1,4 @@
-"""What learning in the update may take is repaid, or small: in simulated runs, whose acceptance rises with what is learned."""
+"""Training in the policy update is repaid, or costs little: simulated runs, whose acceptance rises with the tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def log_curve(start, doubling):
 
 
 def saved_share(acceptance):
-    """Of a rollout: a chain of three drafts, in rounds 1.3 times as long."""
+    """Share of a rollout that drafting saves: a chain of three drafts, in rounds 1.3 times as long."""
     accepted = acceptance + acceptance**2 + acceptance**3
     return max(1 - 1.3 / (1 + accepted), 0.0)
 
 
-def whole_run(steps, curve, start_price=20.0, noise=0.01, seed=0):
-    """(seconds of a run over those of one that never learns, seconds of learning by step, step in which drafting began)."""
+def whole_run(steps, curve, start_cost=20.0, noise=0.01, seed=0):
+    """(seconds of a run over those of a run that never trains, seconds of training by step, step in which drafting started)."""
     random, known, spent, began, total = np.random.default_rng(seed), Investment(), [], None, 0.0
     for step in range(steps):
         left = steps - step - 1
@@ -42,7 +42,7 @@ def whole_run(steps, curve, start_price=20.0, noise=0.01, seed=0):
         drafts, has_learned = began is not None, known.pieces > 0
 
         def worth(depths, left=left):
-            return saved_share(depths[0]) * ROLLOUT * STEP * left, 1.5 * start_price
+            return saved_share(depths[0]) * ROLLOUT * STEP * left, 1.5 * start_cost
 
         known = known.earned(worth, step, left, 0.0 if has_learned else COMPILING, drafts)
         pieces, seconds = min(known.affords(not has_learned), 12), 0.0
@@ -54,7 +54,7 @@ def whole_run(steps, curve, start_price=20.0, noise=0.01, seed=0):
         total += STEP - gain + seconds
         saved, compile_cost = worth([acceptance])
         if not drafts and pieces and saved > compile_cost:
-            began, total = step, total + start_price
+            began, total = step, total + start_cost
         known = known.after_step(STEP - gain)
         known = Investment.of(json.loads(json.dumps(known.saved())))  # as from a checkpoint
         spent.append(seconds)
@@ -78,27 +78,27 @@ def test_no_run_is_longer_by_more_than_the_long_share(steps, curve):
         assert max(spent, default=0) <= EARLY * STEP + PIECE + COMPILING
 
 
-def test_a_long_run_of_a_drafter_that_learns_gains():
+def test_a_long_run_with_a_drafter_that_learns_is_faster():
     learns, _, began = whole_run(400, CURVES["learns"])
     fast, _, sooner = whole_run(400, CURVES["fast"])
     assert learns < 0.9 and fast < 0.75 and sooner < began < 200
 
 
-def test_a_run_that_is_too_short_learns_nothing():
-    assert not any(whole_run(8, CURVES["fast"], start_price=60.0)[1])
+def test_a_run_that_is_too_short_trains_nothing():
+    assert not any(whole_run(8, CURVES["fast"], start_cost=60.0)[1])
 
 
-def test_a_drafter_that_never_learns_costs_what_it_is_tried_with():
+def test_a_drafter_that_never_learns_costs_only_the_trial():
     _, spent, began = whole_run(400, CURVES["never"])
     assert 0 < sum(spent) <= 0.5 * LONG * 400 * STEP and began is None
 
 
 def drafting(recent, best, **rest):
-    """An investment in a drafter that drafts, whose acceptance was measured so."""
+    """An investment while the rollout drafts, with these measurements of acceptance."""
     return Investment(step_seconds=STEP, piece_seconds=PIECE, recent=recent, best=best, **rest)
 
 
-def test_in_the_long_run_it_is_a_small_share_less_when_stalled_and_more_when_acceptance_falls():
+def test_while_drafting_the_credit_is_small_less_when_stalled_and_more_when_acceptance_falls():
     def credit(known):
         return known.earned(None, 100, 100, 0.0, drafts=True).credit
 
@@ -120,7 +120,7 @@ def test_in_the_long_run_it_is_a_small_share_less_when_stalled_and_more_when_acc
     assert 0.8 * LONG < spent / (500 * STEP) <= LONG
 
 
-def test_what_is_expected_follows_the_measured_curve_and_never_falls():
+def test_the_prediction_follows_the_measured_curve_and_never_falls():
     known = Investment()
     for tokens in (0, 400, 800, 1600, 3200, 6400):
         known = replace(known, tokens=float(tokens))
@@ -134,7 +134,7 @@ def test_what_is_expected_follows_the_measured_curve_and_never_falls():
     assert Investment(bins={"0": [1, 0.5], "4": [1, 0.4]}).expected(10) is None
 
 
-def test_a_checkpoint_of_another_version_begins_anew():
+def test_a_checkpoint_of_another_version_starts_from_zero():
     known = Investment(pieces=3, bins={"0": [1.0, 0.5]}, recent=[0.5])
     assert Investment.of(json.loads(json.dumps(known.saved()))) == known
     assert Investment.of({**known.saved(), "other": 1}) == Investment() == Investment.of(None)

@@ -1,4 +1,4 @@
-"""Laws of the replay buffer: what a batch is made of, what it holds, and which programs it needs."""
+"""Laws of the replay buffer: the content of a batch, what is stored, and which programs it needs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ PROGRAMS = window_store.writer, window_store.reader
 
 
 def assert_same(one, other) -> None:
-    """Bit by bit."""
+    """Bit by bit equal."""
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-# What a batch is made of
+# The content of a batch
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_held_out_is_never_learned_from_and_is_drawn_alone(place):
+def test_held_out_windows_are_never_trained_on_and_are_drawn_separately(place):
     sizes = tuple((2, 6 + uid % 5) for uid in range(60))
     given = texts_of(sizes)
     replay = filled(place, given, width=16, max_bytes=100 * 16 * TOKEN, held_out=4)
@@ -59,7 +59,7 @@ def test_what_is_held_out_is_never_learned_from_and_is_drawn_alone(place):
 def test_every_place_holds_the_features_of_its_token_and_of_no_root(place):
     texts = list(texts_of().values())
     replay, features = filled(place, max_bytes=100 * TOKEN), numbers(texts_of())[0]
-    assert len(replay.held) == 10, "as many as it may have: no slot of a ring is empty"
+    assert len(replay.held) == 10, "as many as fit: no slot of a ring is empty"
     seen = set()
     for draw in range(12):
         rows, row_tokens = (ROWS, 16) if draw else (4, 60)
@@ -112,10 +112,10 @@ def test_states_that_are_not_captured_are_the_features():
         assert batch.states is batch.features
 
 
-# What it holds
+# What is stored
 
 
-def test_the_previous_step_stands_in_for_answers_that_are_not_there_yet():
+def test_the_previous_step_stands_in_for_answers_that_are_not_finished():
     texts = texts_of(((3, 4), (3, 30), (3, 12), (3, 20)))
     replay = filled(texts=texts, step=4, width=40)
     assert len(replay.held) == 4 and "drafter/replay_age" not in replay.metrics()
@@ -127,7 +127,7 @@ def test_the_previous_step_stands_in_for_answers_that_are_not_there_yet():
     now = {uid: pair for uid, pair in texts.items() if len(pair[1]) in (4, 12)}
     feed(replay, now, *numbers(now))
     found = sorted(len(tokens) for tokens, *_ in segments_of(replay.sample(0, 1, 128)))
-    # Both answers of now, and the two previous ones that are longer, as many as belong to them: 16 are 16.
+    # Both current answers, and the two longer previous ones once each: the others have 16 tokens in both steps.
     assert found == [6, 14, 22, 32]
     assert replay.metrics() == {
         "drafter/replay_tokens": 2 * (6 + 14) + 22 + 32,
@@ -141,7 +141,7 @@ def test_the_previous_step_stands_in_for_answers_that_are_not_there_yet():
     assert not replay.store.held, "nor in the store"
 
 
-def test_a_step_that_begins_anew_forgets_what_it_had():
+def test_a_step_that_starts_again_drops_its_windows():
     texts = texts_of()
     replay = filled(step=3)
     replay.begin(3, request_of(texts))
@@ -151,7 +151,7 @@ def test_a_step_that_begins_anew_forgets_what_it_had():
     replay.listen(Look(3, 0, 0, (Harvested(((uid, 0),), Features(feature, None), feature),)))
     assert not replay.held, "nobody awaits it"
     ends = Emitted(uid, answer[:3], np.zeros(3), RUNNING), Ended(uid, 0, len(prompt) + len(answer))
-    with pytest.raises(ValueError, match="has 29 tokens, 5 were heard of"):
+    with pytest.raises(ValueError, match="has 29 tokens, 5 were reported"):
         replay.listen(Look(3, 0, 0, ends))
 
 
@@ -185,7 +185,7 @@ def test_a_bound_below_one_window_is_refused(place):
         filled(place, max_bytes=399)
 
 
-def test_what_cannot_be_is_refused_at_once():
+def test_impossible_values_are_refused_at_once():
     with pytest.raises(ValueError, match="place 'disk' is not one of host, device"):
         ReplayConfig(8, 1, "disk")
     with pytest.raises(ValueError, match="0 windows of 8 positions"):

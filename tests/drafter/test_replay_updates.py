@@ -1,4 +1,4 @@
-"""What is drawn from a replay buffer teaches the drafter what each sequence alone would."""
+"""Batches from a replay buffer give the updates of the sequences alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def alone(recipe: Recipe, texts, stretches: list[tuple[int, int, int]]) -> Batch
 
 
 def whole(recipe: Recipe, texts) -> Batch:
-    """Every text in a row of its own, with what the policy itself observes."""
+    """Every text in a row of its own, with the features that the policy computes."""
     stretches = [(uid, 0, len(prompt) + len(answer)) for uid, (prompt, answer) in texts.items()]
     return updates.observed(recipe, updates.policy_of(recipe), alone(recipe, texts, stretches))
 
@@ -47,7 +47,7 @@ def whole(recipe: Recipe, texts) -> Batch:
 @pytest.mark.parametrize("kind, model", [
     (updates.EAGLE, 1), (updates.WHOLE, 2), (updates.REDUCED, 1),
 ])  # fmt: skip
-def test_packed_sequences_teach_what_each_does_alone(kind, model):
+def test_packed_sequences_give_the_update_of_each_alone(kind, model):
     recipe = updates.recipe_of(kind, model=model)
     texts, policy, update = (
         texts_of(SIZES),
@@ -56,7 +56,7 @@ def test_packed_sequences_teach_what_each_does_alone(kind, model):
     )
     apart = whole(recipe, texts)
     state, expected = update(updates.state_of(recipe), policy, apart)
-    tokens = int(expected.pop("tokens")) - 1  # position 0 of a prompt of one token teaches nothing
+    tokens = int(expected.pop("tokens")) - 1  # position 0 of a prompt of one token has no loss
     for place in PLACES:
         replay = replay_of(place, mesh=recipe.mesh)
         replay.begin(7, request_of(texts))
@@ -72,7 +72,7 @@ def test_packed_sequences_teach_what_each_does_alone(kind, model):
 
 
 @pytest.mark.parametrize("kind", [updates.EAGLE, updates.WHOLE])
-def test_packed_windows_teach_what_each_does_alone_from_slots_of_its_own(kind):
+def test_packed_windows_give_the_gradients_of_each_alone(kind):
     """And what a plain loop over the slots of the packed rows finds."""
     recipe = updates.recipe_of(kind)
     texts, policy = texts_of(((2, 27), (7, 15), (3, 4))), updates.policy_of(recipe)

@@ -1,4 +1,4 @@
-"""Laws of windows of finished sequences: which are kept, what is drawn of them, and how it is packed."""
+"""Laws of windows of finished sequences: which are stored, how they are drawn, and how they are packed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tlt_jax.drafter.windows import Piece, Placed, Window
 
 
 def window(uid=0, start=0, size=4, prompt=2, length=None, step=1) -> Window:
-    """A window whose tokens tell their sequence and position."""
+    """A window whose tokens encode their sequence and position."""
     length = length or start + size + 1
     text = 1000 * uid + np.arange(length, dtype=np.int32)
     return windows.cut(text, step, uid, start, size, prompt)
 
 
 def kept(step: int, answers: list[int], width: int, most: int, random, prompt=8) -> list[Window]:
-    """The windows that are kept of answers of these lengths."""
+    """The windows that are stored of answers of these lengths."""
     return [
         window(uid, start, width, prompt, prompt + answer, step)
         for uid, answer in enumerate(answers)
@@ -27,7 +27,7 @@ def kept(step: int, answers: list[int], width: int, most: int, random, prompt=8)
     ]
 
 
-# Which windows are kept
+# Which windows are stored
 
 
 @pytest.mark.parametrize("prompt, length, width, starts", [
@@ -36,7 +36,7 @@ def kept(step: int, answers: list[int], width: int, most: int, random, prompt=8)
     (3, 21, 8, [0, 6, 12]),  # 20 known positions in 3 windows
     (30, 41, 8, [26, 32]),  # half a window of the prompt
     (30, 32, 8, [23]),
-    (30, 31, 40, [0]),  # one token is learned, at position 29
+    (30, 31, 40, [0]),  # one token enters the loss, at position 29
     (2, 3, 8, [0]),
     (1, 3, 8, [0]),
     (1, 2, 8, []),  # position 0 has no slot before it
@@ -52,7 +52,7 @@ def test_windows_cover_the_answer(prompt, length, width, starts):
         assert all(one.loss_mask.sum() == one.learned for one in cut)
 
 
-def test_every_part_of_a_long_answer_is_as_likely_to_be_kept():
+def test_every_part_of_a_long_answer_is_equally_likely_to_be_stored():
     """4,000 draws of 2 of 5 windows: shares are off by less than 0.04, 5 standard deviations."""
     counts = Counter()
     for seed in range(4000):
@@ -63,7 +63,7 @@ def test_every_part_of_a_long_answer_is_as_likely_to_be_kept():
     assert np.allclose([count / 4000 for count in counts.values()], 2 / 5, atol=0.04)
 
 
-def test_over_the_bound_the_older_go_first_and_then_the_shorter():
+def test_over_the_bound_older_steps_are_dropped_first_and_then_shorter_answers():
     old, older = window(1, size=9, step=4), window(2, size=8, step=4)
     short, long = window(3, size=5, step=5), window(4, size=6, step=5)
     order = [long, short, old, older]
@@ -81,16 +81,18 @@ def test_over_the_bound_the_older_go_first_and_then_the_shorter():
         assert max(one.answer for one in gone) <= min(one.answer for one in stay)
 
 
-# What is drawn
+# How windows are drawn
 
 
 def test_weights_worked_by_hand():
-    """Answers of 4 and 6 tokens ended now; those of 10 and 20, 30 tokens of 38, stand in for the rest."""
+    """Answers of 4 and 6 tokens finished now; those of 10 and 20, 30 tokens of 38, stand in for the rest."""
     held = [
         window(0, 0, 5, 2, 6, step=3),
         window(1, 0, 7, 2, 8, step=3),
-        window(0, 0, 6, 2, 7, step=2),  # an answer of 5: it is no longer than the longest of now
-        window(1, 10, 5, 2, 22, step=2),  # 5 tokens of an answer of 20; that of 10 is not held
+        window(
+            0, 0, 6, 2, 7, step=2
+        ),  # an answer of 5: it is not longer than the longest of this step
+        window(1, 10, 5, 2, 22, step=2),  # 5 tokens of an answer of 20; that of 10 is not stored
         window(1, 0, 30, 2, 32, step=1),
     ]
     found = windows.weights(held, 3, [4, 6], [3, 5, 10, 20])
@@ -99,7 +101,7 @@ def test_weights_worked_by_hand():
     # The answer of 4 was dropped: that of 6 stands for it.
     found = windows.weights(held[1:], 3, [4, 6], [3, 5, 10, 20])
     np.testing.assert_allclose(found, [10 / 6, 0, 30 / 5 * 10 / 8, 0], rtol=1e-12)
-    # Nothing ended yet: all previous ones, as many tokens as they had.
+    # No answer finished yet: all previous ones, with all of their tokens.
     found = windows.weights(held[2:], 3, [], [3, 5, 10, 20])
     np.testing.assert_allclose(found, [38 / 25, 38 / 25 * 20 / 5, 0], rtol=1e-12)
     np.testing.assert_allclose(windows.weights(held[:2], 3, [4, 6], []), [1, 1], rtol=1e-12)
@@ -109,7 +111,7 @@ def test_weights_worked_by_hand():
 def lengths_drawn(steps: int, has_previous: bool, seed=0) -> tuple[float, float, float]:
     """Mean answer length of drawn and of all tokens, and the standard error of the first.
 
-    In each step 64 answers have long-tailed lengths, and the shortest 60 % have ended.
+    In each step 64 answers have long-tailed lengths, and the shortest 60 % have finished.
     """
     random, drawn, everything = np.random.default_rng(seed), [], []
     for _ in range(steps):
@@ -158,7 +160,9 @@ def test_a_draw_is_an_arc_that_cuts_two_windows_at_the_most():
     for seed in range(300):
         pieces = windows.draw(held, np.ones(12), 30, np.random.default_rng([seed]))
         assert sum(piece.size for piece in pieces) == 30
-        assert len({piece.window.uid for piece in pieces}) == len(pieces), "none is there twice"
+        assert len({piece.window.uid for piece in pieces}) == len(pieces), (
+            "no sequence is drawn twice"
+        )
         middle = pieces[1:-1]
         assert all((one.first, one.size) == (0, one.window.size) for one in middle)
         assert pieces[0].first + pieces[0].size == pieces[0].window.size or len(pieces) == 1
@@ -202,7 +206,7 @@ def test_every_token_of_the_pieces_is_in_one_place_of_the_rows():
         there = arrays["segments"] > 0
         assert Counter(arrays["tokens"][there].tolist()) == wanted
         assert (arrays["positions"] == arrays["tokens"] % 1000).all(), "positions are real"
-        assert len(placed) <= len(pieces) + rows - 1, "few are parted"
+        assert len(placed) <= len(pieces) + rows - 1, "few are split"
         for row in range(rows):
             segments = arrays["segments"][row][there[row]]
             assert (np.diff(segments) >= 0).all() and set(np.diff(segments)) <= {0, 1}

@@ -1,4 +1,4 @@
-"""Compares the attention of the library of the device here with that in blocks; exits with 1 where they differ.
+"""Compares the attention of this device's library with attention in blocks; exits with 1 if they differ.
 
 Both get the same numbers in bfloat16; the blocks compute in float32. `tests/kernels/test_library_attention.py` calls it.
 """

@@ -1,6 +1,6 @@
-"""Laws of the libraries' attention: which is used where, and that what is given to it and made of it is attention.
+"""Laws of the libraries' attention: which is used where, and that its inputs and outputs give attention.
 
-cuDNN runs nowhere but on a GPU: here stands a plain function that reads its operands as it does, from memory.
+cuDNN runs on GPUs only: a plain function stands in that reads its operands from memory as cuDNN does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def operands(B: int, width: int, tokens: int = T) -> tuple:
 
 
 def slopes(attend, given, segments) -> tuple:
-    """What it gives where no padding is, and the gradient of a sum over that."""
+    """The result where there is no padding, and the gradient of its sum."""
     is_token = (segments > 0)[..., None, None, None]
     weights = np.random.default_rng(1).normal(size=given[0].shape)
 
@@ -66,7 +66,7 @@ def blocks(q, k, v, segments):
 def test_splash_attention_has_the_values_and_gradients_of_that_in_blocks(
     width, longest, monkeypatch
 ):
-    """Three blocks a row, the last one in part beyond it; with a bound, the first is out of sight of the last."""
+    """Three blocks a row, the last one partly beyond it; with a bound, the last block does not see the first."""
     monkeypatch.setattr(splash_attention, "BLOCK", 128)
     segments, given = segments_of([[100, 150, 40], [120, 80]], 300), operands(2, width, 300)
     library = partial(splash_attention.attend, longest=longest, interpret=True)
@@ -96,7 +96,7 @@ def test_the_layout_is_the_lengths_and_first_tokens_of_all_segments_in_order(see
 
 
 def stand_in() -> SimpleNamespace:
-    """The part of JAX's cuDNN that is used. What cuDNN does not write is NaN."""
+    """The part of JAX's cuDNN that is used. Values that cuDNN does not write are NaN."""
 
     def owners(lengths, places, heads, tokens):
         """Which sequence each token belongs to, by its place in memory; -1: none."""
@@ -197,7 +197,7 @@ def test_the_form_follows_from_device_dtype_and_width(mesh, dtype, width, has_ow
 
 @pytest.mark.device
 def test_on_the_device_here_the_library_is_the_attention_in_blocks_up_to_rounding():
-    """In a process of its own: this one is on the CPU."""
+    """In a separate process: this one is on the CPU."""
     script = Path(__file__).with_name("packed_attention_on_device.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

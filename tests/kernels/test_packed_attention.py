@@ -1,4 +1,4 @@
-"""Laws of attention within packed rows: in every form it has the values and gradients of the plain one."""
+"""Laws of attention within packed rows: every implementation has the values and gradients of the plain one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEGMENTS = np.stack([segments_of(lengths) for lengths in LENGTHS])
 
 
 def operands(has_own: bool) -> tuple:
-    """Random queries, keys, values, and keys and values of every token's own."""
+    """Random queries, keys and values, and every token's own keys and values."""
     random = np.random.default_rng(0)
     shapes = [(2, T, K, G, E), (2, T, K, E), (2, T, K, E)]
     q, k, v = (jnp.asarray(2 * random.normal(size=shape)) for shape in shapes)
@@ -55,7 +55,7 @@ def packed(block: int, longest: int | None):
 
 
 def slopes(attend, given) -> tuple:
-    """What it gives, and the gradient of a sum over it that weighs every number differently."""
+    """The result, and the gradient of a sum that weights every number differently."""
     weights = np.random.default_rng(1).normal(size=given[0].shape)
 
     def total(given):
@@ -82,7 +82,7 @@ def test_attention_in_blocks_has_the_values_and_gradients_of_the_whole(
     assert is_same(slopes(plain, given), slopes(packed(block, longest), given))
 
 
-def test_attention_that_is_told_too_short_a_length_is_not_that_of_the_whole(x64):
-    """So a block does look no further back than it is told."""
+def test_attention_with_too_short_a_length_is_not_that_of_the_whole(x64):
+    """So a block reads no further back than `longest`."""
     given = operands(False)
     assert not is_same(slopes(plain, given), slopes(packed(2, 3), given))

@@ -1,4 +1,4 @@
-"""Tree attention: XLA's form and, in Triton's interpreter, the GPU's, against NumPy."""
+"""Tree attention against NumPy: XLA's implementation, and the GPU's in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def xla(case: Arguments) -> np.ndarray:
 
 
 def interpreted(cases: list[Arguments]) -> list[np.ndarray]:
-    """The cases by the kernels in Triton's interpreter, in a process of its own."""
+    """The cases by the kernels in Triton's interpreter, in a separate process."""
     reason = "Triton, jax-triton: Python 3.12 and the gpu extra"
     for module in ("triton", "jax_triton"):
         pytest.importorskip(module, reason=reason)

@@ -1,4 +1,4 @@
-"""The tree attention kernels as an H200 would run them, compiled without one; and on the GPU of a machine that has one."""
+"""The tree attention kernels compiled for an H200 without one, and run on the GPU of a machine that has one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_kernel_spills_registers(G, N, M, width, dtype, monkeypatch, tmp_path
 
 
 def sources(case: Case, monkeypatch):
-    """The kernels that a call makes, as Triton's compiler takes them, and their options."""
+    """The kernels of a call with their options, as Triton's compiler takes them."""
     import jax_triton
     from triton.compiler import ASTSource
 
@@ -69,7 +69,7 @@ def sources(case: Case, monkeypatch):
 
 
 def lowered(model: int, rounds: int) -> jax.stages.Lowered:
-    """A loop of attention that writes the cache it reads, for `model` of the GPUs of a host."""
+    """A loop of attention that writes the cache it reads, on `model` GPUs of one host."""
     from tlt_jax.distributed import topology
 
     pytest.importorskip("jax_triton", reason="jax-triton: Python 3.12 and the gpu extra")

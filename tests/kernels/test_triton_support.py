@@ -1,4 +1,4 @@
-"""Which meshes Triton kernels run on, and what is said where a GPU does without."""
+"""Which meshes run Triton kernels, and what is logged when a GPU runs without them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NEWEST = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.7.1+local"}
 
 
 def gpu(compute_capability: str):
-    """A mesh of one GPU, as far as it is asked for."""
+    """A mesh of one GPU, as far as its attributes are read."""
     device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
     return SimpleNamespace(devices=np.array([[device]]))
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The versions that are there; nothing has been said."""
+    """The installed versions; nothing has been logged yet."""
     versions = dict(NEWEST)
 
     def version(package: str) -> str:
@@ -36,7 +36,7 @@ def installed(monkeypatch):
     triton_support.say.cache_clear()
 
 
-def test_a_cpu_runs_none_and_nothing_is_said(installed, caplog):
+def test_a_cpu_runs_none_and_nothing_is_logged(installed, caplog):
     installed.clear()
     assert triton_support.capability(make_mesh(1, 1)) is None
     assert not caplog.records
@@ -58,7 +58,7 @@ def test_a_gpu_with_the_packages_runs_them(installed, caplog, compute_capability
         ("jax", "0.10.2", "jax is 0.10.2, they need 0.11 or newer: with Python 3.12"),
     ],
 )
-def test_a_gpu_without_them_is_told_once_what_is_missing(
+def test_a_gpu_without_them_logs_once_what_is_missing(
     installed, caplog, monkeypatch, package, found, message
 ):
     monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)

@@ -1,6 +1,6 @@
-"""Runs `tree_attention.attend` on the accelerator of this machine: a process of its own, since the tests have CPUs.
+"""Runs `tree_attention.attend` on the accelerator of this machine, in a separate process, since the tests have CPUs.
 
-Reads a pickled list of its arguments, and writes the platform, the capability that kernels are for, and the results.
+Reads a pickled list of its arguments, and writes the platform, the capability for kernels, and the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the tree attention kernels in Triton's interpreter, on NumPy: a process of its own, since Triton asks at import.
+"""Runs the tree attention kernels in Triton's interpreter, on NumPy, in a separate process: Triton chooses it at import.
 
 Reads a pickled list of `attend`'s arguments, and writes the list of its results.
 """
@@ -32,7 +32,7 @@ class Pointer:
 
 
 def widened(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-    """A bfloat16 array, whose bits the interpreter keeps as integers, in float32."""
+    """A bfloat16 array, whose bits the interpreter stores as integers, in float32."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     bits = handle.data.astype(np.uint32) << 16
@@ -45,7 +45,7 @@ def dot(builder, a, b, *rest):
 
 
 def call(*arrays, kernel, out_type, grid, num_warps, num_stages, **given):
-    """What `jax_triton.triton_call` returns; results begin as NaN."""
+    """Replaces `jax_triton.triton_call`; results start as NaN."""
     names = kernel.arg_names
     leaves, tree = jax.tree.flatten(out_type)
     results = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Training and rollout compute one drafter: its unrolled steps, its cache, its trees, its meshes and layouts agree."""
+"""Training and rollout compute one drafter: unrolled steps, cache, trees, meshes and layouts agree."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_gradients_reach_every_weight_alike_through_blocks(x64):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
 
 
-def test_detached_steps_learn_nothing_from_those_after_them(x64):
+def test_detached_steps_get_no_gradient_from_later_ones(x64):
     config = dataclasses.replace(cases.config("eagle3"), norm_output=True)
     params, shared = cases.params("eagle3"), cases.shared()
     random = np.random.default_rng(2)
@@ -378,7 +378,7 @@ def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"),
+    ("ids", "message"),
     [
         (None, "has 0 tokens, draft_vocab_size says 8"),
         (np.arange(7), "has 7 tokens"),
@@ -387,8 +387,8 @@ def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
         (np.array([0, 1, 2, 2, 3, 4, 5, 6]), "do not ascend"),
     ],
 )
-def test_draft_vocabularies_that_are_none_are_refused(ids, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_draft_vocabularies_are_refused(ids, message):
+    with pytest.raises(ValueError, match=message):
         eagle.check_ids(cases.config("eagle3"), ids)
 
 
@@ -424,7 +424,7 @@ def test_defaults_follow_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "told"),
+    ("kind", "changes", "message"),
     [
         ("medusa", {}, "kind 'medusa' is unknown: use eagle or eagle3"),
         ("eagle", {"fc_norm": True}, "fc_norm true: not for a drafter of kind eagle"),
@@ -445,8 +445,8 @@ def test_defaults_follow_the_policy():
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(kind, changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_conflicting_fields_are_refused_by_name(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
         eagle.for_policy(cases.policy(), kind, **changes)
 
 

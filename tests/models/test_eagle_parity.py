@@ -1,4 +1,4 @@
-"""Against an independent reference on torch that reads the files which we write: both drafters, a line and a draft step."""
+"""Against an independent torch reference that reads our files: both drafters, along a line and for a draft step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Reference:
         return self.torch.cat([turned.real, turned.imag], -1)
 
     def hidden(self, rows, positions):
-        """Hidden states of rows of (token, state, given), each of which sees those before it and itself."""
+        """Hidden states of rows of (token, state, given); a row attends to earlier rows and itself."""
         x, inner = (
             self.torch.stack(part) for part in zip(*(self.enter(*row) for row in rows), strict=True)
         )

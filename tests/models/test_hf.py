@@ -144,7 +144,7 @@ def test_damaged_directories_are_refused_by_name(mesh, tmp_path):
     folder = model_cases.write("qwen2", tmp_path / "model")
     config = hf.read_config(folder)
     (folder / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ModelError, match="model.safetensors is no safetensors file"):
+    with pytest.raises(ModelError, match="model.safetensors is not a safetensors file"):
         hf.load(folder, config, mesh, "float32")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="neither model.safetensors nor"):
@@ -153,7 +153,7 @@ def test_damaged_directories_are_refused_by_name(mesh, tmp_path):
     with pytest.raises(ModelError, match="names model-1.safetensors"):
         hf.load(folder, config, mesh, "float32")
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="config.json is no JSON"):
+    with pytest.raises(ModelError, match="config.json is not JSON"):
         hf.read_config(folder)
     with pytest.raises(ModelError, match="no config.json"):
         hf.read_config(tmp_path)
@@ -163,18 +163,19 @@ def test_a_path_is_a_directory_or_a_hub_id(tmp_path, monkeypatch):
     assert hf.resolve(tmp_path) == tmp_path
     with pytest.raises(ModelError, match="neither a directory nor a hub id"):
         hf.resolve(tmp_path / "missing")
-    asked = []
+    requested = []
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path)
+        "huggingface_hub.snapshot_download",
+        lambda name, **_: requested.append(name) or str(tmp_path),
     )
     assert hf.resolve("owner/name-1.5B") == tmp_path
-    assert asked == ["owner/name-1.5B"]
+    assert requested == ["owner/name-1.5B"]
 
     def offline(*_, **__):
         raise OSError("cannot reach the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(ModelError, match="hub did not give it: cannot reach"):
+    with pytest.raises(ModelError, match="its download failed: cannot reach"):
         hf.resolve("owner/name")
 
 
@@ -239,7 +240,7 @@ def test_defaults_are_those_of_transformers():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type 'mixtral'.*qwen2, qwen3, llama"),
         ({"model_type": None}, "model_type None"),
@@ -273,12 +274,12 @@ def test_defaults_are_those_of_transformers():
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling with factor has no rope_type"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(change, told):
-    with pytest.raises(ModelError, match=told):
+def test_what_is_not_supported_is_refused_by_name(change, message):
+    with pytest.raises(ModelError, match=message):
         hf.from_hf_config(model_cases.raw_config("qwen2") | change)
 
 
-def test_sizes_that_are_given_beside_a_model_have_to_be_its_own(tmp_path):
+def test_sizes_in_model_init_must_be_those_of_the_model(tmp_path):
     raw = model_cases.raw_config("qwen2")
     (tmp_path / "config.json").write_text(json.dumps(raw))
     names = set(raw) & set(hf_config.INIT_FIELDS)
@@ -310,7 +311,7 @@ def test_a_new_model_takes_vocabulary_and_eos_of_the_tokenizer():
     assert hf.new_config(sizes | {"vocab_size": 64}, 20, ()).vocab_size == 64
     with pytest.raises(ModelError, match="vocab_size 10 is below the tokenizer's 20"):
         hf.new_config(sizes | {"vocab_size": 10}, 20, ())
-    with pytest.raises(ModelError, match="names hiden_size"):
+    with pytest.raises(ModelError, match="model.init has unknown fields hiden_size: use"):
         hf.new_config(sizes | {"hiden_size": 1}, 20, ())
 
 
@@ -328,5 +329,5 @@ def test_tokenizer_files_travel_with_the_weights(mesh, tmp_path):
         def save_pretrained(self, directory):
             (directory / "mine.json").write_text("[]")
 
-    hf.save(params, config, tmp_path / "asked", mesh, Tokenizer(), "float32")
-    assert (tmp_path / "asked" / "mine.json").exists()
+    hf.save(params, config, tmp_path / "requested", mesh, Tokenizer(), "float32")
+    assert (tmp_path / "requested" / "mine.json").exists()

@@ -61,7 +61,7 @@ def test_names_shapes_types_and_keys_are_the_golden_ones(case, mesh, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == GOLDENS[case]["config"]
 
 
-def test_the_acceptance_of_a_drafter_is_written_beside_it_as_far_as_it_was_measured(mesh, tmp_path):
+def test_the_acceptance_of_a_drafter_is_written_as_far_as_it_was_measured(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     for measured, known in (([0.75, 0.5], (0.75, 0.5)), ([0.75, math.nan, 0.5], (0.75,)), ([], ())):
         hf_drafter.save(params, config, tmp_path, "float32", measured)
@@ -107,7 +107,7 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"kind": "eagle"},
@@ -121,8 +121,8 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
         ({"kind": "eagle3"}, None),
     ],
 )
-def test_what_vllm_does_not_load_is_told(changes, told):
-    assert hf_drafter_config.caveat(eagle.for_policy(cases.policy(), **changes)) == told
+def test_what_vllm_does_not_load_is_reported(changes, message):
+    assert hf_drafter_config.caveat(eagle.for_policy(cases.policy(), **changes)) == message
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
@@ -156,23 +156,23 @@ NO_BIAS, ZEROS, ONES = None, np.zeros(16, np.float32), np.ones(16, np.float32)
 
 
 @pytest.mark.parametrize(
-    ("stored", "told", "has_bias"),
+    ("stored", "declared", "has_bias"),
     [
-        (NO_BIAS, {"bias": False, "fc_bias": "absent"}, False),  # exports of before
+        (NO_BIAS, {"bias": False, "fc_bias": "absent"}, False),  # older exports
         (ONES, {"bias": True, "fc_bias": "absent"}, True),
         (ZEROS, {"bias": True, "fc_bias": "absent"}, True),
         (NO_BIAS, {"bias": True, "fc_bias": "absent"}, False),
-        (ONES, {"bias": "absent", "fc_bias": "absent"}, True),  # other programs'
+        (ONES, {"bias": "absent", "fc_bias": "absent"}, True),  # of other programs
         (ZEROS, {"bias": "absent", "fc_bias": "absent"}, False),
-        (ZEROS, {"bias": False, "fc_bias": True}, True),  # ours
+        (ZEROS, {"bias": False, "fc_bias": True}, True),  # our exports
         (ZEROS, {"bias": False, "fc_bias": False}, False),
         (ONES, {"bias": False, "fc_bias": False}, True),
     ],
 )
-def test_fc_has_the_bias_that_is_stored_unless_it_is_zero_and_untold(
-    stored, told, has_bias, written, mesh
+def test_fc_has_the_bias_that_is_stored_unless_it_is_zero_and_undeclared(
+    stored, declared, has_bias, written, mesh
 ):
-    config, params = load(written("eagle", {"fc.bias": stored}, **told), mesh)
+    config, params = load(written("eagle", {"fc.bias": stored}, **declared), mesh)
     assert config.fc_bias == has_bias
     if has_bias:
         np.testing.assert_array_equal(params.fuse_bias, stored)
@@ -245,24 +245,24 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
 
 
 @pytest.mark.parametrize(
-    ("case", "changes", "told"),
+    ("case", "changes", "message"),
     [
         (
             "eagle3",
             {"architectures": ["LlamaForCausalLM"]},
-            "\\['LlamaForCausalLM'\\] are no drafter.*use Llama",
+            "\\['LlamaForCausalLM'\\] are not a supported drafter.*use Llama",
         ),
         (
             "eagle",
             {"architectures": ["Qwen2ForCausalLMEagle", "LlamaForCausalLM"]},
-            "are no drafter",
+            "are not a supported drafter",
         ),
         (
             "eagle",
             {"architectures": ["LlamaForCausalLM", "LlamaForCausalLMEagle"]},
-            "are no drafter",
+            "are not a supported drafter",
         ),
-        ("eagle", {"architectures": None}, "\\[None\\] are no drafter"),
+        ("eagle", {"architectures": None}, "\\[None\\] are not a supported drafter"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2: only drafters of one layer"),
         ("eagle3", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
         ("eagle3", {"hidden_size": None}, "config.json lacks hidden_size"),
@@ -289,7 +289,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
             {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
             "\\[2, 4, 5\\], but \\[1, 2, 3\\] in eagle_config",
         ),
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2"}, "'2' is no list of layer ids"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2"}, "'2' is not a list of layer ids"),
         (
             "eagle3",
             {"eagle_aux_hidden_state_layer_ids": [2, 3, 9], "eagle_config": None},
@@ -319,13 +319,13 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle", {"num_key_value_heads": 3}, "3 KV heads"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, written, mesh):
-    with pytest.raises(ModelError, match=told):
+def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, message, written, mesh):
+    with pytest.raises(ModelError, match=message):
         load(written(case, **changes), mesh)
 
 
 @pytest.mark.parametrize(
-    ("case", "tensors", "told"),
+    ("case", "tensors", "message"),
     [
         ("eagle3", {"midlayer.hidden_norm.weight": None}, "missing midlayer.hidden_norm.weight"),
         (
@@ -357,8 +357,8 @@ def test_a_config_that_does_not_fit_is_refused_by_name(case, changes, told, writ
         ("eagle3_plain", {"t2d": np.arange(37) > 0}, "t2d marks other tokens"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, told, written, mesh):
-    with pytest.raises(ModelError, match=told):
+def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, message, written, mesh):
+    with pytest.raises(ModelError, match=message):
         load(written(case, tensors), mesh)
 
 

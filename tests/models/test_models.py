@@ -1,4 +1,4 @@
-"""The policy equals transformers' numbers on every mesh, and its ways to compute the same thing agree."""
+"""The policy equals transformers' numbers on every mesh, and its implementations of one thing agree."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def plain(params, config, tokens, positions=None, segments=None, dtype="float64"
 
 
 def last(params, config, line):
-    """Logits after the last token of a line; the padding behind it is seen by nobody."""
+    """Logits after the last token of a line; no token attends to the padding behind it."""
     row = np.pad(line, (0, 16 - len(line)))[None]
     return plain(params, config, row)[0, len(line) - 1]
 
@@ -119,7 +119,7 @@ def test_goldens_tell_the_cases_apart(goldens):
         assert all(np.abs(one - other).max() > 0.01 for other in untied[i + 1 :])
 
 
-# Node 0 is the root; 1 and 2 its children, 3 a child of 1, 4 junk that sees only itself and is seen by nobody.
+# Node 0 is the root; 1 and 2 its children, 3 a child of 1, 4 junk that attends to itself only and that no node attends to.
 PARENTS = [0, 0, 0, 1, 4]
 DEPTHS = [0, 1, 1, 2, 0]
 PATHS = {1: [0, 1], 2: [0, 2], 3: [0, 1, 3]}
@@ -305,7 +305,7 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "told"),
+    ("shape", "sizes", "message"),
     [
         ((1, 3), {}, "4 attention heads.*use one of \\[1, 2, 4\\]"),
         ((1, 8), {}, "use one of \\[1, 2, 4\\]"),
@@ -317,9 +317,9 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
         ((3, 1), {}, "hidden_size 32: use one of \\[1, 2, 4\\]"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, sizes, told):
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, sizes, message):
     config = hf.new_config(SMALL | sizes, 37, ())
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         transformer.abstract(config, meshes.make_mesh(*shape), "train", "float32")
 
 

@@ -25,7 +25,7 @@ DRAFTER = (
 
 
 def expected(params, order, key, std, vocab, padded, ids=None):
-    """What must be drawn for arrays of these shapes: part i of the key for the i-th array of `order` that is there."""
+    """The expected draws for arrays of these shapes: part i of the key for the i-th array of `order` that exists."""
     found = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)

@@ -1,4 +1,4 @@
-"""Profiles of both networks read: the operations of a program carry the names of the parts that they belong to."""
+"""Profiles of both networks are readable: operations of a program carry the names of their parts."""
 
 from __future__ import annotations
 

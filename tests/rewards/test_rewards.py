@@ -1,4 +1,4 @@
-"""Scores that are right, and scoring processes that survive whatever a reward does."""
+"""Scores are right, and scoring processes survive whatever a reward does."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_workers_import_no_jax_and_start_once(user_module):
     assert len(seen) == 1
 
 
-def test_scoring_goes_on_while_the_caller_does_not_look(user_module):
+def test_scoring_continues_while_the_caller_does_not_poll(user_module):
     with Scorer(make_config({user_module: 1.0})) as scorer:
         for key in range(500):
             scorer.submit(key, "p", "abc", {"answer": "abc"})
@@ -260,7 +260,7 @@ def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
     reward = Config().reward
     for word in (*REWARDS, *scorer_module.PASSED):
         assert f"`{word}`" in page, word
-    for said in (
+    for sentence in (
         f"`reward.failure_score` ({reward.failure_score:g} by default)",
         f"`reward.timeout_s` ({reward.timeout_s:g} s)",
         f"`reward.max_failed` steps in a row ({reward.max_failed})",
@@ -270,7 +270,7 @@ def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
         f"from {-terms.LARGEST:g} to {terms.LARGEST:g}",
         f"{scorer_module.LONGEST // 2**20} MiB at most",
     ):
-        assert said in page, said
+        assert sentence in page, sentence
 
 
 def test_rewards_that_make_no_sense_are_refused():

@@ -1,4 +1,4 @@
-"""Three drafters in one group, over one decoding state: none of them, nor switching between them, changes a token."""
+"""Three drafters that share a group's decoding state: neither they nor switches between them change a token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tlt_jax.rollout.executables.programs import CatchUp, Decode, Start, StateSh
 from tlt_jax.rollout.scheduler.candidates import GroupCandidates
 from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decode import Decoder
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
 from tlt_jax.tuner.interface import Cell
@@ -39,7 +40,7 @@ def programs(groups: int = 1):
 
 
 def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, rules=RULES, **rest):
-    """A rollout whose chunks have these strategies in turn, for 1 to 3 rounds, n-grams for `ngram_rounds` when given.
+    """A rollout whose chunks take these strategies in turn, for 1 to 3 rounds, n-grams for `ngram_rounds` when given.
 
     With one chunk in flight, in one group, what they are does not depend on the speed of the machine.
     """
@@ -79,7 +80,7 @@ def test_drafters_that_change_every_chunk_give_the_tokens_of_plain_decoding(
     }
 
 
-def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_drafts_and_not_before():
+def test_the_learned_drafter_catches_up_with_ngram_chunks_just_before_it_drafts():
     result = play(ORDER, max_new_tokens=40)
     lag = due = 0
     for one in result.decisions:
@@ -91,8 +92,8 @@ def test_what_ngrams_decoded_the_learned_drafter_catches_up_with_before_it_draft
     assert sum(span.kind == "catch_up" for span in result.spans) == due > 4
 
 
-def test_the_learned_drafter_knows_every_token_that_ngrams_decoded():
-    """Then it knows what the target will say, and misses only where a sequence ends."""
+def test_the_learned_drafter_processes_every_token_that_ngrams_decoded():
+    """Its drafts are then exact, and rejected only where a sequence ends."""
     order, endless = [NGRAM, LEARNED, NGRAM, SHORT, NGRAM, MERGED], DecodingParams(Sampling(1.0))
     result = play(order, ngram_rounds=7, rules=endless, max_new_tokens=40)
     drafted = [one for one in result.measurements if one.strategy in EXTENDING]
@@ -149,7 +150,7 @@ REPEATING = [
 
 
 def test_merged_trees_with_nodes_enough_accept_what_either_drafter_alone_accepts():
-    """Of the same states: candidates of a learned tree of two levels are 2 + 4, and of n-grams as many may be there."""
+    """For the same states: a learned tree of two levels has 2 + 4 candidates, and n-grams may have as many."""
     shapes = programs().shapes[0]
     deep, gained = {"learned": Strategy(2, 2, 7, "learned")}, Counter()
     deep |= {name: Strategy(2, 2, 13, name) for name in ("ngram", "merged")}

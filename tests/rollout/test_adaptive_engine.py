@@ -45,13 +45,13 @@ def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) 
 
 
 def in_turn(arms) -> Tuner:
-    """The next chunk has the next strategy; each is followed by each of the others in time."""
+    """A tuner that takes the arms in turn, so that in time each follows each other one."""
     arms = (*arms, PLAIN)
 
     def predict(state, cells):
         return np.zeros((2, len(cells)))
 
-    def choose(state, live, batch, slots, there=()):
+    def choose(state, live, batch, slots, compiled=()):
         turn = state["turn"]
         place = turn * (1 + turn // len(arms) % (len(arms) - 1)) % len(arms)
         return {"turn": turn + 1}, Choice(arms[place], math.nan, "in turn")
@@ -75,7 +75,7 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
         tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0) for _ in range(2)
     ]
     expected, _ = tiny.reference(tiny.COLD)
-    for result in results:  # the second one finds the answers of the first in the memory of n-grams
+    for result in results:  # the second finds the answers of the first in the n-gram memory
         assert tiny.answers(result) == expected
     hits = Counter()
     for result in results:
@@ -83,9 +83,9 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
             hits[name(one.strategy)] += int(one.hits.sum())
             assert one.tokens == int(one.hits.sum()) + one.row_rounds, "no accepted node is lost"
     if data > 1:
-        return  # which groups take which turns depends on the speed of the machine
+        return  # which group takes which turn depends on the machine's speed
     assert hits.keys() == {*ARMS, "off"} and min(hits[text] for text in ARMS) > 0, hits
-    told(engine, results[1])
+    check_metrics(engine, results[1])
     timing = DraftTiming(engine.programs, 1.0)
     for _ in ARMS:
         timing.update(weights, results[1])
@@ -93,8 +93,8 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
     assert {name(strategy) for _, _, strategy in timed} == set(ARMS) and min(timed.values()) > 0
 
 
-def told(engine: Engine, result) -> None:
-    """The metrics of a step that drafted with every drafter are in the list, and lines name the arms."""
+def check_metrics(engine: Engine, result) -> None:
+    """Checks that the metrics of a step with every drafter are listed, and that chunk lines name the arms."""
     found = speculation_metrics.metrics(engine.drafter_kind, result, {})
     lengths = []
     for drafter in DRAFTERS:
@@ -121,7 +121,7 @@ def test_the_programs_of_ngrams_compute_nothing_of_the_learned_drafter(monkeypat
     shape = StateShape(0, 2, 32)
     for part in ("extend", "step", "logits", "fill"):
         monkeypatch.setattr(eagle, part, forbidden)
-    engine = adaptive()  # of the functions as they are now
+    engine = adaptive()  # traces the patched functions
     for arm in (PLAIN, *engine.arms):
         programs = [Decode(shape, 2, arm, DecodingParams())]
         programs += [DraftOnly(shape, 2, arm, 1.0)] if arm != PLAIN else []
@@ -133,7 +133,7 @@ def test_the_programs_of_ngrams_compute_nothing_of_the_learned_drafter(monkeypat
                     engine.programs.lower(program)
 
 
-def test_only_drafters_of_texts_are_given_texts_and_features_are_kept_for_all():
+def test_only_ngram_drafters_get_texts_and_features_are_stored_for_all():
     engine = adaptive(dtype="float32")
     shapes = engine.programs.shapes[0]
     for arm in engine.arms:
@@ -144,7 +144,7 @@ def test_only_drafters_of_texts_are_given_texts_and_features_are_kept_for_all():
     assert features.shape[2] == len(captures) * tiny.MODEL.hidden_size
 
 
-def test_a_plan_has_the_programs_of_every_arm_though_none_has_learned():
+def test_a_plan_has_the_programs_of_every_arm_before_any_drafter_is_trained():
     engine = adaptive(settings=replace(SETTINGS, tuner="goodput"))
     found = plan.largest_programs(engine, DecodingParams(), 16, 4, 32)
     chunks = [one.strategy for one in found.values() if isinstance(one, Decode)]
@@ -172,13 +172,13 @@ def test_until_the_learned_drafter_is_used_nothing_is_captured_and_no_token_chan
         chunks = [one for one in engine.programs.executables if isinstance(one, Decode)]
         assert chunks
         engine.use_learned(is_used)
-        assert all(one in engine.programs.executables for one in chunks), "nothing has changed"
+        assert all(one in engine.programs.executables for one in chunks), "no program was dropped"
     assert rounds[False] <= {PLAIN, engine.arms[0]} and PLAIN in rounds[True]
 
 
-def test_the_price_of_the_learned_drafter_is_that_of_every_program_compiled_again(monkeypatch):
+def test_the_compile_cost_of_the_learned_drafter_is_that_of_recompiling_every_program(monkeypatch):
     engine = adaptive("eagle", 2, cache_buckets=[32])
-    assert engine.learned_compile_cost() == 0.0, "it is used"
+    assert engine.learned_compile_cost() == 0.0, "it is in use already"
     engine.use_learned(False)
     assert engine.learned_compile_cost() == 0.0, "nothing was compiled"
     monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 5.0)
@@ -188,15 +188,15 @@ def test_the_price_of_the_learned_drafter_is_that_of_every_program_compiled_agai
         engine.programs.executables[program] = None
     assert engine.learned_compile_cost() == pytest.approx(5.0 * (2 + compile_cost.LOADING))
     with_learned = compilation.sizes_of(engine.shapes(engine.learned)[0])
-    kept = engine.programs.asked(CatchUp(shapes[0]), with_learned)
+    kept = engine.programs.cache_key(CatchUp(shapes[0]), with_learned)
     monkeypatch.setattr(
         engine.programs.disk_cache, "seconds", lambda asked: 2.0 if asked == kept else None
     )
-    expected = 5.0 * (1 + compile_cost.LOADING) + 2.0 * compile_cost.KEPT
+    expected = 5.0 * (1 + compile_cost.LOADING) + 2.0 * compile_cost.CACHED
     assert engine.learned_compile_cost() == pytest.approx(expected), "an earlier run compiled one"
 
 
-def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest_over_what_is_compiled(
+def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_compiled_ones(
     monkeypatch,
 ):
     engine = adaptive(cache_buckets=[32])
@@ -239,7 +239,7 @@ def test_the_worth_of_the_learned_drafter_is_what_its_best_arms_save_of_the_rest
     engine.programs.executables[drafting] = None
     saved, again = learned_drafter.payback(engine, {}, [0.5])
     assert saved == pytest.approx(25 * (1 - 12 / 20) + 25 * (1 - 12 / 15) - 0.02 * 50, rel=1e-4)
-    assert again == compile_cost, "a chunk that drafts is compiled again where it pays for itself"
+    assert again == compile_cost, "chunks that draft are recompiled only where they pay off"
     error = math.inf
     assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), (
         "no chunk's seconds were measured"

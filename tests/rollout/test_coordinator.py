@@ -1,4 +1,4 @@
-"""The coordinator of idle work as a machine: who starts, who stops, and which messages are ignored."""
+"""The coordinator's state machine: which groups start and stop, and which messages are ignored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, GaveUp, 
 BUSY, IDLE, TRAINING = Mode.BUSY, Mode.IDLE, Mode.TRAINING
 
 
-def told(state, *messages):
-    """The state after all of them, and every command."""
+def after(state, *messages):
+    """The state after the messages, and all commands."""
     commands = []
     for message in messages:
         state, more = coordinator.receive(state, message)
@@ -25,23 +25,23 @@ def told(state, *messages):
 def test_a_group_trains_from_when_it_is_idle_until_the_last_group_is():
     state = coordinator.begin(7, 3, least_seconds=2.0)
     assert state.modes == (BUSY, BUSY, BUSY)
-    state, commands = told(state, Expected(7, 9.0))
+    state, commands = after(state, Expected(7, 9.0))
     assert not commands and state.modes == (BUSY, BUSY, BUSY)
-    state, commands = told(state, Finished(7, 1), Expected(7, 9.0))
+    state, commands = after(state, Finished(7, 1), Expected(7, 9.0))
     assert commands == [Start(7, 1)] and state.modes == (BUSY, TRAINING, BUSY)
-    state, commands = told(state, Finished(7, 0), Expected(7, 5.0))  # it joins
+    state, commands = after(state, Finished(7, 0), Expected(7, 5.0))  # it joins
     assert commands == [Start(7, 0)] and state.training == (0, 1)
-    state, commands = told(state, Finished(7, 2))
+    state, commands = after(state, Finished(7, 2))
     assert set(commands) == {Stop(7, 0), Stop(7, 1)} and state.modes == (IDLE,) * 3
-    state, commands = told(state, Expected(7, 9.0), Finished(7, 2))
+    state, commands = after(state, Expected(7, 9.0), Finished(7, 2))
     assert not commands and state.is_over
 
 
 def test_no_work_starts_for_less_than_the_least_idle_time():
-    state, _ = told(coordinator.begin(0, 2, least_seconds=2.0), Finished(0, 0))
-    state, commands = told(state, Expected(0, 1.99))
+    state, _ = after(coordinator.begin(0, 2, least_seconds=2.0), Finished(0, 0))
+    state, commands = after(state, Expected(0, 1.99))
     assert not commands and state.modes == (IDLE, BUSY)
-    _, commands = told(state, Expected(0, 2.0))
+    _, commands = after(state, Expected(0, 2.0))
     assert commands == [Start(0, 0)]
 
 
@@ -50,26 +50,26 @@ def test_messages_of_another_step_are_ignored(step):
     before = coordinator.begin(3, 2, least_seconds=0.0)
     for message in (Finished(step, 0), Expected(step, 9.0), GaveUp(step, 0), Ended(step)):
         assert coordinator.receive(before, message) == (before, [])
-    idle, _ = told(before, Finished(3, 0))
-    assert told(idle, Expected(step, 9.0), Ended(step)) == (idle, [])
+    idle, _ = after(before, Finished(3, 0))
+    assert after(idle, Expected(step, 9.0), Ended(step)) == (idle, [])
 
 
-def test_a_group_that_gave_up_does_not_start_again_in_this_step():
+def test_a_group_that_gave_up_does_not_restart_in_this_step():
     state = coordinator.begin(0, 2, least_seconds=0.0)
-    state, _ = told(state, Finished(0, 0), Expected(0, 1.0), GaveUp(0, 0))
+    state, _ = after(state, Finished(0, 0), Expected(0, 1.0), GaveUp(0, 0))
     assert state.modes == (IDLE, BUSY)
-    assert told(state, Expected(0, 99.0)) == (state, [])
+    assert after(state, Expected(0, 99.0)) == (state, [])
 
 
-def test_an_interruption_stops_all_work_and_lets_none_begin():
+def test_an_interruption_stops_all_work_and_starts_none():
     state = coordinator.begin(0, 3, least_seconds=0.0)
-    state, _ = told(state, Finished(0, 0), Finished(0, 1), Expected(0, 1.0))
-    state, commands = told(state, Ended(0))
+    state, _ = after(state, Finished(0, 0), Finished(0, 1), Expected(0, 1.0))
+    state, commands = after(state, Ended(0))
     assert set(commands) == {Stop(0, 0), Stop(0, 1)} and not state.training
-    assert told(state, Expected(0, 9.0))[1] == []
+    assert after(state, Expected(0, 9.0))[1] == []
 
 
-def test_in_any_order_of_messages_no_busy_group_is_told_to_train_and_every_start_is_stopped_once():
+def test_in_any_order_of_messages_no_busy_group_starts_and_every_start_is_stopped_once():
     for seed in range(300):
         draw = random.Random(seed)
         groups = draw.randint(1, 5)
@@ -107,6 +107,6 @@ def test_in_any_order_of_messages_no_busy_group_is_told_to_train_and_every_start
 
 def test_every_command_carries_the_step():
     state = coordinator.begin(11, 2, 0.0)
-    _, commands = told(state, Finished(11, 0), Expected(11, 1.0), Finished(11, 1))
+    _, commands = after(state, Finished(11, 0), Expected(11, 1.0), Finished(11, 1))
     assert {command.step for command in commands} == {11} and len(commands) == 2
     assert list(itertools.chain(commands)) == [Start(11, 0), Stop(11, 0)]

@@ -1,4 +1,4 @@
-"""Deterministic rollouts: prompts are dealt once, and no delay of the simulated machine changes a decision."""
+"""Deterministic rollouts: prompts are assigned once, and no delay of the simulated machine changes a decision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARMS, NODE = ("2_2_4", "6_4_16"), 1 / 200
 
 
 @pytest.mark.parametrize("prompts, samples, groups", [(7, 3, 2), (1, 4, 3), (8, 8, 4)])
-def test_every_sample_is_dealt_once_and_a_prompt_to_one_group(prompts, samples, groups):
+def test_every_sample_is_assigned_once_and_a_prompt_to_one_group(prompts, samples, groups):
     rng, dealt = np.random.default_rng(prompts), {}
     for group in range(groups):
         queue, kept = DealtQueue(group, groups, prompts, samples), set()
@@ -34,12 +34,12 @@ def test_every_sample_is_dealt_once_and_a_prompt_to_one_group(prompts, samples, 
                 assert all((prompt, sample) in dealt for sample in range(samples))
             if taken.is_exhausted:
                 break
-        assert not kept, "every prompt that was begun is known to be started as a whole"
+        assert not kept, "every started prompt is reported once all its samples are started"
     assert dealt.keys() == {(p, s) for p in range(prompts) for s in range(samples)}
     assert all(group == prompt % groups for (prompt, _), group in dealt.items())
 
 
-def test_the_table_knows_the_shape_and_the_rounds_alone():
+def test_the_cost_table_depends_only_on_the_shape_and_the_rounds():
     seen = Measurement(
         0, 8, 7.5, 512, parse("6_4_16"), 16, 120, 300, seconds=1.0, hits=np.zeros((6, 16, 4)), catch_up=3.0
     )  # fmt: skip
@@ -58,12 +58,12 @@ def test_the_table_knows_the_shape_and_the_rounds_alone():
 
 
 def decided(noise: int, is_in_order: bool) -> list[str]:
-    """Decisions of a rollout in three groups, of a machine whose jitter, stalls and bursts have this seed."""
+    """Decisions of a rollout in three groups, on a machine whose jitter, stalls and bursts have this seed."""
     law, tuner = simulator.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
     programs = in_scenario(
         Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), law
     )
-    trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # what drafts are worth is the same
+    trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # acceptance does not depend on the noise
     programs.acceptance = trees
     request = simulator.request([64] * 18, 4, 600, seed=5, capacity=12)
     compile_cost = deterministic.cost_table(NODE) if is_in_order else None
@@ -96,4 +96,4 @@ def test_no_delay_changes_a_decision():
     first, *others = (decided(noise, True) for noise in range(4))
     assert all(other == first for other in others)
     assert any("6_4_16" in one or "topk=4" in one for one in first), "some chunk drafted"
-    assert decided(0, False) != decided(1, False), "which the clock does otherwise"
+    assert decided(0, False) != decided(1, False), "out of order the clock changes decisions"

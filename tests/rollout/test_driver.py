@@ -1,4 +1,4 @@
-"""A rollout in steps: its owner polls it, listeners see every look, idle groups hold nothing, it can be stopped."""
+"""A polled rollout: listeners see every look, idle groups hold no state, and it can be stopped."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @cache
 def executables(groups: int):
-    """Executables that the tests share."""
+    """Executables shared by the tests."""
     return toys.executables(groups, V)
 
 
 class Patient:
-    """A clock whose sleeps are counted, and that never sleeps."""
+    """A clock that counts its sleeps and never sleeps."""
 
     def __init__(self):
         self.time, self.sleeps = 0.0, 0
@@ -44,7 +44,7 @@ class Patient:
 def begun(
     groups: int = 1, *listeners, prompts=PROMPTS, clock=driver.WALL, **rest
 ) -> driver.Rollout:
-    """A rollout of which nothing is dispatched."""
+    """A rollout before its first dispatch."""
     contexts = toys.contexts(executables(groups), TABLE, prompts, 3, PARAMS, **SHAPE | rest)
     return driver.start(contexts, listeners, clock=clock)
 
@@ -54,17 +54,17 @@ def answers(result) -> dict[int, list[int]]:
 
 
 def finished(rollout: driver.Rollout) -> dict[int, list[int]]:
-    """The answers, when its owner polls it to the end."""
+    """Polls the rollout to its end; its answers."""
     while not rollout.is_done():
         rollout.poll()
     return answers(rollout.result())
 
 
-def test_whoever_polls_a_rollout_gets_the_answers_of_run():
+def test_polling_to_the_end_gives_the_answers_of_run():
     assert finished(begun(2)) == answers(driver.run(begun(1))) == answers(driver.run(begun(2)))
 
 
-def test_polling_never_waits_and_the_looks_without_events_are_reported():
+def test_polling_never_waits_and_looks_without_events_are_reported():
     clock, seen = Patient(), []
     rollout = begun(1, seen.append, clock=clock)
     looks = [look for _ in range(400) for look in rollout.poll()]
@@ -92,7 +92,7 @@ def test_listeners_are_called_in_order_and_events_come_once():
     assert sum(isinstance(event, WentIdle) for event in events) == 2
 
 
-def test_an_idle_group_holds_no_decoding_state_while_another_goes_on():
+def test_an_idle_group_holds_no_decoding_state_while_another_decodes():
     """Two prompts for two groups; the answers to one of them end at once."""
     expected = answers(driver.run(begun(1, prompts=PROMPTS[:2], max_new_tokens=60)))
     contexts = toys.contexts(
@@ -110,7 +110,7 @@ def test_an_idle_group_holds_no_decoding_state_while_another_goes_on():
     assert alone > 0 and answers(rollout.result()) == expected
 
 
-def test_a_stopped_rollout_decides_nothing_more_and_gives_what_it_has():
+def test_a_stopped_rollout_takes_no_more_decisions_and_returns_partial_answers():
     whole, decided = answers(driver.run(begun(1, max_new_tokens=60))), []
     rollout = begun(1, lambda look: decided.extend(look.events), max_new_tokens=60)
     while sum(isinstance(event, Retired) for event in decided) < 4:
@@ -128,11 +128,11 @@ def test_a_stopped_rollout_decides_nothing_more_and_gives_what_it_has():
     assert rollout.is_idle(0) and rollout.states[0].device is None
 
 
-def test_a_rollout_that_is_not_stopped_has_nothing_partial():
+def test_a_finished_rollout_has_no_partial_answers():
     assert driver.run(begun(1)).partial == {}
 
 
-def test_the_recorder_takes_spans_of_work_that_it_does_not_know():
+def test_the_recorder_takes_spans_of_unknown_kinds():
     recorder = RolloutRecorder(samples=1, begin=10.0)
     recorder.record(Look(0, 10.5, 11.0, (Dispatched(0, "train", 4, 64),)))
     recorder.record(Look(0, 13.0, 13.0, (Retired(0, "train"),)))

@@ -1,4 +1,4 @@
-"""The features of an ended row stay those of a fresh forward until the row is used again."""
+"""The features of an ended row equal those of a fresh forward until the row is reused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def late_dead_rows(advance_round, harm):
-    """What a row commits that is not live goes to the slots before its length."""
+    """A planted mistake: rows that are not live commit to the slots before their length."""
 
     def advance(decoder, state, ahead, weights, host_context):
         keep = decoder.target.keep
@@ -53,7 +53,7 @@ def spoil(monkeypatch, harm: int) -> None:
     monkeypatch.setattr(decode, "advance_round", late_dead_rows(decode.advance_round, harm))
 
 
-# The cache of a real policy, chunk after chunk
+# The cache of a real policy after every chunk
 
 
 @cache
@@ -115,7 +115,7 @@ def fresh(texts: list[list[int]]) -> np.ndarray:
 
 
 def laws(found: list[tuple]) -> tuple[bool, bool]:
-    """Do ended rows hold a fresh forward's features, and does no slot of theirs change again?"""
+    """Do ended rows hold a fresh forward's features, and do their slots stay unchanged?"""
     ended, are_true, are_kept = {}, True, True
     expected = fresh(found[-1][1])
     for live, texts, stored in found:
@@ -127,37 +127,37 @@ def laws(found: list[tuple]) -> tuple[bool, bool]:
             same = jax.tree.map(np.array_equal, before, held)
             are_kept &= all(jax.tree.leaves(same))
     assert len(ended) == len(expected) and sum(~found[0][0]) < len(expected)
-    assert len(found) >= 3, "some rows ended chunks before the last"
+    assert len(found) >= 3, "some rows end well before the last chunk"
     return are_true, are_kept
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_an_ended_row_keeps_its_features_while_others_go_on(turn):
+def test_an_ended_row_keeps_its_features_while_others_decode(turn):
     found = unspoiled(turn)
     assert laws(found) == (True, True)
     assert np.ptp(fresh(found[-1][1])) > 1, "features differ"
 
 
-def test_a_dead_row_that_writes_into_its_text_changes_no_token_and_is_noticed(monkeypatch):
+def test_a_dead_row_that_writes_into_its_text_changes_no_token_and_is_detected(monkeypatch):
     before = unspoiled((toys.TREE,))
     spoil(monkeypatch, harm=1)
     found = decoded((toys.TREE,))
     assert found[-1][1] == before[-1][1] and laws(found) == (False, False)
 
 
-# The machine of a data group: rows move and are used again, and chunks are read late
+# The state machine of a data group: rows move and are reused, and chunks are read late
 
 
 @cache
 def programs():
-    """Executables that the tests share."""
+    """Executables shared by the tests."""
     return toys.executables(1, V, toys.table_drafter())
 
 
 def watched(
     monkeypatch, registry, turn, capacity: int, batches: tuple[int, ...]
 ) -> tuple[list, dict[int, list[int]]]:
-    """Answers, and of each sequence in how many looks its ended row was right, and wrong."""
+    """Answers, and for each sequence the number of looks in which its ended row was right, and wrong."""
     turns = itertools.count()
     texts = {uid: list(PROMPTS[uid // SAMPLES]) for uid in range(len(PROMPTS) * SAMPLES)}
     ended: dict[int, int] = {}  # row -> uid
@@ -195,21 +195,19 @@ def watched(
         registry, TABLE, PROMPTS, SAMPLES, RULES, rounds=ROUNDS, capacity=capacity,
         decide=lambda view: replace(plain(view), strategy=turn[next(turns) % len(turn)]),
     )  # fmt: skip
-    assert len(looks) == len(texts), "every sequence ended in a row that was looked at"
+    assert len(looks) == len(texts), "every sequence ended in a checked row"
     return [one.tokens.tolist() for one in result.completions], dict(looks)
 
 
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("capacity, batches, most", [(12, (12,), 3), (5, (2, 5), 1)])
-def test_a_row_that_ended_is_right_until_it_is_used_again(
-    monkeypatch, turn, capacity, batches, most
-):
+def test_an_ended_row_is_right_until_it_is_reused(monkeypatch, turn, capacity, batches, most):
     _, looks = watched(monkeypatch, programs(), turn, capacity, batches)
     assert not any(wrong for _, wrong in looks.values())
-    assert max(right for right, _ in looks.values()) >= most, "also while others went on"
+    assert max(right for right, _ in looks.values()) >= most, "also while others decode"
 
 
-def test_a_dead_row_that_writes_into_its_text_is_noticed_in_the_machine_too(monkeypatch):
+def test_a_dead_row_that_writes_into_its_text_is_detected_in_the_state_machine_too(monkeypatch):
     with monkeypatch.context() as patched:
         answers, _ = watched(patched, programs(), (toys.TREE,), 12, (12,))
     spoil(monkeypatch, harm=1)

@@ -1,4 +1,4 @@
-"""The engine on a tiny policy: the laws of the rollout, exact in float64, and what its programs cost."""
+"""The engine on a tiny policy: its rollouts are exact in float64; the costs of its programs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_cases_cover_every_pair_of_factors():
 
 
 @pytest.mark.parametrize("data, model, slots, batches, chunk, setting, caches, in_flight", CASES)
-def test_tokens_depend_on_weights_prompt_and_seed_alone(
+def test_tokens_depend_only_on_weights_prompt_and_seed(
     x64, data, model, slots, batches, chunk, setting, caches, in_flight
 ):
     most = slots or -(-len(PROMPTS) // data) * SAMPLES
@@ -103,9 +103,7 @@ def test_tokens_depend_on_weights_prompt_and_seed_alone(
         ),
     ],
 )
-def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_there(
-    x64, setting, shape
-):
+def test_a_limit_per_prompt_cuts_the_answers_of_a_common_limit(x64, setting, shape):
     limits = [3, LIMIT, 1, 7]
     whole = [
         (uid, tokens, finish, limits[uid // SAMPLES])
@@ -121,7 +119,7 @@ def test_prompts_with_limits_of_their_own_give_the_answers_of_one_limit_cut_ther
         np.testing.assert_allclose(one.logprobs, logp[: len(one.tokens)], atol=1e-9)
 
 
-SHAPES = [  # they differ in all that may not matter; the first refills rows and moves a nearly full cache to a longer one
+SHAPES = [  # they differ in everything that must not matter; the first refills rows and grows a nearly full cache
     {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3, "in_flight": 1},
     {
         "data": 2,
@@ -136,7 +134,7 @@ SHAPES = [  # they differ in all that may not matter; the first refills rows and
 
 
 def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
-    """The same weights on another mesh, where the vocabulary may be padded: cheaper than the program that draws them."""
+    """The same weights on another mesh, where the vocabulary may be padded; cheaper than drawing them anew."""
 
     def place(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
         more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
@@ -149,7 +147,7 @@ def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
 
 @pytest.fixture(scope="module")
 def long_rollouts():
-    """setting -> the law of many long answers in float32, and their rollouts by engines of different shapes."""
+    """setting -> reference of many long answers in float32, and their rollouts by engines of different shapes."""
     engines = [
         engine_of(dtype="float32", policy=LONG, max_new_tokens=LONG_LIMIT, **shape)
         for shape in SHAPES
@@ -188,11 +186,11 @@ def long_rollouts():
 
 
 @pytest.mark.parametrize("setting", [PLAIN, COLD, NUCLEUS, GREEDY])
-def test_float32_rollouts_of_any_shape_are_the_same_but_for_rare_near_ties(setting, long_rollouts):
+def test_float32_rollouts_of_any_shape_are_equal_except_for_rare_near_ties(setting, long_rollouts):
     law, rollouts = long_rollouts(setting)
     verdict = identity.compare(law, *rollouts)
     assert verdict.is_same, str(verdict)
-    assert verdict.tokens >= identity.RARE, "fewer tokens do not say how rare the excused ones are"
+    assert verdict.tokens >= identity.RARE, "fewer tokens would not show how rare the near ties are"
 
 
 def test_float32_logprobs_equal_a_fresh_forward():
@@ -245,7 +243,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
             limits=jnp.full(12, 30, jnp.int32),
             stop_state=jnp.zeros(12, jnp.int32),
         )
-        if rows is not None:  # the live row is the same, all others are new junk
+        if rows is not None:  # the same live row; new junk in all others
             state = jax.tree.map(lambda new, old: new.at[live].set(old[live]), state, rows)
         before = jax.tree.map(jnp.copy, state)
 
@@ -261,7 +259,7 @@ def test_rows_that_are_not_live_change_nothing(x64):
         axis = old.shape.index(32 + SCRATCH_SLOTS)
         same = np.moveaxis(np.asarray(old == new), axis, -1)
         for row in np.flatnonzero(others):
-            assert same[row, ..., : before.lengths[row]].all(), "what is committed stays"
+            assert same[row, ..., : before.lengths[row]].all(), "committed slots stay unchanged"
     again = run(3, before)[2]
     np.testing.assert_array_equal(report.tokens[3], again.tokens[3])
     np.testing.assert_array_equal(report.logprobs[3], again.logprobs[3])
@@ -285,7 +283,7 @@ def test_the_cache_is_updated_in_place():
     )
 
 
-def test_the_drafting_that_is_timed_copies_no_features():
+def test_timed_drafting_copies_no_features():
     model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
     config = Config(
         rollout=Rollout(compile_cache=CACHE), speculation=Speculation("a drafter given here")
@@ -310,7 +308,9 @@ def test_steps_compile_once_and_streams_differ():
     assert waits == first.compile_waits[1], "the groups of a process wait together"
     assert all(0 <= start <= end <= first.stats["seconds"] for start, end in waits)
     waited = sum(end - start for start, end in waits)
-    assert waited >= first.stats["compile_seconds"] > 0, "on a CPU every compilation is waited for"
+    assert waited >= first.stats["compile_seconds"] > 0, (
+        "on a CPU the rollout waits for every compilation"
+    )
     others = [
         play(engine, PLAIN, seed=1, step=1),
         play(engine, PLAIN, stream=EVAL_STREAM),
@@ -322,7 +322,7 @@ def test_steps_compile_once_and_streams_differ():
     assert answers(others[-1]) == answers(first)
 
 
-def test_executables_are_kept_on_disk_also_when_something_was_compiled_before(tmp_path):
+def test_executables_are_cached_on_disk_also_after_earlier_compilations(tmp_path):
     jax.jit(lambda x: x + 1)(jnp.ones(3))
     for folder in (tmp_path / "a", tmp_path / "b"):
         engine = engine_of(dtype="float32", compile_cache=str(folder))
@@ -336,7 +336,7 @@ def drafting(**speculation) -> Engine:
     return Engine(replace(engine_of().config, speculation=settings), MODEL, meshes.make_mesh(1, 1))
 
 
-def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monkeypatch, x64):
+def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64):
     gather, gathered = NGramMemory.siblings, []
     monkeypatch.setattr(
         NGramMemory, "siblings", lambda texts, rows: gathered.append(rows) or gather(texts, rows)
@@ -365,7 +365,7 @@ def test_earlier_texts_are_gathered_for_chunks_that_draft_and_for_no_others(monk
         (None, ""),
     ],
 )
-def test_a_tuner_goes_on_from_what_was_learned_in_the_same_way_only(change, reason, caplog):
+def test_a_tuner_resumes_only_a_state_learned_with_the_same_settings(change, reason, caplog):
     engine = drafting()
     saved = {"basis": engine.basis, "state": {**engine.tuner.init(), "clock": 99}}
     saved = json.loads(json.dumps(saved))
@@ -377,7 +377,9 @@ def test_a_tuner_goes_on_from_what_was_learned_in_the_same_way_only(change, reas
     with caplog.at_level(logging.INFO, "tlt_jax"):
         state = resumed_tuner(None if change == "absence" else saved, engine.tuner, engine.basis)
     said = [record.getMessage() for record in caplog.records]
-    assert said == ([f"the tuner starts anew: what it had learned is {reason}"] if reason else [])
+    assert said == (
+        [f"the tuner starts from scratch: its saved state is {reason}"] if reason else []
+    )
     assert state == (engine.tuner.init() if reason else saved["state"])
 
 
@@ -414,7 +416,7 @@ def test_answers_are_reported_as_they_finish_and_a_rollout_can_be_interrupted():
     assert answers(play(engine, PLAIN)) == answers(result)
 
 
-def test_prompts_that_do_not_fit_are_refused():
+def test_prompts_that_do_not_fit_are_rejected():
     engine = engine_of(dtype="float32")
     for prompts, limits, words in (
         ([], 4, "at least one prompt"), ([[1], []], 4, "at least one token"), ([[1] * 60], 8, "at most 4 new tokens"),

@@ -1,4 +1,4 @@
-"""What processes tell each other of a rollout is all of it, and several results are as one."""
+"""Processes exchange complete rollout results, and several results merge into one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tlt_jax.tuner.interface import Measurement
 
 @pytest.fixture(scope="module")
 def result():
-    """A rollout, with what only others have."""
-    with jax.enable_x64(True):  # as the programs that it shares were compiled
+    """A rollout's result, with values in every field."""
+    with jax.enable_x64(True):  # as the shared programs were compiled
         found = toys.play(programs(), TABLE, PROMPTS, SAMPLES, RULES)
     drafted = [
         one._replace(strategy=strategy.parse("merged:2_2_4"), group=index % 2)
@@ -40,7 +40,7 @@ def result():
 
 
 def same(one, other) -> bool:
-    """Equality of everything in it, arrays with their dtypes."""
+    """Deep equality, for arrays with their dtypes."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=True)
     if isinstance(one, (Completion, Span, Decision)):
@@ -54,7 +54,7 @@ def same(one, other) -> bool:
     return type(one) is type(other) and (one == other or one != one)
 
 
-def test_a_result_is_unpacked_as_it_was_packed(result):
+def test_packing_and_unpacking_a_result_preserves_it(result):
     found = exchange.unpacked(exchange.packed(result))
     zeros = [
         replace(one, tokens=0 * one.tokens, logprobs=0 * one.logprobs) for one in result.completions
@@ -67,15 +67,15 @@ def test_a_result_is_unpacked_as_it_was_packed(result):
 
 
 class Together(Job):
-    """A process among threads, whose collective is a barrier; `told`: the bytes of each."""
+    """A process simulated by a thread, whose collective is a barrier; `sent`: the bytes of each."""
 
-    barrier, told, kept = threading.Barrier(3), {}, []
+    barrier, sent, kept = threading.Barrier(3), {}, []
 
     def gather(self, data, wanted=None):
         """As Job.gather."""
-        self.told[self.index] = data
+        self.sent[self.index] = data
         self.barrier.wait(30)
-        parts = [self.told[index] for index in range(3)]
+        parts = [self.sent[index] for index in range(3)]
         self.barrier.wait(30)
         if wanted is not None:
             parts = [
@@ -87,8 +87,8 @@ class Together(Job):
 
 
 @pytest.mark.parametrize("kind", ["everything", "nothing", "some"])
-def test_a_process_has_the_answers_that_it_needs_and_the_lengths_of_all(result, kind):
-    """Three processes have decoded a third each; process p needs those whose uid leaves p or 3 when divided by 4."""
+def test_a_process_gets_the_answers_that_it_wants_and_the_lengths_of_all(result, kind):
+    """Three processes have each decoded a third; process p wants the answers with uid % 4 in (p, 3)."""
     Together.kept, found = [], {}
     some = [
         lambda answers, p=p: {one.uid for one in answers if one.uid % 4 in (p, 3)} for p in range(3)
@@ -118,11 +118,11 @@ def test_a_process_has_the_answers_that_it_needs_and_the_lengths_of_all(result, 
     if kind == "nothing":
         assert not Together.kept
     else:
-        most = 2 * bytes_of_all  # of three processes, each without its own third
+        most = 2 * bytes_of_all  # three processes, each without its own third
         assert sum(Together.kept) == most if kind == "everything" else sum(Together.kept) < most
 
 
-def test_the_results_of_two_processes_are_one(result):
+def test_the_results_of_two_processes_merge_into_one(result):
     halves = []
     for group in (1, 0):
         own = {

@@ -1,4 +1,4 @@
-"""Executables compiled in the background: the rollout goes on with what is there, and no token changes."""
+"""Background compilation: the rollout continues with compiled programs, and no token changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def is_held(program: Program) -> bool:
-    """Whether its compilation waits until it is allowed: all but plain programs of 6 rows."""
+    """Whether its compilation is held back until `allowed`: all but plain programs of 6 rows."""
     return program.state.batch != 6 or isinstance(program, Decode) and program.strategy != PLAIN
 
 
@@ -41,7 +41,7 @@ class Slow:
     """Executables as on an accelerator, whose background compilations end once `allowed` is set."""
 
     def __init__(self, monkeypatch):
-        self.executables, self.allowed, self.asked = (
+        self.executables, self.allowed, self.requested = (
             toys.executables(1, V, toys.table_drafter()),
             threading.Event(),
             [],
@@ -50,7 +50,7 @@ class Slow:
 
         def gated(program: Program, *rest):
             if threading.current_thread() is not threading.main_thread() and is_held(program):
-                self.asked.append(program)
+                self.requested.append(program)
                 assert self.allowed.wait(20)
             return make(program, *rest)
 
@@ -58,7 +58,7 @@ class Slow:
 
 
 class Scripted(Planner):
-    """Wants `first` for its first chunk and WANTED from then on; `after` is called before each choice."""
+    """Chooses `first` for the first chunk and WANTED from then on; calls `after` before each choice."""
 
     def __init__(self, first: Strategy, after, batches):
         super().__init__(batches, (64,), fixed.fixed(first))
@@ -83,7 +83,7 @@ def answers(result):
     return [(one.uid, one.tokens.tolist(), one.finish) for one in result.completions]
 
 
-def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(monkeypatch):
+def test_the_rollout_continues_with_plain_decoding_while_a_strategy_compiles(monkeypatch):
     expected = answers(
         toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
     )
@@ -93,7 +93,7 @@ def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(mo
         choices.append(1)
         if len(choices) >= 4:
             slow.allowed.set()
-            for future in list(slow.executables.ahead.values()):
+            for future in list(slow.executables.pending.values()):
                 future.result()
 
     result = play(slow.executables, PLAIN, after)
@@ -101,13 +101,15 @@ def test_the_rollout_goes_on_with_plain_decoding_while_a_strategy_is_compiled(mo
     used = [decision.strategy for decision in result.decisions]
     assert used[:4] == [PLAIN] * 4 and set(used[4:]) == {
         WANTED
-    }  # after the chunk it is the catching up that is missing
+    }  # the catch-up compiles after the chunk
     assert [decision.reason for decision in result.decisions][1] == "fixed, while 2_2_4 is compiled"
-    assert [program.strategy for program in slow.asked] == [WANTED]  # asked for once, compiled once
+    assert [program.strategy for program in slow.requested] == [
+        WANTED
+    ]  # requested once, compiled once
     assert len({one.program for one in slow.executables.compiles}) == len(slow.executables.compiles)
 
 
-def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(monkeypatch):
+def test_rows_do_not_move_while_the_programs_of_fewer_rows_compile(monkeypatch):
     slow = Slow(monkeypatch)
     result = play(slow.executables, PLAIN, batches=(2, 6), max_new_tokens=40)
     expected = toys.play(
@@ -125,7 +127,7 @@ def test_rows_stay_where_they_are_while_the_programs_of_fewer_rows_are_compiled(
     slow.allowed.set()
 
 
-def test_without_anything_else_the_program_is_waited_for(monkeypatch):
+def test_without_a_compiled_alternative_the_rollout_waits(monkeypatch):
     slow = Slow(monkeypatch)
     threading.Timer(0.5, slow.allowed.set).start()
     used = [decision.strategy for decision in play(slow.executables, WANTED).decisions]
@@ -144,7 +146,7 @@ def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
         programs.get(start)
 
 
-def test_no_more_programs_are_held_than_the_maximum_and_a_dropped_one_is_compiled_again(
+def test_programs_beyond_the_maximum_are_dropped_and_compiled_again(
     monkeypatch,
 ):
     expected = answers(
@@ -170,7 +172,7 @@ def test_the_log_of_a_compilation_names_the_strategy_and_counts_mebibytes(caplog
     ]
 
 
-def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(monkeypatch):
+def test_the_host_waits_for_lowering_but_not_for_a_background_compilation(monkeypatch):
     slow = Slow(monkeypatch)
     program = Decode(StateShape(0, 6, 64), 2, WANTED, RULES)
     slow.executables.prepare([program])
@@ -178,13 +180,13 @@ def test_lowering_in_the_background_is_waited_for_and_compiling_there_is_not(mon
     ((begin, end),) = slow.executables.waited
     assert 0 < end - begin
     slow.allowed.set()
-    slow.executables.ahead[program].result()
+    slow.executables.pending[program].result()
     slow.executables.get(program)
     first, second = slow.executables.waited
     assert first == (begin, end) and second[1] - second[0] < slow.executables.compiles[0].seconds
 
 
-def test_a_group_loads_the_programs_that_another_has_and_they_compute_the_same():
+def test_a_group_loads_the_programs_of_another_and_they_compute_the_same():
     programs = toys.executables(2, V, toys.table_drafter())
     rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
     result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
@@ -210,7 +212,7 @@ def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compil
     assert not any(one.is_loaded for one in programs.compiles)
 
 
-def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_damaged(tmp_path):
+def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(tmp_path):
     def made():
         first = toys.executables(2, V, toys.table_drafter())
         programs = compilation.Executables(
@@ -229,7 +231,7 @@ def test_a_later_run_loads_what_an_earlier_one_compiled_and_compiles_what_is_dam
     assert made() == (expected, 2) and made() == (expected, 0)
 
 
-def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_others():
+def test_a_compile_cost_is_that_of_the_last_program_of_the_kind_or_scaled_from_others():
     known, shape = compile_cost.CompileCosts(), StateShape(0, 6, 64)
     plain, drafting = (Decode(shape, 2, arm, RULES) for arm in (PLAIN, WANTED))
     assert known.of(plain) == compile_cost.FIRST
@@ -240,7 +242,7 @@ def test_a_price_is_that_of_the_last_program_of_the_kind_or_in_proportion_to_oth
     assert known.of(Decode(StateShape(1, 2, 128), 9, WANTED, RULES)) == 1.0
 
 
-def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little():
+def test_a_compiled_program_costs_nothing_and_one_of_another_group_little():
     programs = toys.executables(2, V)
     ours, theirs = (Start(StateShape(group, 2, 64)) for group in (0, 1))
     alone, version = programs.compile_cost(theirs), programs.version
@@ -254,7 +256,7 @@ def test_a_program_that_is_there_costs_nothing_and_one_of_another_group_little()
     )
 
 
-def test_what_an_earlier_run_compiled_costs_a_later_one_little_before_it_is_lowered(tmp_path):
+def test_a_program_of_an_earlier_run_costs_a_later_one_little_before_lowering(tmp_path):
     def run(**rest) -> compilation.Executables:
         group = toys.executables(2, V, **rest).shapes
         return compilation.Executables(
@@ -268,14 +270,14 @@ def test_what_an_earlier_run_compiled_costs_a_later_one_little_before_it_is_lowe
     (took,) = [one.seconds for one in first.compiles]
 
     later = run()
-    assert later.compile_cost(start) == pytest.approx(compile_cost.KEPT * took, abs=1e-3)
+    assert later.compile_cost(start) == pytest.approx(compile_cost.CACHED * took, abs=1e-3)
     assert later.compile_cost(fewer) == pytest.approx(unknown)
     assert run(drafter=toys.table_drafter()).compile_cost(start) == pytest.approx(unknown)
     later.get(start)
     assert later.compiles[0].is_loaded and not later.compile_costs.alike
 
 
-def test_what_is_known_of_an_earlier_run_ends_with_the_sources_it_was_made_by(
+def test_compile_seconds_of_an_earlier_run_do_not_outlive_a_change_of_the_sources(
     tmp_path, monkeypatch
 ):
     disk_cache.ExecutableCache(tmp_path).note("chunk", 2.5)
@@ -286,12 +288,12 @@ def test_what_is_known_of_an_earlier_run_ends_with_the_sources_it_was_made_by(
     assert disk_cache.ExecutableCache(None).seconds("chunk") is None
 
 
-# The folder of programs
+# The disk cache
 
 
 @pytest.fixture
 def jax_cache():
-    """JAX's own cache as it was, afterwards."""
+    """Restores the settings of JAX's own cache afterwards."""
     names = ("dir", "min_compile_time_secs", "min_entry_size_bytes")
     knobs = ["jax_compilation_cache_dir", *(f"jax_persistent_cache_{name}" for name in names[1:])]
     before = {name: getattr(jax.config, name) for name in knobs}
@@ -305,17 +307,17 @@ def full(*_, **__):
     raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(jax_cache, caplog):
+def test_an_unwritable_cache_folder_is_reported_once_and_does_no_harm(jax_cache, caplog):
     for _ in range(2):
         kept = compilation.use_compile_cache("/proc/nowhere")
         assert kept.folder is None and jax.config.jax_compilation_cache_dir != "/proc/nowhere"
         kept.note("chunk", 1.0)
-    expected = "programs are not kept, since /proc/nowhere cannot be written ("
+    expected = "programs are not cached: /proc/nowhere cannot be written ("
     said = [one.getMessage() for one in caplog.records if expected in one.getMessage()]
     assert len(said) == 2 and "set rollout.compile_cache to a folder of yours, or off" in said[0]
 
 
-def test_a_folder_that_is_only_readable_is_read(jax_cache, tmp_path, monkeypatch, caplog):
+def test_a_read_only_cache_folder_is_read(jax_cache, tmp_path, monkeypatch, caplog):
     compilation.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
     x = jax.numpy.arange(3.0)
     jax.jit(lambda x: x * 3 + 1)(x)
@@ -333,7 +335,7 @@ def test_a_folder_that_is_only_readable_is_read(jax_cache, tmp_path, monkeypatch
     assert len(compilation.CACHE_HITS) > hits
 
 
-def test_a_quota_that_is_reached_in_a_run_is_said_once_and_training_goes_on(
+def test_a_quota_that_is_reached_in_a_run_is_reported_once_and_training_continues(
     tmp_path, monkeypatch, caplog
 ):
     kept = disk_cache.ExecutableCache(tmp_path)
@@ -347,7 +349,7 @@ def test_a_quota_that_is_reached_in_a_run_is_said_once_and_training_goes_on(
 
 
 def test_two_containers_that_write_one_file_both_write_it_whole(tmp_path, monkeypatch):
-    """In containers every process id is 1: the second to rename found nothing to rename."""
+    """In containers every process id is 1: with it as temporary name, the second rename found no file."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     path = tmp_path / "program"
     with atomic.replacing(path) as one:
@@ -372,16 +374,14 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nobody_uses_is_deleted_and_of_the_rest_what_was_used_longest_ago(
-    tmp_path, monkeypatch
-):
+def test_unused_files_are_pruned_and_then_the_least_recently_used(tmp_path, monkeypatch):
     now, day = 1e9, 86400.0
 
     def file(name, days, size, folder="rollout"):
         path = tmp_path / folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x" * size)
-        os.utime(path, (now - days * day, now - 100 * day))  # read then, written long ago
+        os.utime(path, (now - days * day, now - 100 * day))  # read at this time, written long ago
         return path
 
     monkeypatch.setattr(disk_cache, "MOST_BYTES", 100)

@@ -1,4 +1,4 @@
-"""How long a rollout will still take: by hand, against the plain definition, and at the cost of a thousand groups."""
+"""The expected time of a rollout: by hand, against a plain reference, and with a thousand groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_expected_tokens_worked_by_hand():
     assert expected_tokens(0, 1000, []) == 1.0
 
 
-def test_lengths_that_come_one_by_one_give_what_the_plain_definition_gives_of_all():
+def test_lengths_added_one_by_one_give_the_result_of_the_plain_reference():
     rng = np.random.default_rng(0)
     lengths = Lengths()
     so_far, most = np.arange(301), rng.integers(0, 200, 301)
@@ -49,11 +49,11 @@ def test_lengths_that_come_one_by_one_give_what_the_plain_definition_gives_of_al
 
 
 def test_expected_seconds_are_those_of_the_row_that_takes_longest():
-    asked = simulator.request([4], 8, 100, seed=0, capacity=4)
+    request = simulator.request([4], 8, 100, seed=0, capacity=4)
     states = {
         0: GroupState(rows=(Running(0, 14, 104), None)),  # 10 tokens answered
         1: GroupState(rows=(Running(1, 24, 104), Running(2, 4, 104))),  # 20, and none
-        2: GroupState(rows=(Running(3, 50, 104),)),  # of which nothing was measured
+        2: GroupState(rows=(Running(3, 50, 104),)),  # not measured yet
     }
     chunks = [
         measured(0, 20, 20, 10, 9.0),
@@ -61,18 +61,18 @@ def test_expected_seconds_are_those_of_the_row_that_takes_longest():
         measured(1, 40, 20, 10, 4.0),
     ]
     # Group 0: 10 tokens a second of a row, 1: 2 tokens a round, 5 a second.
-    left = ExpectedTime(asked, [30])
-    assert left.seconds(states, [], []) == 0.0
-    assert left.seconds(states, chunks[:1], []) == pytest.approx(20 / (10 / 9))
-    assert left.seconds(states, chunks, []) == pytest.approx(max(20 / 10, 10 / 5, 30 / 5))
-    assert left.seconds(states, chunks, [70]) == pytest.approx(max(40 / 10, 50 / 5))
+    expected = ExpectedTime(request, [30])
+    assert expected.seconds(states, [], []) == 0.0
+    assert expected.seconds(states, chunks[:1], []) == pytest.approx(20 / (10 / 9))
+    assert expected.seconds(states, chunks, []) == pytest.approx(max(20 / 10, 10 / 5, 30 / 5))
+    assert expected.seconds(states, chunks, [70]) == pytest.approx(max(40 / 10, 50 / 5))
     states[1] = GroupState(rows=(None, Running(2, 5, 104)))
-    assert left.seconds(states, chunks, [70]) == pytest.approx(49 / 5)
-    assert left.seconds({0: GroupState(rows=(None,))}, chunks, [70]) == 0.0
+    assert expected.seconds(states, chunks, [70]) == pytest.approx(49 / 5)
+    assert expected.seconds({0: GroupState(rows=(None,))}, chunks, [70]) == 0.0
 
 
 class Counted(list):
-    """A list whose elements that were read are counted."""
+    """A list that counts the elements that were read."""
 
     reads = 0
 
@@ -87,7 +87,7 @@ class Counted(list):
 
 
 class Row(Running):
-    """A row of which every look is counted."""
+    """A row that counts its attribute reads."""
 
     looks = 0
 
@@ -97,25 +97,25 @@ class Row(Running):
         return super().__getattribute__(name)
 
 
-def test_a_look_at_a_thousand_groups_reads_only_what_is_new():
-    """64,000 answers: those that were known, and rows that did not move, are not read again."""
-    asked = simulator.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
+def test_the_expected_time_of_a_thousand_groups_reads_only_what_is_new():
+    """64,000 answers: known answers and unchanged rows are not read again."""
+    request = simulator.request([4], GROUPS * ROWS, LIMIT, seed=0, capacity=ROWS)
     earlier = np.random.default_rng(0).integers(1, LIMIT, GROUPS * ROWS).tolist()
-    left = ExpectedTime(asked, earlier)
+    expected = ExpectedTime(request, earlier)
     rows = [tuple(Row(group * ROWS + row, 4 + row, 4 + LIMIT) for row in range(ROWS)) for group in range(GROUPS)]  # fmt: skip
     states = {group: GroupState(rows=one) for group, one in enumerate(rows)}
     chunks = Counted(measured(group, 40, 20, 10, 4.0) for group in range(GROUPS))
     ended = Counted(earlier[: 32 * GROUPS])
-    first = left.seconds(states, chunks, ended)
+    first = expected.seconds(states, chunks, ended)
     assert first > 0 and Row.looks <= 2 * GROUPS * ROWS
 
     Counted.reads = Row.looks = 0
-    assert left.seconds(states, chunks, ended) == first
+    assert expected.seconds(states, chunks, ended) == first
     assert Counted.reads == Row.looks == 0
     ended.append(LIMIT)
     chunks.append(measured(3, 80, 20, 10, 4.0))
     states[3] = GroupState(rows=rows[3][1:])
-    left.seconds(states, chunks, ended)
+    expected.seconds(states, chunks, ended)
     assert Counted.reads == 2 and Row.looks <= 2 * ROWS
 
 

@@ -1,4 +1,4 @@
-"""Few programs of a data group are un-awaited at any time, however far ahead chunks may go."""
+"""Few programs of a data group are un-awaited at any time, however many chunks may be in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_jax.rollout.scheduler.state import InFlight
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
-V, FAR = 12, 40  # FAR: chunks that may be queued
+V, FAR = 12, 40  # FAR: chunks that may be in flight
 TABLE = toys.table(V, scale=1.0)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9], [11, 10]]
 PARAMS = DecodingParams(Sampling(1.0), eos_ids=(0,))
@@ -29,14 +29,14 @@ class Held:
 
 
 class Queue:
-    """The programs of each group that may not be done, in their order; `most` were there at once."""
+    """The queue of each group's unfinished programs, in order; `most`: its largest length."""
 
     def __init__(self, groups: int):
         self.programs, self.most = [[] for _ in range(groups)], [0] * groups
         self.newest, self.is_compiling = None, False
 
     def watch(self, executables):
-        """The executables, whose calls are written down."""
+        """The executables, with their calls recorded."""
         get = executables.get
 
         def asked(program):
@@ -54,7 +54,7 @@ class Queue:
         return executables
 
     def done(self, group: int, kind: str, program: list) -> None:
-        """The program is done; when it is no prefill, all before it were needed for it."""
+        """Notes that the program is done; unless it is a prefill, all earlier ones are done too."""
         mine = self.programs[group]
         (last,) = [i for i, one in enumerate(mine) if one is program]
         del mine[last if kind == "prefill" else 0 : last + 1]
@@ -70,7 +70,7 @@ def play(groups: int, strategy, in_flight: int, watch=lambda executables: execut
 
 
 def held(monkeypatch, groups: int, strategy, in_flight: int) -> tuple[list[int], list]:
-    """The most programs of each group that may not have been done at once, and all answers.
+    """The largest number of unfinished programs of each group, and all answers.
 
     No marker is ready until its group can do nothing more: then that of the oldest program is.
     """
@@ -98,17 +98,17 @@ def held(monkeypatch, groups: int, strategy, in_flight: int) -> tuple[list[int],
 def test_few_programs_of_a_group_are_un_awaited(monkeypatch, groups, strategy):
     expected = [one.tokens.tolist() for one in play(groups, strategy, 1).completions]
     most, answers = held(monkeypatch, groups, strategy, FAR)
-    assert machine.MAX_UNAWAITED - machine.MOST_PER_STEP < min(most), "as many as may be"
+    assert machine.MAX_UNAWAITED - machine.MOST_PER_STEP < min(most), "the bound is nearly reached"
     assert max(most) <= machine.MAX_UNAWAITED
     assert answers == expected and np.unique([len(one) for one in answers]).size > 1
 
 
 def test_as_few_chunks_are_un_awaited_as_the_request_allows(monkeypatch):
-    """Two, and before them the start, and the prefill and the admission of all that joins."""
+    """Two chunks, and before them the start, and the prefill and admission of the joining samples."""
     assert held(monkeypatch, 1, PLAIN, 2)[0] == [2 + 3]
 
 
-def test_a_machine_that_ignores_the_bound_is_noticed(monkeypatch):
+def test_ignoring_the_bound_is_detected(monkeypatch):
     bound = machine.MAX_UNAWAITED
     monkeypatch.setattr(machine, "MAX_UNAWAITED", 1 << 30)
     assert held(monkeypatch, 1, PLAIN, FAR)[0][0] > bound

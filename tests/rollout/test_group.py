@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @cache
 def programs(groups: int = 1, drafter: str = "none"):
-    """Executables that the tests share; shapes that one test compiled serve the next."""
+    """Executables shared by the tests, so that each shape compiles once."""
     drafters = {
         "none": toys.no_drafter,
         "some ids": toys.table_drafter(ids=np.array([0, 2, 3, 5, 7, 9])),
@@ -75,7 +75,7 @@ GUESSES = {
 
 
 def drafted(drafter: str, *args, groups: int = 1, **rest):
-    """A rollout with a drafter: what it believes the table to be, or the tokens it knows of."""
+    """A rollout with a drafter: its guess of the table, or the n-grams of known tokens."""
     guess = GUESSES.get(drafter, TABLE)
     return toys.play(
         programs(groups, "some ids" if drafter == "some ids" else "table"),
@@ -93,7 +93,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 def reference(
     rules: DecodingParams, seed: int = 0, max_new_tokens: int = LIMIT
 ) -> tuple[list[tuple[int, list[int], str]], list]:
-    """The same rollout by plain decoding of one sequence after the other."""
+    """The same rollout by plain decoding, sequence by sequence."""
     keys = jnp.asarray(sequence_keys(seed, 0, 0, np.arange(len(PROMPTS) * SAMPLES)))
     longest = max(map(len, PROMPTS)) + max_new_tokens
     ahead = noise.gumbel(
@@ -136,7 +136,7 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
 
 
 def accepted(result) -> int:
-    """Drafted tokens that the target took."""
+    """Drafted tokens that the target accepted."""
     return sum(int(measured.hits.sum()) for measured in result.measurements)
 
 
@@ -163,7 +163,7 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     nodes, promised, held = result.reliability
     assert (
         held.sum() == result.stats["tokens"] - rounds
-    )  # every round emits what was accepted and one token more
+    )  # every round emits the accepted tokens and one more
     tenths = np.arange(10) / 10
     assert (nodes * tenths - 1e-3 <= promised).all() and (
         promised <= nodes * (tenths + 0.1) + 1e-3
@@ -171,7 +171,7 @@ def test_a_drafter_that_knows_the_policy_and_the_noise_is_always_right(strategy,
     assert (held <= nodes).all() and promised.sum() > 0.8 * held.sum()
 
 
-def test_the_reference_ends_in_every_way():
+def test_the_reference_has_every_finish_reason():
     ends = {(finish, tokens[-1] == 0) for _, tokens, finish in reference(RULES)[0]}
     assert ends == {("stop", True), ("stop", False), ("length", False)}, (
         "EOS, a stop sequence, the limit"
@@ -214,7 +214,7 @@ def test_no_shape_of_the_rollout_changes_a_token(
     assert all(measured.seconds > 0 for measured in result.measurements)
 
 
-def test_more_sequences_join_than_one_admission_takes():
+def test_more_sequences_join_than_one_admission_holds():
     assert admission_size(40) == 16
     few, many = (
         toys.play(programs(), TABLE, PROMPTS, 10, RULES, capacity=capacity, batches=(capacity,))
@@ -226,7 +226,7 @@ def test_more_sequences_join_than_one_admission_takes():
 @pytest.mark.parametrize(
     "second, share", [((16, PLAIN, 4), 1 / 2), ((8, PLAIN, 4), 1 / 3), ((16, toys.TREE, 4), 0.6)]
 )
-def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(second, share):
+def test_chunks_read_in_one_look_share_its_time_in_proportion_to_their_work(second, share):
     rounds, strategy, batch = second
     other = replace(CHUNK, strategy=strategy)
     ledger = recorded(
@@ -246,7 +246,7 @@ def test_chunks_that_are_read_in_one_look_share_its_time_by_their_work(second, s
     assert [(span.start, span.end) for span in ledger.spans][::3] == [(1.0, 5.0), (7.0, 8.0)]
 
 
-def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time():
+def test_a_prefill_read_together_with_a_chunk_leaves_the_chunk_its_time():
     ledger = recorded(
         (0.0, [Dispatched(0, "prefill", 1, 64), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         (3.0, [Retired(0, "prefill"), Retired(1, "decode", 16, 64, STATS)], 3.0),
@@ -256,7 +256,7 @@ def test_a_prefill_that_is_read_together_with_a_chunk_leaves_it_its_time():
 
 
 def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
-    """Chunks of two seconds, read at the next look; at 3.1 the host compiled until 9.0, before or after it queued the third."""
+    """Chunks of two seconds, read at the next look; from 3.1 to 9.0 the host compiled, before or after it queued the third."""
     ledger = recorded(
         (0.9, [Dispatched(0, "decode", 4, 64, CHUNK), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         (2.9, [], 2.9),
@@ -280,8 +280,8 @@ def test_a_chunk_that_ended_while_the_host_was_compiling_is_not_timed():
 @pytest.mark.parametrize(
     "before, looked, seconds", [((2.9, [], 2.9), 3.0, 2.0), ((2.1, [], 9.0), 9.0, 0.0)]
 )
-def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(before, looked, seconds):
-    """It takes two seconds, and is read at the next look, or when the host has compiled from 2.1 to 9.0; then a chunk."""
+def test_a_catch_up_that_ended_while_the_host_was_compiling_is_not_timed(before, looked, seconds):
+    """It takes two seconds, and is read at the next look, or after the host compiled from 2.1 to 9.0; then a chunk."""
     (chunk,) = recorded(
         (0.9, [Dispatched(0, "catch_up", 4, 64), Dispatched(1, "decode", 4, 64, CHUNK)], 1.0),
         before,
@@ -291,7 +291,7 @@ def test_catching_up_that_ended_while_the_host_was_compiling_is_not_timed(before
     assert chunk.catch_up == pytest.approx(seconds)
 
 
-def test_looks_at_busy_devices_become_rare_are_late_by_little_and_start_anew_when_something_happened(
+def test_pauses_between_polls_grow_stay_short_relative_to_the_wait_and_restart_after_an_event(
     monkeypatch,
 ):
     clock, waits = [0.0], []
@@ -341,7 +341,7 @@ def test_the_first_round_that_a_program_runs_is_not_timed():
 
 
 def recorded(*looks):
-    """What a recorder makes of these looks at one group: when it looked, what it saw and dispatched, until when."""
+    """A recorder after these looks at one group: (begin, events, end)."""
     recorder = RolloutRecorder(1, begin=0.0)
     for began, events, ended in looks:
         recorder.record(Look(0, began, ended, tuple(events)))
@@ -352,7 +352,7 @@ def recorded(*looks):
 def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
     monkeypatch.setattr(
         interface, "BUSY", math.inf
-    )  # the drafter's catching up counts however busy this machine is
+    )  # the catch-up counts even when this machine is busy
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 
     def restless(view):
@@ -386,7 +386,7 @@ def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
         Strategy(2, 3, 8),
     }
     taken = {decision.reason: decision for decision in result.decisions}
-    for measured in result.measurements:  # a choice is found again beside what it was worth
+    for measured in result.measurements:  # every measurement records its choice
         decision = taken.pop(measured.reason)
         assert all(
             getattr(measured, name) == getattr(decision, name)
@@ -395,7 +395,7 @@ def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
         assert measured.rounds <= decision.rounds
     for group in range(
         groups
-    ):  # drafters learn of prompts, plain rounds, and more than the first round does, nothing else
+    ):  # drafters catch up only with prompts, plain rounds, and paths longer than theirs
         mine = [decision for decision in result.decisions if decision.group == group]
         before = [PLAIN, *(decision.strategy for decision in mine)]
         pairs = [
@@ -408,9 +408,7 @@ def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
         assert 0 < caught <= sum(due)
     assert sum(measured.catch_up for measured in result.measurements) > 0
     speculated = [measured for measured in result.measurements if measured.strategy != PLAIN]
-    if (
-        drafter == "exact"
-    ):  # whatever was missed while decoding plainly was made up for, with true features
+    if drafter == "exact":  # the drafter caught up with plain rounds, with true features
         ends = sum(one.finish == "stop" or len(one.tokens) == LIMIT for one in result.completions)
         tokens, rounds = (
             sum(getattr(one, name) for one in speculated) for name in ("tokens", "row_rounds")
@@ -419,7 +417,7 @@ def test_strategies_may_change_every_chunk(drafter, groups, monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", ["none", "noisy"])
-def test_no_row_idles_while_a_sample_waits_and_rows_that_others_need_not_keep_are_given_up(drafter):
+def test_no_row_idles_while_a_sample_waits_and_unneeded_rows_are_released(drafter):
     play = partial(toys.play, programs()) if drafter == "none" else partial(drafted, drafter)
     strategy = PLAIN if drafter == "none" else toys.TREE
     batches, started, views = (1, 2, 4), 0, []
@@ -432,7 +430,7 @@ def test_no_row_idles_while_a_sample_waits_and_rows_that_others_need_not_keep_ar
     result = play(TABLE, PROMPTS, SAMPLES, RULES, capacity=4, in_flight=1, rounds=64, decide=watch)
     assert answers(result) == reference(RULES)[0]
     ended = len(PROMPTS) * SAMPLES
-    assert len(views) == len(result.measurements), "every chunk is one decision, and runs"
+    assert len(views) == len(result.measurements), "every decision is one chunk, which runs"
     for view, decision, measured in zip(views, result.decisions, result.measurements, strict=True):
         started += len(decision.joining)
         assert view.waiting or started == ended
@@ -468,7 +466,7 @@ def test_the_cache_has_room_for_every_chunk_in_flight():
     [(PLAIN, {}, 24), (Strategy(3, 1, 4), {}, 40), (Strategy(3, 1, 4), {"limit": 23}, 24), (PLAIN, {"widest": 32}, 40),
      (PLAIN, {"batch": 4, "slots": 40}, 40), (PLAIN, {"batch": 8, "slots": 40}, 24)],
 )  # fmt: skip
-def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep_theirs(
+def test_a_chunk_has_slots_for_all_tokens_it_may_emit_and_an_unchanged_batch_keeps_its_cache(
     strategy, view, slots
 ):
     """Sequences of 20 tokens, chunks of 3 rounds: 23 slots for plain decoding, 32 for rounds of up to 4 tokens."""
@@ -479,7 +477,7 @@ def test_a_chunk_has_room_for_what_its_strategy_may_emit_and_rows_that_stay_keep
 @pytest.mark.parametrize("tokens, limit, slots, rounds", [
     (20, 500, 64, 11), (44, 500, 64, 5), (48, 500, 64, 4), (49, 500, 128, 16), (44, 64, 64, 16), (20, 84, 64, 11),
 ])  # fmt: skip
-def test_a_longer_cache_waits_until_few_rounds_fit_the_one_that_plain_decoding_needs(
+def test_the_cache_grows_only_once_few_rounds_fit_the_one_for_plain_decoding(
     tokens, limit, slots, rounds
 ):
     """Chunks of 16 rounds, and at most 4 tokens in each."""
@@ -527,13 +525,13 @@ def test_limits_of_one_token_and_prompts_of_one_token():
     assert {len(one.tokens) for one in result.completions} == {1}
 
 
-def test_the_queue_gives_every_sample_once_and_then_single_ones_of_others():
+def test_the_queue_gives_every_sample_once_and_lets_groups_steal_single_ones():
     board = LocalBoard()
     one, two = (WorkQueue(board, "s", prompts=2, samples=3) for _ in range(2))
     assert one.take(2) == ([(0, 0), (0, 1)], set(), False), (
         "a whole prompt, of which a sample waits"
     )
-    assert two.take(3) == ([(1, 0), (1, 1), (1, 2)], {1}, False), "the next one, all of it"
+    assert two.take(3) == ([(1, 0), (1, 1), (1, 2)], {1}, False), "the whole next prompt"
     assert two.take(2, prefilled=[1]) == ([(0, 2)], {1}, True), (
         "what the other group has not started"
     )

@@ -1,4 +1,4 @@
-"""What is harvested of ended sequences is true, whole and in time, however their rows are left."""
+"""Harvested features of ended sequences are correct, complete and in time, however their rows are reused."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 @cache
 def programs(groups: int):
-    """Executables that the tests share."""
+    """Executables shared by the tests."""
     return toys.executables(groups, V, toys.table_drafter())
 
 
 @dataclass
 class Reaper:
-    """Wants the whole text, one window behind the other; of every second sequence only the end."""
+    """Wants the whole text in consecutive windows; for every second sequence only its end."""
 
     width: int = WIDTH
-    asked: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[tuple[int, int]] = field(default_factory=list)
 
     def wanted(self, uid: int, length: int) -> list[int]:
-        self.asked.append((uid, length))
+        self.calls.append((uid, length))
         return self.starts(uid, length)
 
     def starts(self, uid: int, length: int) -> list[int]:
@@ -66,7 +66,7 @@ class Reaper:
 
 @dataclass
 class Played:
-    """A rollout: its events, with their groups, and the rows of each end, at dispatch and now."""
+    """A rollout: its events with their groups, and the rows of each ended sequence, at dispatch and when read."""
 
     result: RolloutResult
     events: list[tuple[int, Event]]
@@ -92,7 +92,7 @@ def play(
     monkeypatch, prompts=PROMPTS, samples=SAMPLES, *, groups=1, harvester=None, registry=None,
     until: Callable[[driver.Rollout], bool] = lambda rollout: False, **shape,
 ) -> Played:  # fmt: skip
-    """A rollout of the toy, stopped when `until` says so."""
+    """A rollout of the toy model, stopped once `until` is true."""
     events, rows = [], []
     retire = machine.retire
 
@@ -118,7 +118,7 @@ def play(
 
 
 def laws(played: Played) -> tuple[bool, bool, bool]:
-    """Is each wanted window of each finished sequence there once; is it true; is it in time?"""
+    """Was each wanted window of each finished sequence harvested once, correctly, and in time?"""
     texts, width = played.texts(), played.harvester.width
     wanted = Counter(
         (uid, start)
@@ -136,13 +136,13 @@ def laws(played: Played) -> tuple[bool, bool, bool]:
             ends = range(start + 1, min(start + width, len(text)) + 1)
             expected = [toys.table_logits(TABLE, text[:end]) for end in ends]
             are_true &= np.allclose(features[: len(ends)], expected, atol=1e-9)
-    assert sorted(played.harvester.asked) == sorted((uid, len(text)) for uid, text in texts.items())
-    assert {(end.uid, end.length) for end in played.of(Ended)} == set(played.harvester.asked)
+    assert sorted(played.harvester.calls) == sorted((uid, len(text)) for uid, text in texts.items())
+    assert {(end.uid, end.length) for end in played.of(Ended)} == set(played.harvester.calls)
     return found == wanted, bool(are_true), in_time(played)
 
 
 def in_time(played: Played) -> bool:
-    """Whether no decision is taken, and no group idle, while something waits to be harvested."""
+    """Whether no decision is taken and no group goes idle while windows wait to be harvested."""
     sizes, waiting, is_in_time = defaultdict(list), Counter(), True
     for group, event in played.events:
         if isinstance(event, Harvested):
@@ -170,7 +170,7 @@ class Held:
 
 @pytest.fixture
 def late(monkeypatch) -> None:
-    """Chunks are read late: the oldest program is done when its group can do nothing more."""
+    """Chunks are read late: the oldest program is done only when its group is blocked."""
     advance = machine.advance
 
     def flight(number, kind, marker, **rest) -> InFlight:
@@ -209,11 +209,11 @@ def is_refilled(played: Played) -> bool:
     return max(Counter(end.row for end in played.of(Ended)).values()) > 1
 
 
-# Every way in which a row is left
+# Every way in which a row is freed
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
-def test_rows_that_end_beside_others_and_the_last_ones(monkeypatch, strategy):
+def test_rows_that_end_before_others_and_the_last_ones(monkeypatch, strategy):
     shape = {"capacity": 12, "batches": (12,), "rounds": 2, "strategy": strategy}
     played = play(monkeypatch, harvester=Reaper(), **shape)
     assert laws(played) == (True, True, True)
@@ -226,17 +226,17 @@ def test_rows_that_end_beside_others_and_the_last_ones(monkeypatch, strategy):
 
 
 @pytest.mark.parametrize("in_flight", [2, 3])
-def test_rows_that_move_between_the_end_and_its_reading(monkeypatch, late, in_flight):
-    """More and fewer rows and slots: the sequences that ended unseen are carried along."""
+def test_rows_that_move_between_their_end_and_its_reading(monkeypatch, late, in_flight):
+    """More and fewer rows and slots: sequences whose end was not read yet move along."""
     played = play(monkeypatch, harvester=Reaper(), decide=restless(), in_flight=in_flight, **MOVES)
     assert laws(played) == (True, True, True)
-    assert any(before != now for before, now in played.rows), "a row moved meanwhile"
+    assert any(before != now for before, now in played.rows), "a row moved in between"
     sizes = {(one.batch, one.slots) for one in played.of(Dispatched) if one.kind == "harvest"}
     assert len({batch for batch, _ in sizes}) == len({slots for _, slots in sizes}) == 2
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
-def test_rows_that_become_fewer(monkeypatch, strategy):
+def test_a_shrinking_batch(monkeypatch, strategy):
     played = play(monkeypatch, harvester=Reaper(), strategy=strategy, **SHRINKS)
     assert laws(played) == (True, True, True)
     assert len({decision.batch for decision in played.result.decisions}) > 1
@@ -251,7 +251,7 @@ def test_rows_that_are_refilled_at_once(monkeypatch, strategy, in_flight):
     assert laws(played) == (True, True, True) and is_refilled(played)
 
 
-def test_chunks_that_end_early_since_a_row_is_free(monkeypatch):
+def test_chunks_that_end_early_because_a_row_is_free(monkeypatch):
     shape = {"capacity": 4, "batches": (1, 2, 4), "rounds": 64, "in_flight": 1}
     played = play(monkeypatch, harvester=Reaper(), **shape)
     assert laws(played) == (True, True, True)
@@ -268,11 +268,13 @@ def test_samples_that_another_group_started(monkeypatch, late):
     assert prompts[0] & prompts[1], "a prompt has answers of both groups"
     for group in range(2):
         own = {uid for event in played.of(Harvested, group) for uid, _ in event.windows}
-        assert own == {end.uid for end in played.of(Ended, group)}, "each harvests its own"
+        assert own == {end.uid for end in played.of(Ended, group)}, (
+            "each harvests its own sequences"
+        )
 
 
-def test_a_group_that_starts_anew_without_a_live_row(monkeypatch):
-    """All its answers have one token: the next ones get a new state, of another size too."""
+def test_a_group_that_restarts_without_a_live_row(monkeypatch):
+    """All its answers have one token: the next ones get a new state, also of another size."""
     shape = {"capacity": 3, "batches": (1, 3), "max_new_tokens": 1, "in_flight": 1}
     played = play(monkeypatch, samples=1, harvester=Reaper(), **shape)
     assert laws(played) == (True, True, True)
@@ -311,7 +313,7 @@ def test_a_full_queue_makes_the_harvest_wait_and_is_never_overfull(
     assert len(waits) > machine.MAX_UNAWAITED, "more than fit"
 
 
-def test_a_rollout_that_is_stopped_harvests_what_ended_and_drops_the_rest(monkeypatch):
+def test_a_stopped_rollout_harvests_ended_sequences_and_drops_the_rest(monkeypatch):
     def some_ended(rollout: driver.Rollout) -> bool:
         return len(rollout.recorder.completions) > 2
 
@@ -339,7 +341,7 @@ def test_a_harvester_changes_no_answer_and_no_other_program(monkeypatch, shape):
 
 
 def after_admission(monkeypatch) -> None:
-    """What is wanted is taken after the next chunk is dispatched."""
+    """Windows are copied only after the next chunk is dispatched."""
     harvest, decode, put_off, is_due = machine.harvest, machine.decode, [], [False]
 
     def postpone(context, state, shape):
@@ -361,7 +363,7 @@ def after_admission(monkeypatch) -> None:
 
 
 def rows_of_the_dispatch(monkeypatch) -> None:
-    """The row of a sequence is the one that it had when its last chunk was dispatched."""
+    """A sequence's row is taken as of the dispatch of its last chunk."""
     ended, retire, rows = machine.ended, machine.retire, []
 
     def read(context, state):
@@ -375,7 +377,7 @@ def rows_of_the_dispatch(monkeypatch) -> None:
 
 
 def a_slot_too_late(monkeypatch) -> None:
-    """Windows begin one position behind what was asked for."""
+    """Windows start one position too late."""
     call = Harvest.__call__
 
     def late_call(self, programs, state, rows, starts):
@@ -385,7 +387,7 @@ def a_slot_too_late(monkeypatch) -> None:
 
 
 def the_first_of_many(monkeypatch) -> None:
-    """What does not fit one program is forgotten."""
+    """Windows that do not fit one program are dropped."""
     harvest = machine.harvest
 
     def forgetful(context, state, shape):
@@ -401,7 +403,7 @@ def the_first_of_many(monkeypatch) -> None:
     (a_slot_too_late, REFILLS, (True, False, True)),
     (the_first_of_many, REFILLS, (False, True, False)),
 ])  # fmt: skip
-def test_a_mistake_of_the_harvest_is_noticed(monkeypatch, late, mutant, shape, found):
+def test_a_planted_mistake_of_the_harvest_is_detected(monkeypatch, late, mutant, shape, found):
     def played() -> Played:
         more = {"decide": restless()} if shape is MOVES else {}
         return play(monkeypatch, harvester=Reaper(), **shape, **more)

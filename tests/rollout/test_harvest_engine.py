@@ -1,4 +1,4 @@
-"""The harvest of a tiny policy: features and states of a fresh forward, or nothing at all."""
+"""The harvest of a tiny policy: the features and states of a fresh forward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def roll_out(engine: Engine, weights: list, **rest):
 
 @cache
 def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The states and the features of texts by the training forward."""
+    """States and features of the texts by the training forward."""
     params = transformer.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     tokens = np.zeros((len(texts), SIZE), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -87,14 +87,14 @@ def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np
 
 
 def captures(kind: str) -> tuple[int, ...]:
-    """What a drafter of this kind reads."""
+    """The layers that a drafter of this kind reads."""
     return () if kind == "none" else eagle.for_policy(tiny.MODEL, kind).captures
 
 
 @pytest.mark.parametrize("kind, data, model", [
     ("eagle3", 1, 2), ("eagle", 1, 1), ("none", 2, 1),
 ])  # fmt: skip
-def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind, data, model):
+def test_harvested_features_and_states_are_those_of_a_fresh_forward(x64, kind, data, model):
     engine, weights = engine_of(kind, data, model, captures_states=True)
     result, events = roll_out(engine, weights, harvesters=[Ends()] * len(engine.groups))
     texts = {
@@ -121,7 +121,7 @@ def test_what_is_harvested_are_features_and_states_of_a_fresh_forward(x64, kind,
 
 
 def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
-    """The programs of an engine, as they are given to the compiler."""
+    """The lowered programs of an engine, as text."""
     engine, _ = engine_of(kind, 1, 1, captures_states)
     state, prefill = StateShape(0, 5, 32), Prefill(0, 4, 16)
     programs = [
@@ -137,8 +137,8 @@ def texts_of(kind: str, captures_states: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "none"])
-def test_states_are_in_the_programs_of_an_engine_that_captures_them_alone(x64, kind):
-    """Of EAGLE-1 in none: its programs are the same ones."""
+def test_only_an_engine_that_captures_states_has_them_in_its_programs(x64, kind):
+    """For EAGLE-1 the programs do not change: its features are the states."""
     off, on = texts_of(kind, False), texts_of(kind, True)
     if kind == "eagle":
         assert off == on
@@ -148,7 +148,7 @@ def test_states_are_in_the_programs_of_an_engine_that_captures_them_alone(x64, k
     assert all(leaf in text for name, text in on.items() if not name.startswith("prefill"))
 
 
-def test_without_a_harvester_no_program_and_no_event_is_added_and_with_one_features_alone(x64):
+def test_a_harvester_adds_programs_and_events_with_features_only(x64):
     engine, weights = engine_of("eagle3", 1, 1, captures_states=False)
     result, events = roll_out(engine, weights)
     before = dict(engine.programs.executables)
@@ -163,7 +163,7 @@ def test_without_a_harvester_no_program_and_no_event_is_added_and_with_one_featu
     assert {type(program) for program in more} >= {Harvest}
 
 
-def test_the_largest_harvest_is_planned_where_there_is_one(x64):
+def test_the_largest_harvest_is_planned_when_there_is_a_harvester(x64):
     engine, _ = engine_of("eagle3", 1, 1, captures_states=True)
     sizes = tiny.DecodingParams(tiny.PLAIN), 20, 4, 32
     assert "harvest" not in plan.largest_programs(engine, *sizes)

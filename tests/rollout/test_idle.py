@@ -1,4 +1,4 @@
-"""Idle work beside a rollout in virtual time: RL work waits for one piece at most, and is the same without it."""
+"""Idle work during a rollout in virtual time: RL work waits for at most one piece, and gives the same results."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_rl_work_waits_for_one_piece_at_most_and_nothing_is_dispatched_after_it_
     assert result.stats["seconds"] == pytest.approx(plain.stats["seconds"], abs=1e-3)
 
 
-def test_all_idle_time_is_used_and_stands_in_the_timeline():
+def test_all_idle_time_is_used_and_is_in_the_timeline():
     result, background, _, looks = play(Work)
     went = idle_from(looks)
     end = max(went.values())
@@ -148,7 +148,7 @@ def test_without_enough_expected_idle_time_nothing_starts():
     assert work.dispatched
 
 
-def test_what_raises_ends_the_work_of_its_group_alone():
+def test_an_error_ends_the_work_of_its_group_only():
     plain, *_ = play()
     result, background, work, looks = play(Work, fails=next(iter(idle_from(play()[3]))))
     assert work.errors == [(work.fails, "no such luck")]
@@ -157,8 +157,8 @@ def test_what_raises_ends_the_work_of_its_group_alone():
     assert others and answers(result) == answers(plain) and background.is_done
 
 
-def test_how_long_a_piece_took_is_known_to_two_polls_and_a_stall_of_the_host_is_no_part_of_what_it_took_at_least():
-    """The clock jumps to just before each piece is done; then the host is away for seconds, lowering a program."""
+def test_a_pieces_seconds_are_bounded_by_two_polls_and_the_lower_bound_excludes_a_stall_of_the_host():
+    """The clock jumps to just before each piece is done; then the host is busy for seconds, lowering a program."""
     programs = in_scenario(Scenario(scenarios.gpu, 0.7), simulator.long_tailed(1200))
     work, clock = Work(programs), programs.clock
     idle = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Idle groups of a tiny engine train the drafter: no answer changes, and the merge is what they learned."""
+"""Idle groups of a tiny engine train the drafter: no answer changes, and the merged drafter has their updates."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
         assert tiny.answers(one) == tiny.answers(other)
         for a, b in zip(one.completions, other.completions, strict=True):
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
-    assert setting.metrics[0]["drafter/steps"] == 0, "how long rollouts take is not known yet"
+    assert setting.metrics[0]["drafter/steps"] == 0, "the duration of rollouts is unknown at first"
     for metrics in setting.metrics[1:]:
         assert metrics["drafter/steps"] >= 3 * data and metrics["drafter/tokens"] > 0
         assert 0 < metrics["drafter/acceptance"] < 1 and metrics["drafter/replay_tokens"] > 0
@@ -109,7 +109,7 @@ def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     assert setting.results[1].stats["idle_delay"] >= 0 and "harvest" in spans
 
 
-def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_learning():
+def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning():
     setting = Setting("eagle3", 2, 1)
     setting.step()
     setting.step()
@@ -131,7 +131,7 @@ def test_a_micro_step_is_the_update_of_its_group_alone_and_measures_without_lear
             np.testing.assert_allclose(np.asarray(a)[0], np.asarray(b), rtol=1e-7, atol=1e-12)
 
 
-def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypatch):
+def test_nothing_is_trained_or_compiled_that_cannot_pay_off_in_the_run(monkeypatch):
     setting = Setting(floor=0)
     monkeypatch.setattr(idle, "GAIN", 1e-9)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     )
     setting.trainer.starting, setting.trainer.is_idle_used = lambda: 1.0, False
     setting.step()
-    assert not setting.trainer.is_active, "no clock may decide that it begins"
+    assert not setting.trainer.is_active, "a deterministic run cannot start it by the clock"
     setting.trainer.is_idle_used = True
     setting.step()
     setting.step()
@@ -157,7 +157,7 @@ def test_nothing_is_trained_or_compiled_where_the_run_cannot_use_it_up(monkeypat
     assert any(isinstance(one.program, MicroStep) for one in setting.engine.programs.compiles)
 
 
-def test_a_micro_step_is_expected_to_compile_longer_than_a_chunk_the_more_it_unrolls():
+def test_the_expected_compile_time_of_a_micro_step_grows_with_its_unrolled_steps():
     setting = Setting()
     known, piece = compile_cost.CompileCosts(), setting.trainer.piece(0, 256)
     known.note(Decode(StateShape(0, 2, 32), 4), 3.0)
@@ -179,14 +179,14 @@ def test_the_size_of_a_micro_step_follows_its_seconds():
     assert sized(256, 0.02) == 512
     assert sized(256, 1e-9) == idle.MOST_TOKENS
     assert sized(idle.LEAST_TOKENS, 9.0) == idle.LEAST_TOKENS
-    # The host was away: it took between 0.05 s and 4 s, of which nothing follows. Between 0.3 and 4 it was too long.
+    # The host stalled: between 0.05 s and 4 s nothing follows; between 0.3 s and 4 s the micro-step was too long.
     assert trainer.sized(2048, 0.05, 4.0) == 2048
     assert trainer.sized(2048, 0.3, 4.0) == 512
     assert trainer.sized(256, 0.0, 0.02) == 512
 
 
-def test_what_a_broken_group_learned_is_left_out_and_that_of_the_others_counts(caplog, monkeypatch):
-    """Group 1 of 2 raises in its second micro-step of every step: the merge is group 0's copy, and training goes on."""
+def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypatch):
+    """Group 1 of 2 raises in its second micro-step of every step: the merge is group 0's copy, and training continues."""
     setting, merges, merged = Setting(), [], idle.merge.merged
     trainer = setting.trainer
     done = trainer.done
@@ -211,7 +211,7 @@ def test_what_a_broken_group_learned_is_left_out_and_that_of_the_others_counts(c
             assert same(setting.state, jax.tree.map(lambda leaf: leaf[0], copy))
     assert len(merges) == 3 and all(one["drafter/steps"] >= 3 for one in setting.metrics[1:])
     failed = [metrics.get("drafter/failed_groups", 0) for metrics in setting.metrics]
-    assert failed == [0, 1, 1, 0], "after two steps in a row it is left out of the run"
+    assert failed == [0, 1, 1, 0], "after two failed steps in a row the run excludes it"
     assert trainer.is_active and not any("drafter/failures" in one for one in setting.metrics)
     assert caplog.text.count("a card fell off the bus") == 2
     assert caplog.text.count("data groups [1] are left out of idle training from here on") == 1
@@ -223,21 +223,21 @@ def test_a_small_micro_step_has_a_smaller_learning_rate(tokens, share):
     assert MicroStep(0, 1, tokens, recipe).adam == replace(ADAM, learning_rate=share * 1e-2)
 
 
-def test_while_training_is_paused_only_the_held_out_sequences_are_measured():
+def test_while_training_is_paused_only_held_out_sequences_are_measured():
     setting = Setting(floor=2)
     setting.step()
     setting.trainer.budget = replace(setting.trainer.budget, best=1.5, is_paused=True)
     setting.step()
     before = setting.state
     assert setting.metrics[-1]["drafter/steps"] == 0
-    assert setting.trainer.budget.best != 1.5, "acceptance is far below that: it begins again"
+    assert setting.trainer.budget.best != 1.5, "acceptance is far below that: training resumes"
     setting.step()
     assert setting.metrics[-1]["drafter/steps"] > 0 and not same(
         before.params, setting.state.params
     )
 
 
-def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
+def test_a_drop_of_the_accept_length_without_idle_time_makes_every_group_train():
     setting = Setting(floor=0, rescue=2)
     setting.step()
     setting.trainer.pays_off = True
@@ -246,7 +246,7 @@ def test_a_fallen_accept_length_without_idle_time_makes_every_group_train():
         prompts, tiny.SAMPLES, tiny.PLAIN, tiny.LIMIT, stream=TRAIN_STREAM, step=1, rollouts_left=5
     )
     setting.trainer.least_idle = 1e9
-    high, low = [(4.0, 0), (4.2, 0)] * 4, [(3.0, 0)] * 3  # one step, or three, may be chance
+    high, low = [(4.0, 0), (4.2, 0)] * 4, [(3.0, 0)] * 3  # three low steps may still be chance
     for accept_length, steps in [*high, *low, (0.0, 0), (3.0, 4)]:
         setting.trainer.begin(1, request, setting.weights, setting.state)
         background = setting.trainer.background_work()

@@ -1,4 +1,4 @@
-"""What is worth compiling: the arithmetic of expected savings, and whole runs in virtual time, compilations included."""
+"""The payback of programs: its arithmetic, and whole runs in virtual time with their compilations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES, SLOTS = (1, 2, 4, 8, 16, 32, 48), (256, 512, 1024)
 
 
 def known(speeds, errors=None):
-    """Outlook of cells whose tokens per second are known."""
+    """A prediction for cells with known tokens per second."""
 
     def predict(cells):
         values = np.log([float(speeds[cell]) for cell in cells])
@@ -39,7 +39,7 @@ SPEEDS = known({LARGE: 10, SMALL: 20, DRAFT: 40})
 
 
 def after(rollouts, left, tokens, ended=8):
-    """Savings in the last of so many rollouts, each of which decoded these tokens; MEMORY is 1."""
+    """The payback in the last of `rollouts` rollouts that each decoded these tokens."""
     payback = Payback()
     for number in range(rollouts):
         payback.begin(left + rollouts - 1 - number, 8)
@@ -49,17 +49,17 @@ def after(rollouts, left, tokens, ended=8):
     return payback
 
 
-def test_a_saving_is_the_rest_of_the_run_times_what_a_program_takes_less(monkeypatch):
+def test_a_payback_is_the_rest_of_the_run_times_the_relative_gain_of_a_program(monkeypatch):
     monkeypatch.setattr("tlt_jax.rollout.scheduler.payback.MEMORY", 1.0)
     payback = after(rollouts=4, left=6, tokens={(2, 64): 100, (8, 64): 50})
     # 100 tokens of 2 rows in each of 6 rollouts, 10 a second where only 8 rows are compiled.
-    saved, rest, _ = payback.expected([SMALL, DRAFT], [LARGE], SPEEDS)
+    saved, seconds_left, _ = payback.expected([SMALL, DRAFT], [LARGE], SPEEDS)
     np.testing.assert_allclose(saved, [600 / 10 - 600 / 20, 600 / 10 - 600 / 40], rtol=1e-6)
-    # Of 8 live rows the smaller programs hold none; what is there already, or slower, saves nothing.
+    # The smaller programs do not hold 8 live rows; a compiled or slower program saves nothing.
     np.testing.assert_allclose(payback.expected([LARGE], [SMALL, LARGE], SPEEDS)[0], [0], atol=1e-9)
 
 
-def test_a_rollout_that_is_half_done_counts_half_and_a_beginning_is_not_extrapolated():
+def test_a_half_done_rollout_counts_half_and_the_start_of_one_is_not_extrapolated():
     payback = after(rollouts=1, left=3, tokens={(2, 64): 100}, ended=6)
     assert payback.horizon == pytest.approx((3 + 1 - 0.75) / 0.75)
     assert after(1, 3, {}, ended=0).horizon == pytest.approx(4 / LEAST)
@@ -67,11 +67,11 @@ def test_a_rollout_that_is_half_done_counts_half_and_a_beginning_is_not_extrapol
 
 
 def outcome(error, speed=20):
-    """Seconds saved of 100, when one cell is this much faster, or slower, than 10 a second."""
+    """Seconds saved of 100 by a cell with this speed, where the compiled one has 10 a second."""
     payback = after(rollouts=1, left=1, tokens={(2, 64): 1000})
     speeds = known({LARGE: 10, SMALL: speed}, {SMALL: error})
-    saved, rest, _ = payback.expected([SMALL], [LARGE], speeds)
-    assert rest == pytest.approx(100)
+    saved, seconds_left, _ = payback.expected([SMALL], [LARGE], speeds)
+    assert seconds_left == pytest.approx(100)
 
     def bought(compile_cost):
         return payback.best([SMALL], [LARGE], np.array([compile_cost]), speeds) is SMALL
@@ -79,14 +79,14 @@ def outcome(error, speed=20):
     return saved[0], bought
 
 
-def test_doubt_about_a_program_counts_against_it():
+def test_uncertainty_lowers_the_payback_of_a_program():
     saved, bought = outcome(error=0.2)
     assert saved == pytest.approx(100 * (1 - 0.5 * np.exp(CAUTION * 0.2)))
     assert bought(saved / 1.51) and not bought(saved / 1.49)
     assert outcome(error=0.2, speed=9)[0] == 0
 
 
-def test_a_guess_is_an_option_that_may_cost_a_small_share_of_the_run():
+def test_the_payback_of_a_guess_is_an_expectation_and_guesses_cost_a_small_share_of_the_run():
     saved, bought = outcome(error=0.5, speed=9)
     drawn = np.log(9) + 0.5 * np.random.default_rng(0).normal(size=200_000)  # +- 0.001 of a share
     share = np.maximum(0, 1 - np.exp(np.log(10) - drawn)).mean()
@@ -100,7 +100,7 @@ def seconds_of(unit):
 
 
 class Loading(ScenarioCosts):
-    """The first run of a program loads it, which takes so many seconds more."""
+    """The first run of a program loads it, which takes `seconds` more."""
 
     def __init__(self, scenario, seconds):
         super().__init__(scenario)
@@ -114,7 +114,7 @@ class Loading(ScenarioCosts):
 def whole_run(
     tuner, rollouts, unit, scenario=None, groups=1, batches=BATCHES, drafters=True, loading=0.0
 ):
-    """(seconds of a run of so many rollouts with its compilations, its chunks that were compiled)."""
+    """(seconds of a run of `rollouts` rollouts with its compilations, its compiled chunks)."""
     scenario = scenario or Scenario(scenarios.cpu, 0.75)
     programs = in_scenario(scenario, simulator.long_tailed(600), seconds_of(unit))
     programs.costs = Loading(scenario, loading)
@@ -133,15 +133,15 @@ def whole_run(
     return programs.clock.now(), chunks
 
 
-LAWS = [
+CASES = [
     (rollouts, unit, quality)
     for rollouts, unit in ((1, 3.0), (6, 0.3), (6, 3.0), (6, 30.0))
     for quality in (0.45, 0.8)
 ]
 
 
-@pytest.mark.parametrize("rollouts, unit, quality", LAWS)
-def test_drafting_makes_no_run_slower_whatever_compiling_costs(rollouts, unit, quality):
+@pytest.mark.parametrize("rollouts, unit, quality", CASES)
+def test_drafting_makes_no_run_slower_at_any_compile_cost(rollouts, unit, quality):
     scenario = Scenario(scenarios.cpu, quality)
     plain, _ = whole_run(fixed.fixed(PLAIN), rollouts, unit, scenario)
     taken, _ = whole_run(goodput.goodput(SHIPPED, node_cost=1 / 8), rollouts, unit, scenario)
@@ -156,9 +156,9 @@ SCALES = [
 
 
 def slowdown(scale, rollouts, groups):
-    """Seconds of a run that may draft over those of one that does not, where rounds take `scale` times as long.
+    """Seconds of a run that may draft over those of a plain run, where rounds take `scale` times as long.
 
-    What a program takes to compile is not scaled, nor what its first run takes longer than others.
+    Compile costs and the extra seconds of first runs are not scaled.
     """
     scenario = Scenario(lambda *cell: scale * scenarios.cpu(*cell), 0.2)
     rest = {"unit": 1.0, "groups": groups, "loading": 0.3, "scenario": scenario}
@@ -168,12 +168,12 @@ def slowdown(scale, rollouts, groups):
 
 
 @pytest.mark.parametrize("scale, rollouts, groups", SCALES)
-def test_no_run_is_slower_when_seconds_are_known_by_measuring_alone(scale, rollouts, groups):
-    # Where compiling costs nothing what is lost is what the tuner tries.
+def test_no_run_is_slower_when_seconds_are_known_only_from_measurements(scale, rollouts, groups):
+    # Where compiling costs nothing, only the tuner's explorations lose time.
     assert slowdown(scale, rollouts, groups) < (1.03 if scale <= 1 else 1.05)
 
 
-def test_a_prior_that_counts_as_measured_is_caught(monkeypatch):
+def test_a_prior_that_counts_as_measured_is_detected(monkeypatch):
     predict = cost_model.predict
 
     def sure(cells, targets, weights=None):
@@ -192,7 +192,7 @@ def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():
     assert len(many) > 3 and any(one.strategy != PLAIN for one in many)
 
 
-def test_a_long_run_gains_what_small_batches_and_drafting_are_worth():
+def test_a_long_run_gets_the_gain_of_small_batches_and_drafting():
     def seconds(law, node, tuner=None, **rest):
         tuner = tuner or goodput.goodput(SHIPPED, node_cost=node)
         return whole_run(tuner, 12, 0.2, Scenario(law, 0.8), **rest)[0]
@@ -216,11 +216,11 @@ def test_no_chunk_waits_for_fewer_rows_than_are_live():
     for kept in (compiled, compiled - {Cell(4, 1024, PLAIN)}):
         decision = planner.decide(view, Some(kept))
         assert decision.batch == min(cell.batch for cell in kept if cell.batch >= 3)
-        assert decision.min_live == 3, "with 2 live the rows fit a smaller batch that is there"
+        assert decision.min_live == 3, "with 2 live the rows fit a smaller compiled batch"
 
 
 class Some:
-    """Only these programs are there."""
+    """Only the programs of these cells are compiled."""
 
     def __init__(self, cells):
         self.cells, self.version = cells, len(cells)
@@ -231,12 +231,12 @@ class Some:
     chunk_compile_cost = compile_cost
 
 
-def test_a_rule_gets_its_strategy_whatever_it_costs():
+def test_a_fixed_policy_gets_its_strategy_at_any_compile_cost():
     _, chunks = whole_run(fixed.fixed(TREE), 1, 30.0)
     assert {one.strategy for one in chunks} == {TREE}
 
 
-def test_without_a_price_every_bucket_is_the_smallest_that_fits():
+def test_without_compile_costs_every_bucket_is_the_smallest_that_fits():
     programs = in_scenario(Scenario(scenarios.cpu, 0.7), simulator.long_tailed(600))
     request = simulator.request([64] * 12, 4, 600, seed=0, capacity=48)
     planner = Planner(BATCHES, SLOTS, fixed.fixed(PLAIN))
@@ -245,7 +245,7 @@ def test_without_a_price_every_bucket_is_the_smallest_that_fits():
     assert {one.batch for one in result.measurements} == set(BATCHES)
 
 
-def test_the_first_program_has_room_for_all_sequences_unless_a_long_run_can_use_a_shorter_one():
+def test_the_first_cache_holds_all_sequences_unless_a_long_run_can_use_a_shorter_one():
     def first(left):
         payback = Payback()
         payback.begin(left, 48)

@@ -15,9 +15,7 @@ compile_cache = harvests.compile_cache
 @pytest.mark.parametrize("kind, data, model, place", [
     ("eagle3", 1, 2, "device"), ("eagle", 2, 1, "host"),
 ])  # fmt: skip
-def test_what_is_drawn_are_the_texts_with_features_of_a_fresh_forward(
-    x64, kind, data, model, place
-):
+def test_drawn_texts_have_the_features_of_a_fresh_forward(x64, kind, data, model, place):
     engine, weights = harvests.engine_of(kind, data, model, captures_states=True)
     prompts = [np.asarray(prompt, np.int32) for prompt in harvests.tiny.PROMPTS]
     request = engine.request(

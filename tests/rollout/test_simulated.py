@@ -1,4 +1,4 @@
-"""Rollouts in virtual time: the real scheduler, tuner and recorder, on programs that cost by law."""
+"""Rollouts in virtual time: the real scheduler, tuner and recorder, on programs with a cost function."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HAND = {Start: 0.25, Prefill: 2.0, Admit: 0.5}
 
 
 def by_hand(program, rounds, at):
-    """Seconds that are easy to add up: one for each round."""
+    """One second for each round, which is easy to sum."""
     return HAND.get(type(program), rounds)
 
 
@@ -135,7 +135,7 @@ def test_what_a_sequence_emits_depends_on_no_strategy_group_or_bucket(monkeypatc
     first, *others = map(emitted, SCHEDULES)
     assert all(other == first for other in others)
     assert len({tuple(tokens[:8]) for _, tokens, _ in first}) == 48
-    hashed = decoding.hashed  # the mistake: a row's number, not its key
+    hashed = decoding.hashed  # planted mistake: a hash of the row's number, not of its key
     monkeypatch.setattr(
         decoding, "hashed", lambda a, b, n: hashed(np.arange(len(a)).reshape(a.shape), n)
     )
@@ -184,7 +184,7 @@ def test_reports_count_what_verification_counts():
     assert result.measurements[0].hits.shape == (TREE.depth, TREE.nodes, TREE.topk)
 
 
-# The same scheduler as that of the devices
+# The same scheduler as on devices
 
 V = 12
 PROMPTS = [
@@ -202,7 +202,7 @@ def certain(strategy):
 
 
 @pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
-def test_it_decides_and_counts_as_the_real_programs_with_the_same_answers(strategy, x64):
+def test_decisions_and_counts_equal_those_of_real_programs_with_the_same_answers(strategy, x64):
     table, shape = toys.table(V, scale=1.0), {"capacity": 5, "rounds": 3, "in_flight": 1}
     drafter = toys.no_drafter if strategy == PLAIN else toys.table_drafter()
     rules, buckets = (
@@ -227,7 +227,7 @@ def test_it_decides_and_counts_as_the_real_programs_with_the_same_answers(strate
     }
     programs = SimulatedPrograms(by_hand, certain, lambda key: ends[tuple(key)], VirtualClock())
     result, _ = run(programs, request, fixed.fixed(strategy), **buckets)
-    assert repr(result.decisions) == repr(real.decisions)  # nan is not itself
+    assert repr(result.decisions) == repr(real.decisions)  # nan != nan
     assert [(one.kind, one.batch) for one in result.spans] == [
         (one.kind, one.batch) for one in real.spans
     ]
@@ -265,7 +265,7 @@ def test_the_seconds_of_a_plain_rollout_are_the_sum_of_its_programs():
     ]
 
 
-def test_programs_that_do_not_wait_for_those_before_are_noticed(monkeypatch):
+def test_programs_that_do_not_wait_for_earlier_ones_are_detected(monkeypatch):
     def dispatch(self, program, rounds=0):
         start = self.clock.now()
         self.due.append(start + self.costs(program, rounds, start))
@@ -276,7 +276,7 @@ def test_programs_that_do_not_wait_for_those_before_are_noticed(monkeypatch):
     assert plain_seconds(counted(3, 9, 2)).stats["seconds"] < 12.25
 
 
-def test_two_groups_take_as_long_as_the_longer_one_which_steals():
+def test_two_groups_take_as_long_as_the_slower_one_which_steals():
     spent = {0: 0.0, 1: 0.0}
 
     def costs(program, rounds, at):
@@ -303,7 +303,7 @@ def test_two_groups_take_as_long_as_the_longer_one_which_steals():
         assert all(one.end == other.start for one, other in zip(spans, spans[1:], strict=False))
 
 
-def test_jumping_finds_what_waiting_finds():
+def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
     def made(wait):
         programs = in_scenario(Scenario(scenarios.cpu, 0.8), simulator.long_tailed(LONGEST))
         planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
@@ -317,18 +317,18 @@ def test_jumping_finds_what_waiting_finds():
     assert waited.stats["seconds"] == pytest.approx(jumped.stats["seconds"], rel=0.03)
 
 
-def test_measurements_are_known_to_the_moment_when_every_event_is_looked_at(monkeypatch):
+def test_measurements_are_exact_when_every_event_is_polled(monkeypatch):
     def uncertainties():
         programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
         run(programs, long_tail(), groups=2)
         return [one.uncertainty for one in run(programs, long_tail(), groups=2)[0].measurements]
 
-    assert max(uncertainties()) < 3 * simulator.GLANCE
-    monkeypatch.setattr(simulator, "GLANCE", math.inf)  # no look before an end
+    assert max(uncertainties()) < 3 * simulator.POLL_BEFORE_S
+    monkeypatch.setattr(simulator, "POLL_BEFORE_S", math.inf)  # no poll before an end
     assert np.median(uncertainties()) > 0.1
 
 
-def test_compiling_takes_the_host_its_seconds_once():
+def test_compiling_a_program_takes_the_host_its_seconds_once():
     programs = in_scenario(
         Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST), lambda program: 3.0
     )
@@ -347,7 +347,7 @@ def test_compiling_takes_the_host_its_seconds_once():
     assert again.stats["seconds"] == pytest.approx(fast.stats["seconds"], rel=0.1)
 
 
-def test_what_ended_while_the_host_was_compiling_for_another_group_is_read_at_once():
+def test_programs_that_end_while_the_host_compiles_for_another_group_are_read_at_once():
     programs = counted(8, 4)
     programs.compiling = lambda program: 10.0 * (isinstance(program, Decode) and program.group == 1)
     request = simulator.request([5, 5], 1, 50, seed=0, rounds=4, in_flight=1, capacity=1)
@@ -374,8 +374,8 @@ EXPECTED = [
 @pytest.mark.parametrize(
     ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
 )
-def test_a_world_tells_what_every_program_costs(program, rounds, milliseconds):
-    assert simulator.quiet_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
+def test_a_scenario_gives_the_cost_of_every_program(program, rounds, milliseconds):
+    assert simulator.noiseless_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
     quiet, loaded = (
         ScenarioCosts(Scenario(law, 0.5, stalls=0.0, bursts=bursts)) for bursts in (False, True)
     )
@@ -385,11 +385,11 @@ def test_a_world_tells_what_every_program_costs(program, rounds, milliseconds):
     assert len(set(spent[0])) == 4 and spent[0][0] < 2 * milliseconds / 1e3
 
 
-# What tuners predict, and what they gain
+# The predictions and gains of tuners
 
 
-def told(scenario, costs=None):
-    """Predicted over measured speed of plain chunks whose rows stayed, by one who knows the costs."""
+def predicted_over_measured(scenario, costs=None):
+    """Predicted over measured speed of unmoved plain chunks, by a tuner that knows the costs."""
     programs = in_scenario(scenario, simulator.long_tailed(LONGEST))
     programs.costs = costs or programs.costs
     result, _ = run(programs, long_tail(in_flight=1), scenarios.oracle(scenario, []), groups=2)
@@ -405,21 +405,21 @@ def told(scenario, costs=None):
     return np.array(ratios)
 
 
-def test_the_predicted_speed_of_a_quiet_machine_comes_true_and_costs_of_another_bucket_do_not():
+def test_predicted_speeds_are_exact_without_noise_and_wrong_with_another_buckets_costs():
     quiet = Scenario(scenarios.gpu, 0.6, noise=0.0, stalls=0.0)
-    quiet.slowed = lambda random, seconds, is_first: seconds
-    np.testing.assert_allclose(told(quiet), 1.0, atol=1e-6)
+    quiet.with_noise = lambda random, seconds, is_first: seconds
+    np.testing.assert_allclose(predicted_over_measured(quiet), 1.0, atol=1e-6)
 
     def of_another_bucket(program, rounds, at):
         if isinstance(program, Decode):
             program = replace(program, state=replace(program.state, slots=2 * program.state.slots))
         return ScenarioCosts(quiet)(program, rounds, at)
 
-    assert np.abs(told(quiet, of_another_bucket) - 1).max() > 0.05
+    assert np.abs(predicted_over_measured(quiet, of_another_bucket) - 1).max() > 0.05
 
 
 def decoded(scenario, tuner, rollouts, seed=0, state=None, in_flight=2):
-    """(state, results) of some rollouts in two groups, an update of the weights after each."""
+    """(state, results) of some rollouts in two groups, with an update of the weights after each."""
     programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
     state = tuner.init() if state is None else state
     for number in range(rollouts):
@@ -444,10 +444,10 @@ def seconds(results):
         (scenarios.cpu, 1 / 10, 0.8, 0.95, 1.02),
     ],
 )
-def test_the_tuner_that_predicts_makes_long_tails_short_and_comes_close_to_knowing_everything(
+def test_the_goodput_tuner_shortens_long_tails_and_comes_close_to_the_oracle(
     law, node, quality, share, gain
 ):
-    """The share of the oracle's speed is the one that it has without a scheduler."""
+    """Its share of the oracle's speed is the same as without a scheduler."""
     scenario, tuner = Scenario(law, quality), goodput.goodput(SHIPPED, node_cost=node)
     state, _ = decoded(scenario, tuner, 4)
     _, results = decoded(scenario, tuner, 2, seed=1, state=state)
@@ -458,8 +458,8 @@ def test_the_tuner_that_predicts_makes_long_tails_short_and_comes_close_to_knowi
 
 
 @pytest.mark.parametrize(("law", "node"), [(scenarios.gpu, 1 / 200), (scenarios.cpu, 1 / 10)])
-def test_predictions_of_a_tuner_that_learned_come_true(law, node):
-    """One chunk in flight: with more, rows that a chunk is predicted for may have ended before it."""
+def test_predictions_of_a_trained_tuner_are_accurate(law, node):
+    """One chunk in flight: with more, rows of a prediction may have ended before the chunk."""
     scenario, tuner = Scenario(law, 0.7, stalls=0.0), goodput.goodput(SHIPPED, node_cost=node)
     state, _ = decoded(scenario, tuner, 4, in_flight=1)
     _, results = decoded(scenario, tuner, 2, seed=1, state=state, in_flight=1)
@@ -473,10 +473,10 @@ def test_predictions_of_a_tuner_that_learned_come_true(law, node):
     assert len(ratio) > 30 and np.median(ratio) == pytest.approx(1.0, abs=0.1)
 
 
-# Ends
+# The end of a rollout
 
 
-def test_windows_of_ended_sequences_are_harvested_and_cost_a_copy():
+def test_windows_of_ended_sequences_are_harvested_at_the_cost_of_a_copy():
     class Whole:
         width = 64
 
@@ -500,7 +500,7 @@ def test_windows_of_ended_sequences_are_harvested_and_cost_a_copy():
     assert len(spent) == len(windows) == 4
 
 
-def test_a_rollout_that_stops_leaves_what_its_sequences_have():
+def test_a_stopped_rollout_returns_its_partial_sequences():
     programs = in_scenario(Scenario(scenarios.gpu, 0.6), simulator.long_tailed(LONGEST))
     contexts = simulator.contexts(
         programs, long_tail(capacity=16), Planner(BATCHES, SLOTS, fixed.fixed(TREE)), 2
@@ -521,7 +521,7 @@ def test_a_rollout_that_stops_leaves_what_its_sequences_have():
         assert 0 < len(tokens) < len(full[uid]) and tokens.tolist() == full[uid][: len(tokens)]
 
 
-def test_a_chunk_that_fills_more_than_its_cache_is_noticed(monkeypatch):
+def test_a_chunk_that_overfills_its_cache_is_detected(monkeypatch):
     monkeypatch.setattr(GroupView, "need", lambda *_: 64)
     with pytest.raises(ValueError, match="in a cache of 64"):
         run(
@@ -532,8 +532,8 @@ def test_a_chunk_that_fills_more_than_its_cache_is_noticed(monkeypatch):
         )
 
 
-def random_world(seed: int):
-    """(request, planner's arguments, programs, groups): anything that a configuration may ask for."""
+def random_scenario(seed: int):
+    """(request, planner's arguments, programs, groups): anything that a configuration allows."""
     draw = np.random.default_rng(seed)
     chunk, in_flight = int(draw.choice([1, 2, 4, 16])), int(draw.integers(1, 4))
     depth, topk = int(draw.integers(1, 25)), int(draw.integers(1, 9))
@@ -570,15 +570,15 @@ def random_world(seed: int):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
-    """Random strategies, also with paths longer than a chunk; chunks, caches, tuners, groups and prices of compiling."""
-    request, (slots, tuner, rest), programs, groups = random_world(seed)
+    """Random strategies, also with paths longer than a chunk; chunks, caches, tuners, groups and compile costs."""
+    request, (slots, tuner, rest), programs, groups = random_scenario(seed)
     decided = []
 
     def watched(look):
         decided.extend(e.decision for e in look.events if isinstance(e, Decided))
         tokens = len(request.keys) * request.max_new_tokens[0]
-        assert len(decided) < 200 + 2 * tokens, "it never ends"
-        assert all(one.rounds >= 1 for one in decided[-4:]), "a chunk that does nothing"
+        assert len(decided) < 200 + 2 * tokens, "the rollout never ends"
+        assert all(one.rounds >= 1 for one in decided[-4:]), "a chunk without rounds"
 
     planner = Planner((1, 4, 16), slots, tuner, None, rest, groups=groups)
     contexts = simulator.contexts(programs, request, planner, groups)
@@ -587,6 +587,6 @@ def test_every_chunk_has_rounds_and_every_rollout_ends(seed):
     assert len(result.completions) == len(request.keys)
 
 
-def test_a_rollout_that_waits_for_nothing_is_noticed():
-    with pytest.raises(RuntimeError, match="waits for nothing"):
+def test_a_rollout_that_waits_without_a_running_program_is_detected():
+    with pytest.raises(RuntimeError, match="no program runs"):
         run(counted(9, costs=lambda *_: math.inf), simulator.request([5], 1, 9, seed=0, capacity=1))

@@ -1,4 +1,4 @@
-"""Rollouts in virtual time with arms of several drafters: the tuner ends with the better one, and loses little to a bad one."""
+"""Rollouts in virtual time with several drafters: the tuner converges to the better one, and a bad one costs little."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ NODE = {scenarios.cpu: 1 / 8, scenarios.gpu: 1 / 200}
 BAD = (0.3, 0.2)  # quality and agreement: one token in twelve is accepted
 
 
-def world_of(law, ngram, learned, merged, **rest) -> Scenario:
-    """A world with these qualities (or BAD) of the drafters."""
+def scenario_of(law, ngram, learned, merged, **rest) -> Scenario:
+    """A scenario with these qualities (or BAD) of the drafters."""
     given = dict(zip((NGRAM, LEARNED, MERGED), (ngram, learned, merged), strict=True))
     known = {drafter: one if one is BAD else (one, 1.0) for drafter, one in given.items()}
     return Scenario(law, 0.0, drafters=known, **rest)
 
 
-def decoded(scenario, arms, rollouts, told=None, state=None, seed=0):
-    """(state, results) of some rollouts; after each an update of the weights, and what held-out answers tell."""
+def decoded(scenario, arms, rollouts, estimates=None, state=None, seed=0):
+    """(state, results) of some rollouts, with an update of the weights and held-out estimates after each."""
     tuner = goodput.goodput(arms, NODE[scenario.cost], learning=(LEARNED, MERGED))
     programs, results = in_scenario(scenario, simulator.long_tailed(1200)), []
-    state = state or tuner.update_prior(tuner.init(), told or {})
+    state = state or tuner.update_prior(tuner.init(), estimates or {})
     for number in range(rollouts):
         request = simulator.request(
             [64] * 12, 4, 1200, seed=100 * seed + number, capacity=48, in_flight=2
         )
         result, state = simulation.run(programs, request, tuner, state)
         results.append(result)
-        state = tuner.update_prior(state, told or {})
+        state = tuner.update_prior(state, estimates or {})
     return state, results
 
 
@@ -68,9 +68,9 @@ def used(result) -> Counter:
     (scenarios.gpu, MERGED, (0.4, 0.5, 0.85)), (scenarios.cpu, NGRAM, (0.75, 0.3, 0.3)),
     (scenarios.cpu, LEARNED, (0.3, 0.85, 0.3)),
 ])  # fmt: skip
-def test_the_tuner_ends_with_the_better_drafter(law, better, qualities):
-    """It is told how well the learned drafter does alone; what merged trees do it finds out."""
-    scenario = world_of(law, *qualities)
+def test_the_tuner_converges_to_the_better_drafter(law, better, qualities):
+    """It gets an estimate for the learned drafter alone; it measures merged trees itself."""
+    scenario = scenario_of(law, *qualities)
     assert {scenario.best(batch, 512, ARMS).drafter for batch in (1, 4, 16)} == {better}
     _, results = decoded(scenario, ARMS, 5, {LEARNED: scenario.levels(LEARNED)})
     rounds = used(results[-1])
@@ -79,44 +79,44 @@ def test_the_tuner_ends_with_the_better_drafter(law, better, qualities):
 
 @pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
 @pytest.mark.parametrize("wrong", [0.0, 0.4], ids=["true estimate", "estimate too high"])
-def test_a_bad_learned_drafter_costs_little_beside_ngrams_alone(law, wrong):
-    """Also when held-out answers promise more than it accepts."""
+def test_a_bad_learned_drafter_costs_little_compared_with_ngrams_alone(law, wrong):
+    """Also when the held-out estimate is higher than its acceptance."""
     alone = taken = 0.0
     for seed in range(3):
-        scenario = world_of(law, 0.6, BAD, 0.55, seed=seed)
-        told = {LEARNED: [min(level + wrong, 0.95) for level in scenario.levels(LEARNED)]}
+        scenario = scenario_of(law, 0.6, BAD, 0.55, seed=seed)
+        estimates = {LEARNED: [min(level + wrong, 0.95) for level in scenario.levels(LEARNED)]}
         alone += seconds(decoded(scenario, NGRAMS, 4, seed=seed)[1])
-        taken += seconds(decoded(scenario, ARMS, 4, told, seed=seed)[1])
+        taken += seconds(decoded(scenario, ARMS, 4, estimates, seed=seed)[1])
     assert taken < 1.03 * alone
 
 
 @pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
-def test_a_drafter_that_nothing_is_known_of_is_not_tried(law):
-    scenario = world_of(law, 0.6, 0.9, 0.9)
+def test_a_drafter_without_an_estimate_is_not_tried(law):
+    scenario = scenario_of(law, 0.6, 0.9, 0.9)
     state, results = decoded(scenario, ARMS, 3)
     assert not sum(used(result)[LEARNED] + used(result)[MERGED] for result in results)
     _, alone = decoded(scenario, NGRAMS, 3)
-    assert seconds(results) == seconds(alone), "it makes no difference that it could be"
+    assert seconds(results) == seconds(alone), "its arms make no difference"
 
 
-def test_a_drafter_that_learns_is_used_once_it_is_good_and_left_when_it_gets_bad():
-    scenario = world_of(scenarios.gpu, 0.6, BAD, BAD)
+def test_a_learned_drafter_is_used_once_it_is_good_and_dropped_when_it_gets_bad():
+    scenario = scenario_of(scenarios.gpu, 0.6, BAD, BAD)
     state, results = decoded(scenario, ARMS, 3, {LEARNED: scenario.levels(LEARNED)})
     assert used(results[-1])[NGRAM] > 0.7 * sum(used(results[-1]).values())
     scenario.drafters |= {LEARNED: (0.8, 1.0), MERGED: (0.8, 1.0)}
-    told = {LEARNED: scenario.levels(LEARNED)}
-    state, results = decoded(scenario, ARMS, 4, told, state, seed=1)
+    estimates = {LEARNED: scenario.levels(LEARNED)}
+    state, results = decoded(scenario, ARMS, 4, estimates, state, seed=1)
     rounds = used(results[-1])
     assert rounds[LEARNED] + rounds[MERGED] > 0.8 * sum(rounds.values())
     scenario.drafters |= {LEARNED: BAD, MERGED: BAD}
-    told = {LEARNED: scenario.levels(LEARNED)}
-    _, results = decoded(scenario, ARMS, 4, told, state, seed=2)
+    estimates = {LEARNED: scenario.levels(LEARNED)}
+    _, results = decoded(scenario, ARMS, 4, estimates, state, seed=2)
     assert used(results[-1])[NGRAM] > 0.7 * sum(used(results[-1]).values())
 
 
-def compiled(told) -> Counter:
-    """The chunks that a run of 12 rollouts compiles, by drafter."""
-    scenario, payback, state = world_of(scenarios.gpu, 0.5, 0.85, 0.85), Payback(), None
+def compiled(estimates) -> Counter:
+    """The number of chunks that a run of 12 rollouts compiles, by drafter."""
+    scenario, payback, state = scenario_of(scenarios.gpu, 0.5, 0.85, 0.85), Payback(), None
     programs = in_scenario(
         scenario, simulator.long_tailed(600), lambda program: 0.2 * relative(program)
     )
@@ -128,11 +128,11 @@ def compiled(told) -> Counter:
         planner = Planner((1, 4, 16, 48), (256, 512, 1024), tuner, state, payback, 664)
         contexts = simulator.contexts(programs, request, planner)
         simulator.simulate(driver.start(contexts, clock=programs.clock), programs)
-        state = tuner.update_prior(planner.state, told if step >= 3 else {})
+        state = tuner.update_prior(planner.state, estimates if step >= 3 else {})
     chunks = [one.strategy for one in programs.compiled if isinstance(one, Decode)]
     return Counter(one.drafter for one in chunks if one != PLAIN)
 
 
-def test_nothing_is_compiled_for_a_drafter_that_nothing_is_known_of():
+def test_nothing_is_compiled_for_a_drafter_without_an_estimate():
     assert compiled({}).keys() == {NGRAM}
     assert compiled({LEARNED: np.full(5, 0.85)})[LEARNED] > 0

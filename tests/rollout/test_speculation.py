@@ -55,7 +55,7 @@ UPDATES, CERTAIN = 60, 20.0
 
 @cache
 def trained() -> eagle.DrafterParams:
-    """A drafter that a few dozen updates on random texts taught the policy's distribution; on the host."""
+    """A drafter after a few dozen updates towards the policy's distribution on random texts; on the host."""
     mesh, own = make_mesh(1, 1), eagle.for_policy(tiny.MODEL, **KINDS["trained"])
     recipe = Recipe(
         tiny.MODEL, own, mesh, Adam(2e-2, UPDATES), Objective(unroll=3), param_dtype="float64", compute_dtype="float64",
@@ -84,7 +84,7 @@ def trained() -> eagle.DrafterParams:
 def drafter_of(
     drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny.MODEL, dtype: str = "float64"
 ):
-    """The weights of a drafter: random; trained; or trained, but sure of the tokens that the policy likes least."""
+    """The weights of a drafter: random; trained; or trained, but preferring the policy's least likely tokens."""
     own = eagle.for_policy(policy, **KINDS[drafter])
     if drafter not in ("trained", "adversary"):
         return eagle.init(own, mesh, jax.random.key(7), dtype, None if own.whole else IDS)
@@ -103,7 +103,7 @@ def speculating(
     drafter: str, strategies: list[str], data: int, model: int, dtype: str = "float64",
     policy: ModelConfig = tiny.MODEL, captures_states: bool = False, **rollout,
 ) -> tuple[Engine, list]:  # fmt: skip
-    """An engine with a learned drafter (or n-grams) that uses the strategies in turn, and the published weights."""
+    """An engine with a learned (or n-gram) drafter that uses the strategies in turn, and the published weights."""
     plain = tiny.engine_of(data, model, dtype, policy, **rollout)
     name = drafter if drafter == "ngram" else "a directory"
     settings = Speculation(drafter=name, strategies=strategies, pool=64)
@@ -181,7 +181,7 @@ def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slo
 
 
 def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
-    """Drafted tokens that a row took per speculating round, after a rollout whose tokens are those of plain decoding."""
+    """Accepted tokens per row and speculating round, after checking the rollout's tokens against plain decoding."""
     result = tiny.roll_out(
         engine,
         weights,
@@ -209,10 +209,10 @@ def accepted(engine: Engine, weights: list, setting: Sampling) -> float:
 
 
 def in_turn(strategies: list[str]) -> Tuner:
-    """Every chunk has the next strategy; plain decoding is the last of them when there are several."""
+    """A tuner that takes the strategies in turn; plain decoding is the last when there are several."""
     arms = (*parse_arms(strategies), *[PLAIN] * (len(strategies) > 1))
 
-    def choose(state, live, batch, slots, there=()):
+    def choose(state, live, batch, slots, compiled=()):
         return {"turn": state["turn"] + 1}, Choice(
             arms[state["turn"] % len(arms)], math.nan, "in turn"
         )
@@ -228,7 +228,7 @@ def in_turn(strategies: list[str]) -> Tuner:
     )
 
 
-def test_float32_speculation_that_is_switched_all_the_time_is_plain_decoding_but_for_rare_near_ties():
+def test_float32_speculation_with_constant_switching_equals_plain_decoding_except_for_rare_near_ties():
     prompts, limit, samples = tiny.LONG_PROMPTS, tiny.LONG_LIMIT, 2
     keys = sequence_keys(0, TRAIN_STREAM, 0, np.arange(samples * len(prompts)))
     shape = {

@@ -1,4 +1,4 @@
-"""An engine on a tiny policy, and the law of its rollouts: what the tests of the rollout share."""
+"""An engine on a tiny policy and the reference of its rollouts, shared by the rollout's tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = [
     [36, 10],
 ]
 SAMPLES, LIMIT = 3, 12
-CACHE = os.environ["TLT_JAX_TEST_PROGRAMS"]  # of executables: many cases share some
+CACHE = os.environ["TLT_JAX_TEST_PROGRAMS"]  # of executables, which many cases share
 
 
 def engine_of(
@@ -60,7 +60,7 @@ def engine_of(
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_cache():
-    """The tests that come later have no folder of executables."""
+    """Turns the cache folder off again for later tests."""
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -90,9 +90,9 @@ def play(
 def roll_out(
     engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, stops=None, **which
 ):
-    """The rollout of a request of these prompts, by a tuner that knows nothing before."""
+    """The rollout of these prompts, with a fresh tuner."""
     request = engine.request([np.asarray(prompt, np.int32) for prompt in prompts], *shape, **which)
-    if stops is not None:  # other ones than the engine's
+    if stops is not None:  # instead of the engine's
         request = replace(request, params=replace(request.params, stops=stop_tokens(stops)))
     return engine.run(request, weights, on_finish=on_finish, interrupted=interrupted)[0]
 
@@ -103,7 +103,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 
 @cache
 def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
-    """The rollout by the training forward over each whole prefix, one sequence after the other, in float64."""
+    """The rollout by the training forward over each whole prefix, sequence by sequence, in float64."""
     params = transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     keys = jnp.asarray(sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
     size = 32

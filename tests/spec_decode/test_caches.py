@@ -1,4 +1,4 @@
-"""What rounds with a drafter commit is what fresh passes over the emitted tokens make: the policy's cache, the drafter's."""
+"""After rounds with a drafter, the caches of policy and drafter equal those of fresh passes over the emitted tokens."""
 
 from __future__ import annotations
 

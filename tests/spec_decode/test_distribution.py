@@ -1,8 +1,8 @@
 """Answers have the policy's distribution, which is enumerated: a G-test in float64, and one in bfloat16.
 
-A G-test of n answers over c possible ones rejects at probability 1e-3 when they are right. What it can see is stated as
-the effect size w, w^2 = sum (q - p)^2 / p, and the total variation that an error of this size has in a random direction:
-nine of ten such errors are rejected, and `power` measures it. Keys are fixed, so that every run has the same answers.
+A G-test of n answers over c possible ones rejects at probability 1e-3 when they are right. Its power is stated as the
+effect size w, w^2 = sum (q - p)^2 / p, and the total variation of an error of this size in a random direction: nine of
+ten such errors are rejected, as `power` measures. Keys are fixed, so every run has the same answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decode import Decoder
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import NO_DRAFTER
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
@@ -55,7 +56,7 @@ def power(probs: np.ndarray, n: int, effect: float, draws: int = 400) -> tuple[f
 
 
 def counted(answers: list[list[int]], possible: list[tuple[int, ...]]) -> np.ndarray:
-    """How often each possible answer was given."""
+    """How often each possible answer occurred."""
     counts = Counter(map(tuple, answers))
     assert counts.keys() <= set(possible)
     return np.array([counts[answer] for answer in possible])
@@ -74,7 +75,7 @@ TREE = Strategy(depth=2, topk=2, nodes=6)
 def enumerated(
     sampling: Sampling, answer: tuple[int, ...] = (), prob: float = 1.0
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every answer that begins so: the product of its tokens' probabilities."""
+    """Probability of every answer with this prefix: the product of its tokens' probabilities."""
     if len(answer) == LIMIT or EOS in answer:
         return {answer: prob}
     logits = toys.table_logits(TABLE, [*PROMPT, *answer])
@@ -126,14 +127,14 @@ BFLOAT_PROMPT, BATCH, BATCHES = (
     [3, 1, 4, 1],
     2**13,
     8,
-)  # so short that no drafter has to catch up, for so many row by row
+)  # short, so that no drafter has to catch up row by row
 
 
 def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
     """n = 65,536 answers of two tokens, 64 possible ones: w = 0.034, a total variation of 1.3 %.
 
-    In bfloat16 programs of other shapes round otherwise, so a token may differ from plain decoding's; here the
-    distribution speaks. The probabilities are those of the training forward in bfloat16, which rounds otherwise too.
+    In bfloat16, programs of other shapes round differently, so tokens may differ from plain decoding's; this tests the
+    distribution. The probabilities are those of the training forward in bfloat16, which rounds differently too.
     """
     strategy = Strategy(depth=2, topk=3, nodes=8)
     params = transformer.init(POLICY, meshes.make_mesh(1, 1), jax.random.key(0), "bfloat16")

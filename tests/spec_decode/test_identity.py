@@ -1,4 +1,4 @@
-"""The comparison of float32 rollouts finds what is planted in them, and excuses a near-tie alone."""
+"""The comparison of float32 rollouts finds planted errors, and excuses near-ties only."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def swap(base: list[Completion], one: Completion) -> list[Completion]:
 def second(
     sampling: Sampling, base: list[Completion], uid: int, after: int
 ) -> tuple[tuple[int, ...], int, int, float]:
-    """A prefix of an answer that goes on, the next token, the second best one, and how much worse that is."""
+    """A prefix of an answer, the next token, the second best token, and its distance."""
     prefix = [*PROMPTS[uid // SAMPLES], *base[uid].tokens[:after].tolist()]
     scores = references.filtered(
         logits_of(prefix), sampling.temperature, sampling.top_k, sampling.top_p
@@ -183,7 +183,7 @@ def test_answers_that_end_elsewhere_are_found(change, words):
         assert any(line.startswith(f"uid {uid}: ") and words in line for line in verdict.wrong)
 
 
-def test_answers_that_go_on_past_a_stop_are_found():
+def test_answers_that_continue_past_a_stop_are_found():
     base, deaf = rollout(SETTINGS[0]), rollout(SETTINGS[0], eos_ids=())
     longer = [uid for uid, one in enumerate(base) if len(deaf[uid].tokens) > len(one.tokens)]
     assert longer

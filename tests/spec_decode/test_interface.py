@@ -1,4 +1,4 @@
-"""Targets, drafters and networks take and give what the interfaces' signatures say."""
+"""Targets, drafters and networks take and return what the signatures of their interfaces say."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from jaxtyping import jaxtyped
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.rollout import bindings
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode.decode import Decoder, Known, Weights
+from tlt_jax.spec_decode import admission, decode
+from tlt_jax.spec_decode.decode import Decoder, Known
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import Network
 from tlt_jax.spec_decode.strategy import Strategy
@@ -28,9 +29,9 @@ RULES = DecodingParams(sampling=Sampling(temperature=1.0))
 
 
 def checked(record, seen: set[str]):
-    """The record whose functions check what they take and give against their protocols.
+    """The record, with functions that check their arguments and results against their protocols.
 
-    `seen` gets the names of those that are called.
+    `seen` collects the names of the functions that are called.
     """
 
     def check(name: str, function, protocol):
@@ -60,7 +61,7 @@ def checked(record, seen: set[str]):
 
 
 def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
-    """Traces what a rollout makes of a decoder."""
+    """Traces the functions of a rollout with this decoder."""
     target, drafter = decoder.target, decoder.drafter
 
     def everything(weights, keys, host_context):
@@ -71,7 +72,7 @@ def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
         features = target.features(state.cache)
         known = Known(state.keys, state.lengths, state.history, features, state.drafter)
         decode.draft_alone(decoder, 2, known, weights, host_context)
-        return decode.resize(target, drafter, 2 * LIMIT, state, jnp.zeros(1, jnp.int32))
+        return admission.resize(target, drafter, 2 * LIMIT, state, jnp.zeros(1, jnp.int32))
 
     jax.eval_shape(everything, weights, jnp.zeros((2, 2), jnp.uint32), host_context)
 

@@ -1,4 +1,4 @@
-"""Two drafters' candidates as one set, against dicts of paths; in rounds they change no token."""
+"""Candidates of two drafters in one set, against dicts of paths; rounds with merged trees change no token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPEATING = [[3, 1, 4, 1, 5, 1], [2, 6, 2, 3, 2, 8, 2], [*range(12), *range(12),
 
 
 def proposed(seed: int, count: int, depth: int) -> Candidates:
-    """Random candidates, some of them not there; of few scores, so that many are equal."""
+    """Random candidates, some of them padding; of few scores, so that many are equal."""
     rng = np.random.default_rng(seed)
     tokens, parents, depths = (np.zeros((ROWS, count), np.int32) for _ in range(3))
     scores = np.full((ROWS, count), -np.inf, np.float32)
@@ -50,7 +50,7 @@ def proposed(seed: int, count: int, depth: int) -> Candidates:
 
 
 def paths(candidates: Candidates, row: int) -> dict[tuple[int, ...], int]:
-    """The candidates that are there: path -> place."""
+    """The candidates that are not padding: path -> place."""
     tokens, parents, depths, scores = (
         np.asarray(leaf)[row].tolist()
         for leaf in (candidates.tokens, candidates.parents, candidates.depths, candidates.scores)
@@ -59,14 +59,14 @@ def paths(candidates: Candidates, row: int) -> dict[tuple[int, ...], int]:
     for i, score in enumerate(scores):
         if score > -np.inf:
             assert parents[i] < i and score <= (scores[parents[i]] if parents[i] >= 0 else 0)
-            ways[i] = (*ways[parents[i]], tokens[i])  # KeyError: the parent is not there
+            ways[i] = (*ways[parents[i]], tokens[i])  # KeyError: the parent is missing
             assert len(ways[i]) == depths[i] and ways[i] not in found
             found[ways[i]] = i
     return found
 
 
 def union(first: Candidates, second: Candidates, row: int) -> dict[tuple, tuple[int, float, int]]:
-    """What `merge` makes: path -> place, score and rank."""
+    """The expected result of `merge`: path -> place, score and rank."""
     ours, theirs, count = paths(first, row), paths(second, row), first.tokens.shape[1]
     places = {path: count + place for path, place in theirs.items()} | ours
     scores = {
@@ -137,7 +137,7 @@ def test_order_changes_no_path_and_no_score():
         }
 
 
-def test_what_is_known_already_or_is_nothing_adds_nothing():
+def test_known_candidates_and_padding_add_nothing():
     first = proposed(7, 12, 4)
     nothing = first.replace(scores=jnp.full_like(first.scores, -jnp.inf))
     worse = first.replace(scores=first.scores - 1)

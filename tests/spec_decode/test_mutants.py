@@ -1,4 +1,6 @@
-"""Planted mistakes of drafting and verification are caught: what changes tokens by the identity, the rest by its own law."""
+"""Planted mistakes of drafting and verification are caught: those that change tokens by the identity, the others by their
+own law.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter
-from tlt_jax.spec_decode.decode import Decoder, Weights
+from tlt_jax.spec_decode.decode import Decoder
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.draft_tree import ABSENT, NoiseAhead
 from tlt_jax.spec_decode.interface import Target
@@ -30,7 +33,7 @@ TREE = Strategy(depth=2, topk=2, nodes=5)
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-# Each gets the original and how much to spoil: with 0 it is the original
+# Each takes the original function and the amount of harm; with 0 it is the original
 
 
 def redrawn_noise(gumbel, harm):
@@ -44,7 +47,7 @@ def redrawn_noise(gumbel, harm):
 
 
 def stale_noise(draw_ahead, harm):
-    """The last of the positions that a round needs anew is not drawn: another one's noise is in its place."""
+    """The last position that a round needs anew is not drawn: noise of another position is in its place."""
     return lambda ahead, keys, starts, live: draw_ahead(
         ahead.replace(ends=ahead.ends + harm * (ahead.ends < starts + ahead.count)),
         keys, starts, live,
@@ -52,7 +55,7 @@ def stale_noise(draw_ahead, harm):
 
 
 def noise_of_another_place(places, harm):
-    """Noise is kept and looked up by the slot alone, not by the row."""
+    """Noise is stored and looked up by the slot alone, not by the row."""
 
     def find(ahead, positions):
         found = places(ahead, positions)
@@ -87,7 +90,7 @@ def logits_of_another_parent(choose_at, harm):
 
 
 def unlooked_children(choose_at, harm):
-    """At the root the first token of the vocabulary is taken, whatever was chosen there."""
+    """At the root the first token of the vocabulary is taken, whatever the target chose there."""
 
     def choose(decoder, state, ahead, logits, nodes, step, alive):
         visit = choose_at(decoder, state, ahead, logits, nodes, step, alive)
@@ -181,7 +184,7 @@ def named(mutant) -> str:
 
 
 def spoiled(monkeypatch, mutants, harm: int) -> Decoder:
-    """The toy with these mutants in it."""
+    """The toy with these mutants."""
     expected()  # without them
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     target, drafter = toys.table_target(group, V), toys.table_drafter()(group, V)
@@ -213,7 +216,7 @@ def keys() -> jax.Array:
 
 
 def laws(decoder: Decoder) -> tuple[bool, bool]:
-    """Whether the tokens are those of plain decoding, and whether a drafter that knows all is right in every round."""
+    """Whether the tokens are those of plain decoding, and whether a drafter that knows the target is right in every round."""
     run, same = rounds.program(decoder, PROMPTS, LIMIT), []
     for guess in (NOISY, TABLE):
         _, report = run(Weights(jnp.asarray(TABLE), jnp.asarray(guess)), keys())

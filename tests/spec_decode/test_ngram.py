@@ -1,4 +1,4 @@
-"""Drafts from texts: against a search and a trie in plain Python, and what the host's memory of answers hands out."""
+"""N-gram drafts against a search and a trie in plain Python, and the pools of the host's memory of answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ search = jax.jit(ngram.search, static_argnums=(3, 4))
 
 @partial(jax.jit, static_argnums=(3, 4))
 def propose(history, lengths, pool, strategy: Strategy, settings: Settings):
-    """The best tree of what is proposed."""
+    """The best tree of the proposed candidates."""
     candidates = ngram.propose(history, lengths, pool, strategy, settings)
     roots = jnp.take_along_axis(history, lengths[:, None], axis=1)[:, 0]
     return rerank(candidates, roots, strategy.nodes)
@@ -47,7 +47,7 @@ def texts(seed: int, rows: int = 40, vocab: int = 3) -> tuple[np.ndarray, np.nda
 def places(
     sequence: list[int], pool: list[int], depth: int, settings: Settings
 ) -> list[tuple[int, list[int]]]:
-    """What `search` finds, best first: tokens that match, and what follows."""
+    """The expected result of `search`, best first: number of matching tokens, and the tokens that follow."""
     found = []
     for source, text in enumerate((pool, sequence)):
         for end in range(len(text) - 1):
@@ -94,7 +94,7 @@ def trie(
 
 
 def paths(tree, row: int) -> dict[tuple[int, ...], tuple[float, int]]:
-    """The nodes of a tree that are there: path -> (score, rank)."""
+    """The nodes of a tree that are not padding: path -> (score, rank)."""
     tokens, parents, depths = (
         np.asarray(leaf)[row] for leaf in (tree.tokens, tree.parents, tree.depths)
     )
@@ -239,7 +239,7 @@ def test_memory_grows_with_the_text_and_no_faster():
 
 
 def test_scores_are_the_probabilities_that_proposals_hold():
-    """On worked solutions, and on copies of them with errors, the expected accept length is near the one that is got."""
+    """On worked solutions, and on copies of them with errors, the expected accept length is near the measured one."""
     rows = tasks.make("fold", {"min_length": 6, "max_length": 12}).rows(0, range(24), "train")
     rng, strategy = np.random.default_rng(0), Strategy(4, 4, 16)
     got = expected = 0.0

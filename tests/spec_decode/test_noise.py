@@ -1,4 +1,4 @@
-"""The noise: the right law, and nothing but (key, position, token id) decides a value."""
+"""The noise: the right distribution, and values that depend on nothing but (key, position, token id)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_threefry_gives_the_known_answers_of_random123(key, counter, words):
 
 
 def test_values_do_not_depend_on_vocabulary_batch_depth_or_sharding():
-    # In a process of its own, compiled as for users: conftest's flags round a logarithm by where it stands in its vector.
+    # In a separate process, compiled as for users: with conftest's flags, a logarithm's rounding depends on its index.
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -134,7 +134,7 @@ def test_noise_that_is_drawn_at_once_is_that_of_its_positions(x64):
 
 
 def test_noise_ahead_is_that_of_its_positions_and_drawn_once(x64):
-    """Rows go on by 0 to M positions a round, some end; what was drawn before is taken as it stands."""
+    """Rows advance by 0 to M positions a round, some finish; noise that was drawn before is reused unchanged."""
     rng, (B, M, vocab) = np.random.default_rng(0), (5, 4, 7)
     keys = keys_of(np.arange(B))
     starts, live = rng.integers(1, 30, B).astype(np.int32), np.ones(B, bool)
@@ -142,7 +142,7 @@ def test_noise_ahead_is_that_of_its_positions_and_drawn_once(x64):
     draw = jax.jit(noise.draw_ahead)
     marks = np.zeros((B, 100))  # how often a position was drawn
     for _ in range(12):
-        before = np.asarray(ahead.values) + 1000.0  # what stays shows that it is old
+        before = np.asarray(ahead.values) + 1000.0  # marks reused values
         ahead = draw(
             ahead.replace(values=jnp.asarray(before)), keys, jnp.asarray(starts), jnp.asarray(live)
         )

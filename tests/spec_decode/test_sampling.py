@@ -1,4 +1,4 @@
-"""Sampling: filters against a sort, the exact law of the chosen token, ties, and the log-probs that are recorded."""
+"""Sampling: filters against a sort, the exact distribution of the chosen token, ties, and the recorded log-probs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_filter_keeps_what_a_sort_keeps(x64, setting, unrolls):
 
 
 @pytest.mark.parametrize("unrolls", [False, True])
-def test_filter_of_one_precision_keeps_as_many_as_asked(unrolls):
+def test_filter_of_one_precision_keeps_as_many_as_requested(unrolls):
     logits = jax.random.normal(jax.random.key(0), (5, 1000))
     filter = jax.jit(partial(sampling.filter, unrolls=unrolls), static_argnames="sampling")
     kept = jnp.isfinite(filter(logits, sampling=Sampling(1.0, 37, 1.0))).sum(-1)
@@ -130,7 +130,7 @@ def test_greedy_ignores_filters():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 3.0])
-def test_logits_that_no_token_can_be_drawn_from_are_noticed(temperature):
+def test_logits_that_no_token_can_be_drawn_from_are_detected(temperature):
     low = np.finfo(np.float32).min
     rows = {
         (1.0, 2.0, low): False, (-50.0, 80.0, low): False, (-np.inf, 0.0, low): False, (-1e4, -1e4, low): False,
@@ -149,11 +149,11 @@ def test_logits_that_no_token_can_be_drawn_from_are_noticed(temperature):
 
 WIDE = (
     2 * sampling.BLOCK * sampling.BLOCKS
-)  # the smallest vocabulary of which a filter looks at the largest blocks first
+)  # the smallest vocabulary for which a filter reads the largest blocks first
 PEAKED, FLAT = (
     4.0,
     0.05,
-)  # standard deviations of logits of which few tokens, and nearly all, are kept
+)  # standard deviations of logits: the filter keeps few tokens, and nearly all
 FILTERS = [
     Sampling(1.0, 0, 0.9), Sampling(0.6, 20, 1.0), Sampling(0.6, 50, 0.95), Sampling(1.0, 3000, 0.7),
     Sampling(1.0, 300, 1.0),
@@ -163,7 +163,7 @@ FILTERS = [
 def drawn(
     logits, wanted, setting: Sampling, looked: list | None = None, unrolls: bool = False
 ) -> np.ndarray:
-    """The tokens of `draw`; `looked` gets how many ids noise was asked for, None for all."""
+    """The tokens of `draw`; `looked` collects the number of ids that noise was requested for, None for all."""
     batch, vocab = logits.shape
     keys = jnp.asarray(sequence_keys(5, 0, 0, np.arange(batch)))
     positions = jnp.full(batch, 3, jnp.int32)
@@ -221,12 +221,12 @@ def test_a_token_is_the_same_without_a_loop(x64):
     assert "while" not in jax.jit(draw).lower(*shapes).as_text()
 
 
-def test_all_tokens_are_looked_at_only_for_a_wanted_row_that_may_keep_more(x64):
+def test_the_whole_vocabulary_is_filtered_only_for_a_wanted_row_that_may_keep_more(x64):
     setting, logits = Sampling(1.0, 0, 0.9), rows((PEAKED, FLAT, PEAKED))
     for wanted, expected in (((True, False, True), []), ((True, True, True), [1])):
         looked: list[int] = []
         drawn(logits, np.array(wanted), setting, looked)
-        assert looked == expected, "rows of which all tokens were looked at"
+        assert looked == expected, "rows that were filtered over the whole vocabulary"
 
 
 @pytest.mark.parametrize("unrolls", [False, True])
@@ -262,7 +262,7 @@ def test_drawing_from_shards_gathers_no_logits():
 
 
 def test_the_largest_blocks_are_found_without_a_sort_of_all():
-    """XLA has a program for the k largest; what it makes of other uses of top_k sorts everything, 50 times as slow."""
+    """XLA has a program for top_k; other uses of top_k compile to a full sort, 50 times as slow."""
     wide = jax.ShapeDtypeStruct((4, 4 * WIDE), jnp.float32)
     text = jax.jit(sampling.largest_blocks).lower(wide).compile().as_text()
     assert "TopK" in text and f"f32[4,{4 * WIDE // sampling.BLOCK}]{{1,0}} sort" not in text

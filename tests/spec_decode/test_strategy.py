@@ -1,4 +1,4 @@
-"""Strategies as text."""
+"""Strategies and their text form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_strategy_that_names_its_drafter_is_written_and_read_back(drafter, sha
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eagle:3_1_4", "no drafter is called 'eagle': use one of ngram, learned, merged"),
+        ("eagle:3_1_4", "unknown drafter 'eagle': use one of ngram, learned, merged"),
         (":3_1_4", "depth_topk_nodes"),
         ("ngram:off", "depth_topk_nodes"),
         ("ngram:8_4_8", "strategy ngram:8_4_8: 8 nodes .* use nodes 9"),

@@ -1,4 +1,4 @@
-"""Trees from a learned drafter against plain loops: beams, scores, coupling, closure, and what is not finite."""
+"""Trees of a learned drafter against plain loops: beams, scores, coupling, closure, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import toys
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
 from tlt_jax.spec_decode.interface import Context
 from tlt_jax.spec_decode.stats import score_order
@@ -164,9 +164,7 @@ def test_random_candidates_never_leave_an_orphan():
 
 def test_what_is_not_finite_becomes_no_node():
     table = TABLE.copy()
-    table[:, 4] = (
-        np.nan
-    )  # whatever comes after token 4 is known, but what follows any token is not a number
+    table[:, 4] = np.nan  # the logit of token 4 is NaN after every token: no child is finite
     strategy = Strategy(3, 2, 6)
     tree, _ = drawn(Coupling(), strategy, 1.0, guess=table)
     assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()

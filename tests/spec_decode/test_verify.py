@@ -1,4 +1,4 @@
-"""Trees and verification: ancestors, the walk, and where an answer ends, against plain loops."""
+"""Trees and verification: ancestors, the walk, and where an answer finishes, against plain loops."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ import references
 import rounds
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.spec_decode import decode as chunk, tree
-from tlt_jax.spec_decode.decode import (
-    BROKEN,
-    RUNNING,
-    STOPPED,
-    TRUNCATED,
-    Admission,
-    DecodeState,
-    Emitted,
-    Report,
-)
+from tlt_jax.spec_decode import admission, decode as chunk, tree
+from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import BROKEN, RUNNING, STOPPED, TRUNCATED, Emitted, Report
+from tlt_jax.spec_decode.decode_state import DecodeState
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
@@ -81,7 +74,7 @@ def state_of(lengths, limits, live, stops) -> DecodeState:
     )
 
 
-def test_an_answer_ends_inside_an_accepted_run():
+def test_an_answer_may_finish_inside_an_accepted_path():
     rules = DecodingParams(eos_ids=(0, 9), stops=stop_tokens(((4, 5), (7,))))
     tokens = jnp.array(
         [
@@ -121,7 +114,7 @@ def test_an_answer_ends_inside_an_accepted_run():
     assert stop_state[2] == 0, "after 1 no stop has begun"
 
 
-def test_a_stop_goes_on_over_rounds():
+def test_a_stop_text_may_span_rounds():
     rules = DecodingParams(stops=stop_tokens(((4, 5, 4, 6),)))
     state = state_of([9] * 3, [99] * 3, [True] * 3, [0] * 3)
     rounds = [[[4, 5, 1], [4, 5, 1], [5, 4, 5]], [[4, 6, 1], [1, 4, 6], [4, 5, 4]], [[6, 0, 0]] * 3]
@@ -146,7 +139,7 @@ def test_an_answer_ends_at_a_token_of_logits_that_are_not_finite():
     assert finish.tolist() == [BROKEN, BROKEN, BROKEN, RUNNING]
 
 
-def test_a_new_sequence_forgets_the_row_it_takes():
+def test_a_new_sequence_resets_its_row():
     state = state_of([5, 6], [99, 99], [False, True], [4, 6])
     target = Target(*[None] * 4, insert=lambda cache, prefilled, rows, source: cache, **UNUSED)
     new = Admission(
@@ -154,7 +147,7 @@ def test_a_new_sequence_forgets_the_row_it_takes():
         keys=jnp.array([[2, 2], [1, 1]], jnp.uint32),
         history=jnp.array([[9, 9, 9], [8, 7, 1]], jnp.int32),
     )
-    state = chunk.admit(target, NO_DRAFTER, state, (), new)
+    state = admission.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
     assert (
         state.stop_state.tolist() == [0, 6]

@@ -17,7 +17,7 @@ from tlt_jax.data import tasks
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A folder for all tests: three problems to train on beside two for evaluation."""
+    """A folder for all tests: three problems for training, two for evaluation."""
     root = tmp_path_factory.mktemp("train")
     task = tasks.make("fold", TASK)
     task.tokenizer().save_pretrained(root / "tokenizer")

@@ -1,5 +1,5 @@
-"""`python -m tlt_jax.train`, in a job whose processes disagree on how long everything takes: an RL step takes 4 s in the first
-and 8 in the second, compiling a hundredth of a second and 3, and what the drafter would save 1e9 s and nothing."""
+"""`python -m tlt_jax.train`, in a job whose two processes measure different seconds: an RL step takes 4 s and 8 s, compiling
+0.01 s and 3 s, and the drafter would save 1e9 s and 0 s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def disagree(index: int) -> None:
-    """So short a run learns under drafter_training.share auto, by the first process's clocks."""
+    """By the clocks of the first process, even this short run trains its drafter under drafter_training.share auto."""
     from tlt_jax.drafter import investment
     from tlt_jax.rollout import learned_drafter
     from tlt_jax.rollout.executables.compile_cost import CompileCosts

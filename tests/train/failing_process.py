@@ -1,6 +1,6 @@
-"""`python -m tlt_jax.train`, but process FAILS_AS raises where phase FAILS_IN begins for the FAILS_NTHth time.
+"""`python -m tlt_jax.train`, but process FAILS_AS raises when phase FAILS_IN starts for the FAILS_NTHth time.
 
-FAILS_IN damage: what it reads of the checkpoint of step FAILS_NTH is damaged. FAILS_IN slow rename: it renames slowly.
+FAILS_IN damage: the process reads a damaged checkpoint of step FAILS_NTH. FAILS_IN slow rename: it renames slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REASON = "the card has fallen off the bus"
 
 
 def main() -> int:
-    """The command, with the failure in it if this is the process for it."""
+    """The command, with the failure planted if this is process FAILS_AS."""
     prepared = cli.prepared
 
     @contextmanager
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def break_down(phase: str, nth: int) -> None:
-    """Makes the phase raise: a rollout while its answers come in, every other one where it begins."""
+    """Makes the phase raise: a rollout while answers arrive, every other phase at its start."""
     from tlt_jax.checkpoint import reading
     from tlt_jax.data import dataset as datasets
     from tlt_jax.distributed.watch import Watch
@@ -69,7 +69,7 @@ def break_down(phase: str, nth: int) -> None:
 
 
 def damaged(read, step: int, folder: Path, targets):
-    """Reads a checkpoint, of which this step is damaged for this process."""
+    """Reads a checkpoint; that of this step is damaged for this process."""
     if folder.name == str(step):
         raise ValueError("DATA_LOSS: Error reading: CRC-32C checksum verification failed")
     return read(folder, targets)

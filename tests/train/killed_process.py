@@ -1,4 +1,4 @@
-"""`python -m tlt_jax.train`, in a process that kills itself (SIGKILL) when the drafter is to learn for the third time."""
+"""`python -m tlt_jax.train`, in a process that kills itself (SIGKILL) at the third training step of the drafter."""
 
 from __future__ import annotations
 

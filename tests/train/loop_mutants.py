@@ -1,4 +1,4 @@
-"""Mistakes of the RL loop and what it calls; each gets the original of what it spoils."""
+"""Mistakes in the RL loop and the functions it calls; each mutant gets the original function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAD_CLIP = 1.5
 
 
 def plant(monkeypatch, place: Any, name: str, mutant: Callable) -> None:
-    """Puts the mutant in the place of the original."""
+    """Replaces the original by the mutant."""
     monkeypatch.setattr(place, name, mutant(getattr(place, name)))
 
 
@@ -29,7 +29,7 @@ def flipped(advantages):
 
 
 def dealt_to_the_next(advantages):
-    """Every answer learns with the advantage of the one before it in its group."""
+    """Every answer gets the advantage of the one before it in its group."""
     return lambda *args: np.roll(advantages(*args), 1, axis=1)
 
 
@@ -44,7 +44,7 @@ def dealt_in_the_order_of_packing(spread):
 
 
 def of_the_first_minibatch(make_batch):
-    """Every minibatch learns with the advantages of the first one."""
+    """Every minibatch gets the advantages of the first one."""
 
     def make(config, recipe, prompts, rollout, advantages, part):
         first = np.resize(advantages[: len(part)], len(advantages))
@@ -54,7 +54,7 @@ def of_the_first_minibatch(make_batch):
 
 
 def without_last_tokens(make_batch):
-    """The last token of every answer weighs nothing."""
+    """The last token of every answer has weight 0."""
 
     def make(packed, mesh, longest, weights, advantages, recorded=None):
         batch = make_batch(packed, mesh, longest, weights, advantages, recorded)
@@ -70,12 +70,12 @@ def without_last_tokens(make_batch):
 
 
 def the_same_in_every_step(sequence_keys):
-    """The noise knows no step."""
+    """The noise does not depend on the step."""
     return lambda seed, stream, step, uids: sequence_keys(seed, stream, 0, uids)
 
 
 def of_seed_zero(sequence_keys):
-    """The noise knows no seed."""
+    """The noise does not depend on the seed."""
     return lambda seed, stream, step, uids: sequence_keys(0, stream, step, uids)
 
 
@@ -94,7 +94,7 @@ def never_clipped(transformation):
 
 
 def the_training_noise(stream):
-    """Evaluation draws with the noise of training."""
+    """Evaluation samples with the noise of training."""
     return TRAINING
 
 
@@ -118,7 +118,7 @@ def misread(value: Any, knobs: dict) -> Any:
 
 
 def reading(**knobs):
-    """A mutant that reads these values of knobs, whatever the run says; __ stands for the dot."""
+    """A mutant that reads these knob values instead of the run's; __ stands for the dot."""
     knobs = {name.replace("__", "."): value for name, value in knobs.items()}
 
     def mutant(function):

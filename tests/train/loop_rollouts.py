@@ -1,4 +1,4 @@
-"""How a run of the RL loop must have drawn and judged its answers, by its configuration."""
+"""Checks that a run of the RL loop sampled and scored its answers as its configuration says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINING, EVALUATION = 3, 4  # streams of the noise
 
 
 def sequence_keys(seed: int, stream: int, step: int, count: int) -> np.ndarray:
-    """Key words of so many sequences, folded together one by one."""
+    """Key words of sequences, folded in one by one."""
     root_key = jax.random.key(seed, impl="threefry2x32")
     step_key = jax.random.fold_in(jax.random.fold_in(root_key, stream), step)
     keys = [jax.random.fold_in(step_key, uid) for uid in range(count)]
@@ -49,13 +49,13 @@ def eos(config: Config) -> int:
 
 
 def params(config: Config, knobs) -> DecodingParams:
-    """How rollout or evaluation draws, and what ends its answers."""
+    """How rollout or evaluation samples, and what ends its answers."""
     drawn = Sampling(knobs.temperature, knobs.top_k, knobs.top_p)
     return DecodingParams(drawn, (eos(config),), rules(config))
 
 
 def check_keys(run: Run) -> None:
-    """Noise is of (train.seed, stream, step, uid); evaluations have a stream and no step."""
+    """Noise depends on (train.seed, stream, step, uid); evaluations have their own stream, and no step."""
     steps = [(EVALUATION, 0), (TRAINING, 0), (TRAINING, 1), (EVALUATION, 0)]
     for one, (stream, step) in zip(run.rollouts, steps, strict=True):
         expected = sequence_keys(run.config.train.seed, stream, step, len(one.request.keys))
@@ -63,7 +63,7 @@ def check_keys(run: Run) -> None:
 
 
 def check_training_rules(run: Run) -> None:
-    """The steps draw as the section `rollout` says."""
+    """The steps sample as the section `rollout` says."""
     knobs = run.config.rollout
     for one in run.trainings:
         assert one.request.params == params(run.config, knobs)
@@ -72,7 +72,7 @@ def check_training_rules(run: Run) -> None:
 
 
 def check_evaluation_rules(run: Run) -> None:
-    """The evaluations draw as the section `eval` says."""
+    """The evaluations sample as the section `eval` says."""
     knobs = run.config.eval
     for one in run.evaluations:
         assert one.request.params == params(run.config, knobs)
@@ -81,7 +81,7 @@ def check_evaluation_rules(run: Run) -> None:
 
 
 def check_tokens(run: Run) -> None:
-    """Every answer is that of plain decoding by the policy of its step and its own noise."""
+    """Every answer equals plain decoding with the policy of its step and the noise of its sequence."""
     updates, (training, evaluation) = run.updates, (run.config.rollout, run.config.eval)
     states = [updates[0].before, updates[0].before, updates[2].before, updates[3].after]
     sections = [evaluation, training, training, evaluation]
@@ -103,7 +103,7 @@ def check_tokens(run: Run) -> None:
 
 
 def check_scores(run: Run) -> None:
-    """The scores are those of the texts that were rolled out, correct from eval.correct_at on."""
+    """The scores are those of the decoded texts; an answer is correct from eval.correct_at on."""
     events = EventAccumulator(str(Path(run.config.run) / "tensorboard")).Reload()
     tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
     for index, one in enumerate(run.evaluations):

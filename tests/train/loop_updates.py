@@ -1,4 +1,4 @@
-"""What a run of the RL loop must have learned from its answers, by its configuration."""
+"""Checks that a run of the RL loop updated the policy as its configuration says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.models import from_config, transformer
 
 BETA1 = 0.9
-REMAT = "checkpoint", "remat2"  # its primitive, by the versions of JAX
+REMAT = "checkpoint", "remat2"  # its primitive, by version of JAX
 WIDTH = 16  # tokens of the longest prompt and answer
 
 # The policy, by whole rows
@@ -41,7 +41,7 @@ def programs(
         return transformer.logits(params, model, x)[..., : model.vocab_size]
 
     def loss(params, tokens, weights, advantages, old):
-        """GRPO's loss, summed with these weights; `old` is None in a first minibatch."""
+        """GRPO's loss, summed with these weights; `old` is None in the first minibatch."""
         logp = jax.nn.log_softmax(logits(params, tokens)[:, :-1] / temperature)
         entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
         chosen = jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -76,7 +76,7 @@ def lines(run: Run, step: int) -> list[dict]:
 
 
 def check_files(run: Run) -> None:
-    """The completions files hold the answers that came, and the rewards of their texts."""
+    """The completions files have the decoded answers, and the rewards of their texts."""
     tokenizer, (weight,) = datasets.tokenizer(run.config), run.config.reward.terms.values()
     for step, one in enumerate(run.trainings, start=1):
         for line, (prompt, answer) in zip(lines(run, step), one.texts, strict=True):
@@ -87,7 +87,7 @@ def check_files(run: Run) -> None:
 
 
 def learned(run: Run) -> Iterator[tuple[list, np.ndarray, np.ndarray]]:
-    """Texts, advantages (leave-one-out) and weights (all answers alike) of every minibatch."""
+    """Texts, advantages (leave-one-out) and weights (equal for all answers) of every minibatch."""
     for step, one in enumerate(run.trainings, start=1):
         rewards = np.array([line["reward"] for line in lines(run, step)])
         rewards = rewards.reshape(-1, one.request.samples)
@@ -111,7 +111,7 @@ def rows(batch) -> list[tuple[np.ndarray, ...]]:
 
 
 def check_batches(run: Run) -> None:
-    """Every update learns from the answers of its minibatch, each with its own advantage."""
+    """Every update has the answers of its minibatch, each with its advantage."""
     for update, (pairs, advantages, weights) in zip(run.updates, learned(run), strict=True):
         found, expected = rows(update.batch), zip(pairs, advantages, weights, strict=True)
         expected = sorted(expected, key=lambda one: one[0][0] + one[0][1])
@@ -126,7 +126,7 @@ def check_batches(run: Run) -> None:
 
 
 def references_of(run: Run) -> Iterator[tuple[float, transformer.Params]]:
-    """Loss and gradient of every minibatch, in one piece."""
+    """Loss and gradient of every minibatch, computed at once."""
     _, loss = programs_of(run)
     per_step = run.config.algorithm.minibatches
     for number, (pairs, advantages, weights) in enumerate(learned(run)):
@@ -149,7 +149,7 @@ def check_losses(run: Run) -> None:
 
 
 def check_clipping(run: Run) -> None:
-    """Adam's first moment takes up the gradient of the whole minibatch, clipped once."""
+    """Adam's first moment has the gradient of the whole minibatch, clipped once."""
     for update, (_, gradient) in zip(run.updates, references_of(run), strict=True):
         norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradient)))
         np.testing.assert_allclose(update.metrics["grad_norm"], norm, rtol=1e-9)
@@ -165,7 +165,7 @@ def is_program(value) -> bool:
 
 
 def equations(jaxpr) -> Iterator:
-    """All equations, those of inner programs too."""
+    """All equations, including those of inner programs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
@@ -174,7 +174,7 @@ def equations(jaxpr) -> Iterator:
 
 
 def check_remat(run: Run) -> None:
-    """The update computes a layer (known by the gate of its MLP) again in the backward pass."""
+    """The update recomputes a layer (identified by the gate of its MLP) in the backward pass."""
     again = [one for one in equations(run.updates[0].jaxpr) if one.primitive.name in REMAT]
     inner = {part.primitive.name for one in again for part in equations(one.params["jaxpr"])}
     assert "logistic" in inner

@@ -1,4 +1,4 @@
-"""Runs of the RL loop whose rollouts and updates are written down; knows no law."""
+"""Runs of the RL loop with recorded rollouts and updates; checks nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Rolled:
-    """What a rollout was given, and what came of it."""
+    """Input and result of a rollout."""
 
     request: RolloutRequest
     result: RolloutResult
@@ -69,7 +69,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Run:
-    """The rollouts (evaluations too) and the updates of a finished run, in their order."""
+    """The rollouts (including evaluations) and the updates of a finished run, in order."""
 
     config: Config
     rollouts: list[Rolled] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def trainings(self) -> list[Rolled]:
-        """The rollouts of the steps, where one evaluation comes before and one after them."""
+        """The rollouts of the steps: all but the first and the last, which are evaluations."""
         return self.rollouts[1:-1]
 
     @property
@@ -96,7 +96,7 @@ def configure(run: Path, knobs: dict[str, Any]) -> Config:
 
 @contextmanager
 def compiled_once() -> Iterator[dict[str, str]]:
-    """Knobs with which runs inside find the programs of earlier ones."""
+    """Context of knobs with which runs find the programs of earlier ones in the compile cache."""
     compilation_cache.reset_cache()
     yield {"rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"]}
     jax.config.update("jax_compilation_cache_dir", None)
@@ -104,22 +104,24 @@ def compiled_once() -> Iterator[dict[str, str]]:
 
 
 def copied(tree: Any) -> Any:
-    """The arrays in memory of their own: the update donates the state."""
+    """Copies of the arrays: the update donates the state."""
     return jax.tree.map(np.array, tree)
 
 
 def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
-    """The run, written down. With `replies`, answers that are known stand in for its rollouts."""
+    """The recorded run. `replies`: known answers that replace its rollouts."""
     run, known = Run(config), [one.result for one in replies]
     decode, build = Engine.run, policy_update.update
 
-    def rollout(engine, request, weights, tuner, *, on_finish, **beside):
+    def rollout(engine, request, weights, tuner, *, on_finish, **options):
         if known:
             result, learned = known.pop(0), tuner
             for answer in result.completions:
                 on_finish(answer)
         else:
-            result, learned = decode(engine, request, weights, tuner, on_finish=on_finish, **beside)
+            result, learned = decode(
+                engine, request, weights, tuner, on_finish=on_finish, **options
+            )
         run.rollouts.append(Rolled(request, result))
         return result, learned
 

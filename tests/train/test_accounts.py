@@ -1,4 +1,4 @@
-"""Where the seconds of the loop go: every one to one phase, and compiling is counted once, whoever compiled."""
+"""Seconds of the loop by phase: each counts for one phase, and compiling counts once, whoever compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACING, LOWERING, _ = COMPILING
 
 
 class Clock:
-    """A clock that is moved by hand."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now = 100.0
@@ -56,7 +56,7 @@ def test_each_second_belongs_to_one_phase_and_those_of_an_inner_one_to_that(cloc
     clock.now += 64
     with watch.phase("update"):
         clock.now += 128
-    assert watch.lap()["timing_s/step"] == 192, "a lap begins where the one before ended"
+    assert watch.lap()["timing_s/step"] == 192, "a lap starts where the previous one ended"
 
 
 def test_a_lap_inside_a_phase_cuts_it_in_two(clock):
@@ -75,13 +75,13 @@ def test_a_second_in_which_several_programs_compile_counts_once_in_its_phase(clo
     watch = Stopwatch(clock)
     with watch.phase("rollout"):
         clock.now += 10
-        watch.hear(TRACING, 4.0)  # from 106 to 110
-        watch.hear(COMPILATION, 2.0)  # inside it
-        watch.hear("/jax/checkpoint/write/durations_sec", 9.0)
+        watch.on_event(TRACING, 4.0)  # from 106 to 110
+        watch.on_event(COMPILATION, 2.0)  # inside it
+        watch.on_event("/jax/checkpoint/write/durations_sec", 9.0)
     with watch.phase("update"):
         clock.now += 3
-        watch.hear(LOWERING, 5.0)  # 2 s of it were in the rollout, counted already
-        watch.hear(COMPILATION, 0.5)
+        watch.on_event(LOWERING, 5.0)  # 2 s of it were in the rollout, and are counted already
+        watch.on_event(COMPILATION, 0.5)
     found = watch.lap()
     assert {name: value for name, value in found.items() if name.startswith("perf/")} == {
         "perf/compiles": 2,

@@ -1,4 +1,4 @@
-"""A run that trains its drafter in idle time: the policy's bits are those of a run that does not, whatever goes wrong."""
+"""A run that trains its drafter in idle time: the policy is bit-equal to that of a run without, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_training_the_drafter_changes_no_bit_of_the_policy(plain, adaptive):
     same_policy(adaptive, plain)
     measured = events(adaptive)
     trained = dict(measured["drafter/steps"])
-    assert trained[1] == 0, "how long rollouts take is not known yet"
+    assert trained[1] == 0, "the seconds of a rollout are not known yet"
     assert all(trained[step] >= 2 * ADAPTIVE["idle_training.floor"] for step in (2, 3, 4))
     assert all(value > 0 for step, value in measured["drafter/tokens"] if step > 1)
     assert {name for name in measured if name.startswith("idle/")} == {
@@ -145,7 +145,7 @@ def test_a_run_that_died_between_its_exports_makes_both_and_alone_writes_a_draft
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
+def test_a_resumed_run_has_the_same_policy_and_continues_with_the_drafter(
     adaptive, plain, tmp_path, step, monkeypatch
 ):
     config = stopped_after(step, adaptive, tmp_path / "run")
@@ -160,7 +160,7 @@ def test_a_resumed_run_has_the_policy_and_goes_on_with_the_drafter(
     assert seen[0] == int(drafter_of(adaptive, step).step)
 
 
-def test_a_run_on_another_mesh_goes_on_with_the_drafter(adaptive, tmp_path, monkeypatch):
+def test_a_run_on_another_mesh_resumes_with_the_drafter(adaptive, tmp_path, monkeypatch):
     config, seen = stopped_after(2, adaptive, tmp_path / "run"), []
     config = replace(config, mesh=replace(config.mesh, data=1, model=2))
     begin = IdleTraining.begin
@@ -174,9 +174,9 @@ def test_a_run_on_another_mesh_goes_on_with_the_drafter(adaptive, tmp_path, monk
     assert int(drafter_of(config, STEPS).step) > int(seen[0].step)
 
 
-@pytest.mark.slow  # test_processes.py kills such runs every day
+@pytest.mark.slow  # test_processes.py kills such runs in the default selection
 def test_a_run_that_is_killed_has_the_policy_and_a_drafter(configure, plain, tmp_path):
-    """kill -9 at a moment that is not chosen, in the steps in which the drafter is trained."""
+    """kill -9 at a random moment, in the steps in which the drafter is trained."""
     config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
     code = killed_when(config, "checkpoints/1", signal.SIGKILL, 3 * draw.random())
     assert code in (-signal.SIGKILL, cli.DONE)
@@ -215,9 +215,9 @@ def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_
     config = configure(tmp_path / "run", ADAPTIVE)
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
-    said = [line for line in capsys.readouterr().out.splitlines() if "idle training" in line]
-    assert sum("no such luck" in text for text in said) == 2, "one line a step"
-    assert "no more of it" in said[-1] and len(said) == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if "idle training" in line]
+    assert sum("no such luck" in text for text in lines) == 2, "one line a step"
+    assert "no more of it" in lines[-1] and len(lines) == 3
     assert [value for _, value in events(config)["drafter/failures"]] == [1.0, 2.0]  # steps 2 and 3
     assert_equal(jax.device_get(drafter_of(config, 1)), jax.device_get(drafter_of(config, STEPS)))
 
@@ -245,7 +245,7 @@ def test_a_drafter_that_diverges_is_dropped_and_the_last_good_one_stays(
     assert int(drafter_of(config, STEPS).step) == 0
 
 
-def test_what_the_run_cannot_use_up_is_neither_compiled_nor_captured(
+def test_what_the_run_cannot_pay_back_is_neither_compiled_nor_captured(
     configure, plain, tmp_path, monkeypatch
 ):
     used = uses_of_learned(monkeypatch)
@@ -274,16 +274,18 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     )  # fmt: skip
     start = {"drafter_training.start": str(run_folder.drafter_export(adaptive))}
     config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
-    told, update_prior = [], goodput.update_prior
+    priors, update_prior = [], goodput.update_prior
     monkeypatch.setattr(
         goodput, "renew_goodput",
-        lambda state, estimated={}: (told.append(estimated), update_prior(state, estimated))[1],
+        lambda state, estimated={}: (priors.append(estimated), update_prior(state, estimated))[1],
     )  # fmt: skip
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     assert used == [True] and {arm.drafter for arm in offered} == {"ngram", "learned", "merged"}
     known = events(adaptive)["drafter/acceptance"][-1][1]
-    assert told[0]["learned"][0] == pytest.approx(known), "what the run before measured last"
+    assert priors[0]["learned"][0] == pytest.approx(known), (
+        "the last measurement of the earlier run"
+    )
 
 
 def test_an_unreadable_record_of_acceptance_is_refused_before_the_warm_start(
@@ -297,7 +299,7 @@ def test_an_unreadable_record_of_acceptance_is_refused_before_the_warm_start(
         loop.train(configure(tmp_path / "run", ADAPTIVE | {"drafter_training.start": str(start)}))
 
 
-def test_a_new_drafter_of_a_tuner_by_rule_has_the_draft_vocabulary_of_the_first_answers(
+def test_a_new_drafter_of_a_fixed_policy_has_the_draft_vocabulary_of_the_first_answers(
     configure, plain, tmp_path, monkeypatch
 ):
     given, create = [], adaptive_run.create
@@ -320,7 +322,7 @@ def test_a_new_drafter_of_a_tuner_by_rule_has_the_draft_vocabulary_of_the_first_
 
 
 def uses_of_learned(monkeypatch) -> list[bool]:
-    """Whether the learned drafter was to be used, each time that this was said."""
+    """The arguments of each call of Engine.use_learned."""
     used, use = [], Engine.use_learned
     monkeypatch.setattr(
         Engine, "use_learned",

@@ -1,4 +1,4 @@
-"""The scores of all processes are whole whenever a step goes on, whenever one of them is told to stop."""
+"""Whenever a step continues it has the scores of all processes, whenever one of them gets a stop signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tlt_jax.train import evaluation
 
 
 class Slow:
-    """A scorer whose scores come one after another."""
+    """A scorer whose scores arrive one after another."""
 
     def __init__(self, uids: list[int], seconds: float):
         self.uids, self.seconds = uids, seconds
@@ -32,28 +32,30 @@ class Slow:
 
 
 class Together(Job):
-    """A process among threads: what is gathered goes by the board."""
+    """A process simulated by a thread: it gathers over the board."""
 
     def gather(self, data: bytes, wanted=None) -> list[bytes]:
-        """As Job.gather, of all or nothing."""
-        said = self.meeting().heard(data.decode())
-        return [said[index].encode() * (wanted is None) for index in range(self.count)]
+        """As Job.gather, for all parts or none."""
+        heard = self.meeting().heard(data.decode())
+        return [heard[index].encode() * (wanted is None) for index in range(self.count)]
 
 
-def test_scores_are_whole_whenever_a_step_goes_on():
-    """60 steps of three processes; one is told to stop at a moment from before the first score to after the last."""
+def test_scores_are_complete_whenever_a_step_continues():
+    """60 steps of three processes; one is signalled at a moment from before the first score to after the last."""
     outcomes = []
     for seed in range(60):
         draw, board, found = np.random.default_rng(seed), LocalBoard(), {}
-        told, signalled = threading.Event(), int(draw.integers(3))
+        signal_sent, signalled = threading.Event(), int(draw.integers(3))
 
-        def run(index, draw=draw, board=board, found=found, told=told, signalled=signalled):
+        def run(
+            index, draw=draw, board=board, found=found, signal_sent=signal_sent, signalled=signalled
+        ):
             uids = [10 * index + i for i in range(3)]
             scorer = Slow(uids, 0.001 * (index + 1))
             job = Together(index, 3, board)
             try:
                 scores = evaluation.collected(
-                    job, scorer, lambda: index == signalled and told.is_set()
+                    job, scorer, lambda: index == signalled and signal_sent.is_set()
                 )
                 texts = evaluation.told_first(job, {uid: f"text {uid}" for uid in uids})
                 found[index] = scores, texts
@@ -61,17 +63,17 @@ def test_scores_are_whole_whenever_a_step_goes_on():
                 found[index] = None
 
         threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-        signal = threading.Timer(float(draw.uniform(0, 0.02)), told.set)
+        signal = threading.Timer(float(draw.uniform(0, 0.02)), signal_sent.set)
         [one.start() for one in [*threads, signal]]
         [one.join(60) for one in threads]
         signal.cancel()
-        assert len(found) == 3, "none has failed"
+        assert len(found) == 3, "no process failed"
         if found[0] is None:
-            assert found == dict.fromkeys(range(3)), "all stop, or none does"
+            assert found == dict.fromkeys(range(3)), "all stop, or none"
         else:
             scores, texts = zip(*(found[index] for index in range(3)), strict=True)
             assert scores[1] == scores[2] == scores[0] and texts[1:] == ({}, {})
             assert texts[0] == {uid: f"text {uid}" for uid in scores[0]}
             assert sorted(scores[0]) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
         outcomes.append(found[0] is None)
-    assert 5 < sum(outcomes) < 55, "both ways are tried"
+    assert 5 < sum(outcomes) < 55, "both outcomes occur"

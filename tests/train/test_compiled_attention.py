@@ -1,4 +1,4 @@
-"""What the update and the prefill of a policy are compiled to where attention is a library's, without the device."""
+"""Compiled update and prefill of a policy with a library's attention, for devices that are absent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compiled(topology: str, data: int, model: int):
 
 
 def scores(text: str) -> list[str]:
-    """Shapes of arrays that have an axis of T keys and one of a block of queries, of some heads, or of all queries."""
+    """Shapes of arrays with an axis of T keys and an axis of queries: a block, times some heads, or all."""
     group = MODEL.num_heads // MODEL.num_kv_heads
     queries = {BLOCK, group * BLOCK}
     found = []
@@ -68,7 +68,7 @@ def scores(text: str) -> list[str]:
 
 @pytest.mark.parametrize(("topology", "data", "model"), PLACES)
 def test_the_update_calls_the_library_and_gathers_no_activations(topology, data, model):
-    """Heads lie over `model` and rows over `data`: the library's call is one of every device's own."""
+    """Heads are sharded over `model` and rows over `data`: each device calls the library on its shard."""
     text = compiled(topology, data, model).as_text()
     for call in CALLS[topology.split(":")[0]]:
         assert call in text
@@ -81,7 +81,7 @@ def test_the_update_calls_the_library_and_gathers_no_activations(topology, data,
 
 @pytest.mark.parametrize(("topology", "data", "model"), ALONE)
 def test_without_the_library_scores_are_held_and_take_memory(topology, data, model, monkeypatch):
-    """So what the other test looks for is there to be found."""
+    """So the pattern of the other test does match scores."""
     library = compiled(topology, data, model).memory_analysis().temp_size_in_bytes
     jax.clear_caches()
     policy_update.programs.cache_clear()

@@ -40,20 +40,20 @@ BFLOAT16 = {
 
 @pytest.fixture(scope="module")
 def make(configure, shared):
-    """make(run folder): the run of a few problems that come again and again."""
+    """make(run folder): the configuration of a run on a few problems, repeated many times."""
     data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
     return lambda run: configure(run, BFLOAT16 | data)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make, tmp_path_factory):
+def undelayed(make, tmp_path_factory):
     config = make(tmp_path_factory.mktemp("deterministic") / "run")
     assert loop.train(config) == cli.DONE
     return config
 
 
 def delay(monkeypatch, seed: int) -> None:
-    """What is done is noticed late: at random, after a random time."""
+    """Delays the detection of finished work, at random and by a random time."""
     draw, is_ready = random.Random(seed), group.is_ready
 
     def late(state):
@@ -64,7 +64,7 @@ def delay(monkeypatch, seed: int) -> None:
 
 
 def chunks(config) -> list[tuple]:
-    """Every chunk that ran: which strategy, in which shape, for how many rounds, of which rows."""
+    """Strategy, shape, rounds and rows of every chunk that ran."""
     fields = ("group", "strategy", "batch", "slots", "rounds", "tokens", "reason")
     lines = [
         json.loads(line)
@@ -76,28 +76,28 @@ def chunks(config) -> list[tuple]:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_delays_change_nothing(undisturbed, make, tmp_path, monkeypatch, seed):
+def test_delays_change_nothing(undelayed, make, tmp_path, monkeypatch, seed):
     delay(monkeypatch, seed)
     config = make(tmp_path / "run")
     assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(undisturbed)
-    assert chunks(config) == chunks(undisturbed)
-    assert_equal(state_of(config, STEPS), state_of(undisturbed, STEPS))
+    assert completions(config) == completions(undelayed)
+    assert chunks(config) == chunks(undelayed)
+    assert_equal(state_of(config, STEPS), state_of(undelayed, STEPS))
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_resumed_run_ends_with_the_same_bits(undisturbed, tmp_path, monkeypatch, step):
+def test_a_resumed_run_ends_with_the_same_bits(undelayed, tmp_path, monkeypatch, step):
     delay(monkeypatch, step)
-    config = stopped_after(step, undisturbed, tmp_path / "run")
+    config = stopped_after(step, undelayed, tmp_path / "run")
     assert loop.train(config) == cli.DONE
-    assert completions(config) == completions(undisturbed)
-    assert chunks(config) == chunks(undisturbed)
-    assert_equal(state_of(config, STEPS), state_of(undisturbed, STEPS))
+    assert completions(config) == completions(undelayed)
+    assert chunks(config) == chunks(undelayed)
+    assert_equal(state_of(config, STEPS), state_of(undelayed, STEPS))
 
 
 @pytest.fixture(scope="module")
 def learning(make, configure, shared, tmp_path_factory):
-    """The run whose drafter learns in its updates, and drafts as soon as something is known of it."""
+    """The run whose drafter trains in policy updates, and drafts as soon as its acceptance is measured."""
     run = tmp_path_factory.mktemp("deterministic") / "learning"
     data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
     knobs = {"speculation.drafter": "adaptive", "idle_training.learning_rate": 0.01}
@@ -109,7 +109,9 @@ def learning(make, configure, shared, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_drafter_that_learns_by_counts_repeats_and_resumes(learning, tmp_path, monkeypatch, step):
+def test_a_drafter_that_learns_without_a_clock_repeats_and_resumes(
+    learning, tmp_path, monkeypatch, step
+):
     assert any("learned" in chunk[1] or "merged" in chunk[1] for chunk in chunks(learning))
     delay(monkeypatch, 3)
     monkeypatch.setattr(engine, "GAIN_BY_COUNTS", -10.0)

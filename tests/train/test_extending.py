@@ -1,4 +1,4 @@
-"""docs/extending.md: its files and commands, run as they are, and what each extension has to change."""
+"""docs/extending.md: its files and commands, run as they are, and the effect of each extension."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def answers(config: Config) -> list[dict]:
 
 
 def lines_of(folder: Path) -> list[dict]:
-    """What the files of two steps hold."""
+    """The lines of the files of two steps."""
     first, second = sorted(folder.iterdir())
     return [json.loads(line) for file in (first, second) for line in file.read_text().splitlines()]
 
@@ -93,9 +93,9 @@ def test_every_block_of_the_page_is_a_file_or_a_command():
 
 
 def test_the_reward_of_the_page_scores_the_answers_of_the_command():
-    own = {"PYTHONPATH": str(ROOT)}  # the module is found in the folder of the command
+    variables = {"PYTHONPATH": str(ROOT)}  # the module is found in the folder of the command
     started = [sys.executable, "-m", "tlt_jax.train", *command("reward")]
-    done = subprocess.run(started, env=os.environ | own, capture_output=True, text=True)
+    done = subprocess.run(started, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     config = configuration.parse(command("reward"))
     found = answers(config)
@@ -136,7 +136,7 @@ def test_the_rows_of_the_page_are_trained_on(capsys):
 
 
 def test_the_loss_of_the_page_has_the_gradient_worked_by_hand_and_trains():
-    """PPO has none where the ratio left its limits to the good side; CISPO has the limit times the advantage."""
+    """PPO has none where the clip is active; CISPO has the limit times the advantage."""
     ratios, advantages = jnp.array([[1.5, 1.5, 0.5, 0.5]]), jnp.array([[1.0, -1.0, 1.0, -1.0]])
     old, mask = jnp.full((1, 4), -1.0), jnp.ones((1, 4), bool)
     rows = policy_update.Rows(

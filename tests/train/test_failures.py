@@ -1,4 +1,4 @@
-"""The table of failures in docs/pods.md with real processes: one raises, and all end soon, saying who, where and why."""
+"""The failures of docs/pods.md with real processes: one raises, and all end soon and say who, where and why."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tlt_jax.config import Config, load as configuration
 from tlt_jax.train import loop
 
 MOST_S = 30.0  # from the failure to the end of the last process
-# Phases, and after how many steps: with checkpoint.keep 1 the second save is the first that has something to delete.
+# Phases, and their number of occurrence: with checkpoint.keep 1 the second save is the first to delete something.
 EARLY, LATE = 1, 3
 PHASES = ("start", "resume", "rollout", "reward", "update", "save_checkpoint", "eval", "export")
-# What the tests of every day run; the rest is `-m slow`.
+# Cases of the default selection; the rest is `-m slow`.
 DAILY = {
     (2, "start", EARLY), (2, "resume", LATE), (2, "rollout", LATE), (2, "save_checkpoint", LATE),
     (4, "reward", EARLY),
@@ -41,7 +41,7 @@ CASES = [
 def started(
     config: Config, processes: int, port: int | None = None, **environment: str
 ) -> list[subprocess.Popen]:
-    """The command as so many processes, each on its own as on a pod; what each prints is in RUN.INDEX.log."""
+    """Starts the command as several processes, as on a pod; the output of each is in RUN.INDEX.log."""
     path = Path(f"{config.run}.yaml")
     path.write_text(configuration.to_yaml(config))
     if port is None:
@@ -50,7 +50,7 @@ def started(
             port = free.getsockname()[1]
     found = []
     for index in range(processes):
-        own = {
+        variables = {
             "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
             "JAX_NUM_PROCESSES": str(processes),
             "JAX_PROCESS_ID": str(index),
@@ -61,14 +61,14 @@ def started(
             command = [sys.executable, "-m", module, "--config", str(path)]
             found.append(
                 subprocess.Popen(
-                    command, env=os.environ | own | environment, stdout=out, stderr=out
+                    command, env=os.environ | variables | environment, stdout=out, stderr=out
                 )
             )
     return found
 
 
 def ended(processes: list[subprocess.Popen], seconds: float = 240.0) -> list[int]:
-    """The exit codes of all; those that do not end are killed, and have none."""
+    """The exit codes of all; processes that do not end are killed, and have none."""
     until = time.monotonic() + seconds
     try:
         return [one.wait(max(0.1, until - time.monotonic())) for one in processes]
@@ -79,8 +79,8 @@ def ended(processes: list[subprocess.Popen], seconds: float = 240.0) -> list[int
             one.kill()
 
 
-def said(config: Config, index: int) -> str:
-    """What a process has printed."""
+def printed(config: Config, index: int) -> str:
+    """The output of a process."""
     return Path(f"{config.run}.{index}.log").read_text()
 
 
@@ -105,7 +105,9 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
     config = replace(whole, run=str(tmp_path / "run"), checkpoint=replace(whole.checkpoint, keep=1))
     nth = at
     if phase == "resume" or (phase == "start" and at == LATE):
-        stopped_after(2, whole, tmp_path / "run")  # and two checkpoints, of which one is too many
+        stopped_after(
+            2, whole, tmp_path / "run"
+        )  # and two checkpoints, one more than checkpoint.keep
         nth = 1
     elif phase == "eval":
         nth = 1 if at == EARLY else 3  # before the first step, and after the last one
@@ -117,7 +119,7 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
     )  # fmt: skip
     codes = ended(running)
     seconds = time.time() - float(mark.read_text())
-    outputs = [said(config, index) for index in range(processes)]
+    outputs = [printed(config, index) for index in range(processes)]
     assert codes == [cli.DIVERGED] * processes, outputs
     assert seconds < MOST_S, outputs
 
@@ -137,13 +139,15 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
         text = log.read_text()
         assert text.count(f"process {fails} {why}") == 1 and text.count("Traceback") == 1, text
     else:
-        assert phase in ("start", "resume"), "nothing had begun"
+        assert phase in ("start", "resume"), "nothing had started"
 
 
 def test_a_port_that_another_program_has_ends_all_with_a_line_that_names_it(whole, tmp_path):
     config = replace(whole, run=str(tmp_path / "run"))
     began = time.monotonic()
-    with socket.create_server(("localhost", 0)) as other:  # it takes connections, and says nothing
+    with socket.create_server(
+        ("localhost", 0)
+    ) as other:  # it accepts connections, and sends nothing
         port = other.getsockname()[1]
         codes = ended(started(config, 2, port), 90)
     assert time.monotonic() - began < 60 and codes == [cli.MISTAKE] * 2
@@ -151,45 +155,49 @@ def test_a_port_that_another_program_has_ends_all_with_a_line_that_names_it(whol
     expected = (
         f"error: port {port} of process 0 ({place}) is taken by another program: name another"
     )
-    assert said(config, 0).count(expected) == 1
+    assert printed(config, 0).count(expected) == 1
     expected = (
         f"error: another program than process 0 answers at {place}: name another port for all"
     )
-    assert said(config, 1).count(expected) == 1
+    assert printed(config, 1).count(expected) == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_two_processes_set_a_damaged_checkpoint_aside_together_and_go_on(whole, tmp_path):
-    """One of the two alone finds it damaged, as it does when the damage is in its own part of the arrays."""
+def test_two_processes_set_a_damaged_checkpoint_aside_together_and_continue(whole, tmp_path):
+    """Only one of the two finds the damage, as when it is in that process's part of the arrays."""
     config = stopped_after(3, whole, tmp_path / "run")
     config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
     knobs = {"FAILS_AS": "1", "FAILS_IN": "damage", "FAILS_NTH": "3", "FAILS_MARK": ""}
-    assert ended(started(config, 2, **knobs)) == [cli.DONE] * 2, [said(config, i) for i in range(2)]
-    assert "3 is corrupt (DATA_LOSS: " in said(config, 0) and "it is set aside" in said(config, 0)
+    assert ended(started(config, 2, **knobs)) == [cli.DONE] * 2, [
+        printed(config, i) for i in range(2)
+    ]
+    assert "3 is corrupt (DATA_LOSS: " in printed(config, 0) and "it is set aside" in printed(
+        config, 0
+    )
     assert (tmp_path / "run" / "checkpoints" / "damaged" / "3").is_dir()
     assert saved_steps(config) == [1, 2, 3, 4] and completions(config) == completions(whole)
 
 
 def test_a_signal_while_another_process_waits_for_scores_loses_no_score(whole, tmp_path):
-    """To one of two, while its own rewards, which take longest, still run: the step is saved as it was before it."""
+    """The signal goes to the process whose rewards take longest, while they run: the state before the step is saved."""
     config = replace(whole, run=str(tmp_path / "run"))
     running = started(config, 2, TOY_REWARD_SECONDS="0.5")
     until = time.monotonic() + 120
-    while "step 1/" not in said(config, 0) and time.monotonic() < until:
+    while "step 1/" not in printed(config, 0) and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(
         float(np.random.default_rng().uniform(0.2, 2.0))
     )  # 12 answers a step: most of it is the reward phase
     running[1].send_signal(signal.SIGTERM)
-    assert ended(running) == [cli.PREEMPTED] * 2, [said(config, i) for i in range(2)]
+    assert ended(running) == [cli.PREEMPTED] * 2, [printed(config, i) for i in range(2)]
     step = max(saved_steps(config))
-    assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in said(config, 0)
+    assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in printed(config, 0)
     assert ended(started(config, 2)) == [cli.DONE] * 2
     assert completions(config) == completions(whole)
 
 
 def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path):
-    """The first takes long to rename it, and one of an earlier attempt is there."""
+    """The first process renames it slowly, and one of an earlier attempt exists."""
     knobs = {
         "mesh.data": 2,
         "mesh.fake_devices": 2,
@@ -203,7 +211,9 @@ def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path
     slow = {"FAILS_AS": "0", "FAILS_IN": "slow rename", "FAILS_NTH": "1", "FAILS_MARK": ""}
     (tmp_path / "run" / "reference").mkdir(parents=True)
     (tmp_path / "run" / "reference" / "config.json").write_text("{}")
-    assert ended(started(config, 2, **slow)) == [cli.DONE] * 2, [said(config, i) for i in range(2)]
+    assert ended(started(config, 2, **slow)) == [cli.DONE] * 2, [
+        printed(config, i) for i in range(2)
+    ]
     kept = json.loads((tmp_path / "run" / "reference" / "made_from.json").read_text())
     assert kept["source"]["train.seed"] == "0" and kept["leaves"]
     assert json.loads((tmp_path / "run" / "reference" / "config.json").read_text())["hidden_size"]
@@ -211,7 +221,7 @@ def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 4 MiB. Making one needs root: not run where that is not so."""
+    """A file system of 4 MiB. Making one needs root: skipped without."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -227,7 +237,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_last_step(
     kind, configure, tmp_path, small_disk
 ):
-    """Saves fill it, or another program does while a step is decoded; then it is freed, and the run goes on."""
+    """Saves fill it, or another program does during a rollout; then it is freed, and the run resumes."""
     every = 1 if kind == "checkpoints" else 2
     config = configure(
         tmp_path / "run", {"checkpoint.every": every, "checkpoint.keep": 99, "train.steps": 60}
@@ -257,7 +267,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_l
     )
     assert re.search(
         rf"error: {small_disk}\S* is full: \d+ bytes are (free there|needed, \d+ of them are missing); "
-        rf"the last checkpoint, of step {last}, is whole: free the disk, and the same command goes on from there\n",
+        rf"the last checkpoint, of step {last}, is whole: free the disk, and the same command resumes from there\n",
         shown.replace(" (a quota?)", ""),
     ), shown
     filler.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Laws of the RL loop: a step has noise of its own, evaluations share theirs, reward rises."""
+"""Laws of the RL loop: each step has new noise, evaluations share theirs, reward rises."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ARMED = {
 
 @pytest.fixture(scope="module")
 def cached() -> Iterator[dict[str, str]]:
-    """The knobs with which all runs here compile their programs once."""
+    """Knobs with which all runs here share their compiled programs."""
     with observed.compiled_once() as knobs:
         yield knobs
 
@@ -47,7 +47,7 @@ def cached() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def still(tmp_path_factory, cached) -> Callable[..., Run]:
-    """still(folder, seed) -> a run whose policy is given, never learns, and has one prompt."""
+    """still(folder, seed) -> a run with a given policy that never changes, and one prompt."""
     root = tmp_path_factory.mktemp("still")
     config = observed.configure(root, STILL)
     tokenizer, mesh = datasets.tokenizer(config), meshes.make_mesh(1, 1)
@@ -58,7 +58,7 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     (root / "rows.jsonl").write_text(json.dumps({"prompt": "123:", "answer": "1"}))
     given = {"model.path": str(root / "hf"), "model.init": {}}
     given |= {f"data.{split}": str(root / "rows.jsonl") for split in ("train", "eval")}
-    given["data.duplicates"] = "keep"  # a prompt that is in both has the same noise, or not
+    given["data.duplicates"] = "keep"  # a prompt in both shows whether the noise is the same
 
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | cached | given | {"train.seed": seed}
@@ -72,11 +72,11 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory, still) -> Run:
-    """Such a run with seed 0."""
+    """A `still` run with seed 0."""
     return still(tmp_path_factory.mktemp("first"))
 
 
-def said(run: Run) -> tuple[list, list]:
+def texts_of(run: Run) -> tuple[list, list]:
     """The texts of every evaluation, and those of every step."""
     texts = [one.texts for one in run.rollouts]
     return texts[::2], texts[1::2]
@@ -84,20 +84,20 @@ def said(run: Run) -> tuple[list, list]:
 
 def check_steps(run: Run) -> None:
     """Two steps with the same prompt and policy have other answers."""
-    one, other = said(run)[1]
+    one, other = texts_of(run)[1]
     assert one != other
 
 
 def check_evaluations(run: Run) -> None:
-    """Evaluations of one policy are equal, and unlike its training."""
-    evaluated, trained = said(run)
+    """Evaluations of one policy are equal, and differ from its training."""
+    evaluated, trained = texts_of(run)
     assert evaluated == [evaluated[0]] * 3
     assert evaluated[0] not in trained
 
 
 def check_seeds(run: Run, other: Run) -> None:
     """Runs with other seeds have other answers, in training and in evaluation."""
-    for ours, theirs in zip(said(run), said(other), strict=True):
+    for ours, theirs in zip(texts_of(run), texts_of(other), strict=True):
         assert all(one != two for one, two in zip(ours, theirs, strict=True))
 
 
@@ -132,7 +132,7 @@ def test_noise_without_a_seed_is_caught(first, still, tmp_path, monkeypatch):
 
 
 def check_reward_rises(run: Run) -> None:
-    """A policy with two arms, a digit (rewarded) or not, comes to choose the digit."""
+    """A policy with two arms, a digit (rewarded) or not, learns to choose the digit."""
     rewards = [line["reward"] for step in (1, STEPS) for line in lines(run, step)]
     before, after = np.array(rewards).reshape(2, -1).mean(axis=1)
     assert before < 0.7 and after > 0.9

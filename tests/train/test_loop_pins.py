@@ -1,4 +1,4 @@
-"""A run of the RL loop, its knobs off their defaults, is what NumPy says; mistakes are caught."""
+"""A run of the RL loop with knobs off their defaults equals NumPy's; planted mistakes are caught."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def knobs() -> Iterator[dict[str, Any]]:
-    """The knobs of all runs here, which compile their programs once."""
+    """The knobs of all runs here, which share their compiled programs."""
     with observed.compiled_once() as cached:
         yield KNOBS | cached
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, knobs) -> Run:
-    """A run, written down."""
+    """A recorded run."""
     return observed.watched(observed.configure(tmp_path_factory.mktemp("run"), knobs))
 
 
 @pytest.fixture
 def replay(run, knobs, tmp_path) -> Callable[..., Run]:
-    """replay({knob: value}) -> the run once more with its answers, through whatever was planted."""
+    """replay({knob: value}) -> the run again with its answers, through the planted mutant."""
     return lambda changes=None: observed.watched(
         observed.configure(tmp_path, knobs | (changes or {})), run.rollouts
     )
@@ -150,6 +150,6 @@ def test_a_mistake_is_caught(replay, monkeypatch, x64, mutant):
 def test_clipping_before_accumulation_is_caught(replay, monkeypatch, x64):
     for planted in EAGER:
         plant(monkeypatch, *planted)
-    spoiled = replay({"train.logits_chunk": 1000})  # a program that was not traced before
+    spoiled = replay({"train.logits_chunk": 1000})  # a program that was not traced yet
     with pytest.raises(AssertionError):
         check_clipping(spoiled)

@@ -1,4 +1,4 @@
-"""A process trains on its rows alone, so it needs the answers in them alone, and of the others the lengths."""
+"""A process trains only on its rows, so it needs only the answers in them, and the lengths of the others."""
 
 from __future__ import annotations
 

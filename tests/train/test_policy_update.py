@@ -1,4 +1,4 @@
-"""Laws of the policy update: what it computes, that sharding and packing do not change it, and what it holds."""
+"""Laws of the policy update: its numbers, their independence of sharding and packing, and its memory."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def logprobs_of(recipe: Recipe, params: transformer.Params, batch: Batch) -> lis
 
 
 def compiles(recipe: Recipe) -> int:
-    """How many programs the recipe has compiled."""
+    """The number of programs compiled for the recipe."""
     return sum(program._cache_size() for program in policy_update.programs(recipe))
 
 
 def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
-    """Random weights, the same on every mesh; made on the host, where nothing is compiled."""
+    """Random weights, the same on every mesh; made on the host, without compiling."""
     random = np.random.default_rng(seed)
     target = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     drawn = jax.tree.map(
@@ -260,7 +260,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
 
-    # Adam's first step: the clipped gradient over its own size, and the decay of matrices.
+    # Adam's first step: the clipped gradient over its magnitude, and the decay of matrices.
     clipped = np.asarray(gradient.embed) / max(1.0, expected["grad_norm"])
     step = clipped / (np.abs(clipped) + 1e-8) + ADAM.weight_decay * before.embed
     np.testing.assert_allclose(
@@ -310,8 +310,8 @@ def test_sharded_updates_are_the_unsharded_one_and_compile_once(x64):
 def test_sharded_updates_in_float32_are_the_unsharded_one_up_to_rounding():
     """Moments are sums over the batch, so they differ by a few roundings of their largest: 16 (measured: 5).
 
-    Adam divides each gradient by its own size, which magnifies the rounding of the small ones; what is left is bounded in
-    units of the step, the learning rate: 3e-4 of it (measured: 3e-5, where a weight of 1 rounds to 1e-5 of it).
+    Adam divides each gradient by its magnitude, which magnifies the rounding of small ones; the remaining error is bounded in
+    units of the learning rate: 3e-4 of it (measured: 3e-5, where a weight of 1 rounds to 1e-5 of it).
     """
     results = []
     for shape in ((1, 1), (2, 2)):
@@ -345,7 +345,7 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
             announced.sharding,
         )
     moments = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim}
-    assert moments == {jnp.dtype("float32")}  # at least float32, whatever the weights are
+    assert moments == {jnp.dtype("float32")}  # at least float32, whatever the dtype of the weights
 
 
 def test_accumulated_gradients_are_those_of_one_big_batch_whatever_the_packing(x64):
@@ -387,13 +387,11 @@ def test_rows_of_more_examples_than_attention_takes_are_refused():
         policy_batch.make_batch(more, make_mesh(1, 1), None, np.ones(18), np.ones(18))
 
 
-# What the update reads
+# Inputs of the update
 
 
 @pytest.mark.parametrize("objective", [PLAIN, FULL])
-def test_recorded_logprobs_change_no_bit_of_the_policy_unless_importance_is_asked_for(
-    objective, x64
-):
+def test_recorded_logprobs_change_no_bit_of_the_policy_without_importance_weights(objective, x64):
     recipe = recipe_of(objective)
     batch = batch_of(recipe)
     if objective is FULL:
@@ -510,7 +508,7 @@ def test_recipe_holds_the_numbers_of_the_configuration():
 
 
 def test_on_a_cpu_every_program_of_an_update_is_awaited_before_the_next(monkeypatch):
-    """Dozens of programs over several devices that nobody awaits take all threads, and none ends."""
+    """Dozens of programs in flight over several fake devices deadlock: they occupy all threads."""
     mesh, happened = make_mesh(2, 1), []
     place = NamedSharding(mesh, PartitionSpec())
 

@@ -1,4 +1,4 @@
-"""The command as several processes: the same tokens and policy as one, whatever happens to them."""
+"""The command as several processes: the same tokens and policy as one process, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ KNOBS = ADAPTIVE | {
     "mesh.data": GROUPS,
     "mesh.fake_devices": GROUPS,
     "rollout.prompts": 8,
-    "rollout.slots": 4,  # a data group waits for rows, and others take what it has not begun
+    "rollout.slots": 4,  # a data group waits for rows, and others take what it has not started
     "rollout.batch_buckets": [4],
     "eval.every": 2,
     "checkpoint.export": True,
     "processes.lost_s": 5.0,
 }
-# Sums over data groups that lie on several processes may be taken in another order.
+# Sums over data groups on several processes may be taken in another order.
 TOLERANCE = 1e-5
 
 
 @dataclass
 class Job:
-    """The command as so many processes, and what it has printed."""
+    """The command as several processes, and their output."""
 
     processes: int
     config: Config
@@ -50,11 +50,15 @@ class Job:
         path = run.with_name(f"{run.name}.yaml")
         path.write_text(configuration.to_yaml(self.config))
         self.output = run.with_name(f"{run.name}.log")
-        own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON": sys.executable, "GRACE_S": "30"}
+        variables = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHON": sys.executable,
+            "GRACE_S": "30",
+        }
         with self.output.open("w") as out:
             self.started = subprocess.Popen(
                 [str(LOCAL), str(self.processes), "--config", str(path)],
-                env=os.environ | own | self.environment, stdout=out, stderr=out,
+                env=os.environ | variables | self.environment, stdout=out, stderr=out,
             )  # fmt: skip
         return self
 
@@ -62,7 +66,7 @@ class Job:
         self.started.kill()
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.output.read_text()
 
     def wait(self) -> int:
@@ -70,7 +74,7 @@ class Job:
         return self.started.wait(180)
 
     def signalled(self, index: int, number: signal.Signals, step: int, pause: float = 0.0) -> int:
-        """The exit code after this process got a signal, so long after the checkpoint of a step was there."""
+        """The exit code after this process got a signal, `pause` seconds after the checkpoint of a step existed."""
         until, place = time.monotonic() + 150, Path(self.config.run) / "checkpoints" / str(step)
         while not place.exists() and self.started.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
@@ -90,7 +94,7 @@ class Job:
             if b"tlt_jax.train" in command and wanted in command:
                 if f"JAX_PROCESS_ID={index}".encode() in environment:
                     return int(folder.name)
-        raise AssertionError(f"process {index} is not there: {self.said}")
+        raise AssertionError(f"process {index} does not exist: {self.printed}")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +106,7 @@ def alone(configure, shared):
 
 
 def assert_same(config: Config, alone: Config) -> None:
-    """The same answers with the same rewards; the same policy but for the order of sums; every step written once."""
+    """Same answers and rewards, same policy up to the order of sums, every step written once."""
     assert completions(config) == completions(alone)
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
@@ -121,23 +125,23 @@ def test_a_job_of_two_that_is_stopped_and_killed_ends_as_one_process_does(
     config = configure(tmp_path / "two", KNOBS)
     with Job(2, config) as job:
         assert job.signalled(1, signal.SIGTERM, step=1) == cli.PREEMPTED
-        said = job.said
-    assert 1 <= max(saved_steps(config)) < STEPS, "it saved, and went no further"
+        printed = job.printed
+    assert 1 <= max(saved_steps(config)) < STEPS, "it saved, and stopped there"
     before = max(saved_steps(config))
-    stopped = f"[0] {config.run} was stopped, and is saved in {config.run}/checkpoints/{before}: the same command goes on"
-    assert said.count(stopped) == said.count("was stopped") == 1
+    stopped = f"[0] {config.run} was stopped, and is saved in {config.run}/checkpoints/{before}: the same command resumes"
+    assert printed.count(stopped) == printed.count("was stopped") == 1
 
     with Job(2, config) as job:
         pause = float(np.random.default_rng().uniform(0, 1))  # anywhere in a step
         code = job.signalled(1, signal.SIGKILL, step=before + 1, pause=pause)
-        if code != cli.DONE:  # else the run was done before
+        if code != cli.DONE:  # else the run had finished
             assert code == 128 + signal.SIGKILL
-            assert "error: process 1 was ended by signal 9" in job.said
+            assert "error: process 1 was ended by signal 9" in job.printed
             assert re.search(
-                r"\[0\] error: process 1 was last heard of \d+ s ago in phase \w+", job.said
+                r"\[0\] error: process 1 was last heard of \d+ s ago in phase \w+", job.printed
             )
     with Job(2, config) as job:
-        assert job.wait() == cli.DONE, job.said
+        assert job.wait() == cli.DONE, job.printed
     assert_same(config, alone)
     trained = dict(events(config)["drafter/steps"])
     assert trained[STEPS] >= GROUPS * ADAPTIVE["idle_training.floor"], (
@@ -145,17 +149,19 @@ def test_a_job_of_two_that_is_stopped_and_killed_ends_as_one_process_does(
     )
 
 
-def test_a_run_goes_on_as_another_number_of_processes(alone, tmp_path):
+def test_a_run_resumes_with_another_number_of_processes(alone, tmp_path):
     config = stopped_after(2, alone, tmp_path / "four")
     with Job(4, config) as job:
-        assert job.wait() == cli.DONE, job.said
+        assert job.wait() == cli.DONE, job.printed
     assert_same(config, alone)
 
 
 def test_a_process_that_raises_ends_all_with_its_name_and_error(configure, tmp_path):
     config = configure(tmp_path / "raises", KNOBS | {"reward.terms": {"toy_rewards:digits": 1.0}})
     with Job(2, config, {"TOY_REWARD_RAISES": "1"}) as job:
-        assert job.wait() == cli.MISTAKE, "that of the process which raised"
-        said = job.said
-    assert "[1] error: " in said and "only process 0 has this reward" in said
-    assert re.search(r"\[0\] error: process 1 failed in phase \w+: .*only process 0", said), said
+        assert job.wait() == cli.MISTAKE, "the code of the process that raised"
+        printed = job.printed
+    assert "[1] error: " in printed and "only process 0 has this reward" in printed
+    assert re.search(r"\[0\] error: process 1 failed in phase \w+: .*only process 0", printed), (
+        printed
+    )

@@ -1,4 +1,4 @@
-"""What survives a step is saved in one way, and checkpoints of the first format are read."""
+"""Saving and restoring RunState, also from checkpoints of the first format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state() -> RunState:
 
 
 def like(state: RunState) -> RunState:
-    """What restoring is told of the state."""
+    """The abstract state to restore into."""
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
@@ -64,7 +64,7 @@ def test_what_is_saved_is_restored(state, tmp_path):
 
 
 def test_a_checkpoint_of_the_first_format_is_read(state, tmp_path):
-    """One item, `policy`, and the tuner as the meta of its basis and state: as they were written."""
+    """Its content: one item, `policy`, and as meta the basis and state of the tuner."""
     with Store(tmp_path) as store:
         meta = {"tuner": {"basis": BASIS, "state": state.tuner}}
         store.save(7, {"policy": state.policy}, meta)

@@ -1,4 +1,4 @@
-"""What a step says of drafting: rates, times and counts that follow from the measured chunks and from nothing else."""
+"""Metrics of a step: speculation rates, times and counts from the measured chunks, and the accounts of groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATS = {
 def chunk(
     strategy=TREE, batch=4, seconds=0.5, rounds=10, deep=(12, 3), predicted=math.nan, number=0
 ) -> Measurement:
-    """A chunk of four live rows in which deep[d] trees held to depth d + 1."""
+    """A chunk of four live rows in which deep[d] trees were accepted to depth d + 1."""
     hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
     if strategy != PLAIN:
         hits[0, 0, 0], hits[1, 1, 1] = deep
@@ -55,7 +55,7 @@ def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
     return speculation_metrics.metrics("eagle3", rollout, drafting or {})
 
 
-def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
+def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
     measured = [
         chunk(),
         chunk(seconds=0.7, deep=(20, 5)),
@@ -85,7 +85,7 @@ def test_drafting_is_told_by_kind_depth_and_batch_under_names_of_the_list():
     ] == pytest.approx(math.log(2))
 
 
-def test_drafting_and_the_rest_of_a_round_are_told_of_the_most_used_shape_that_was_timed():
+def test_drafting_and_the_rest_of_a_round_are_reported_for_the_most_used_timed_shape():
     other, wide = strategies.parse("2_3_6"), strategies.parse("2_2_5")
     measured = [
         chunk(),

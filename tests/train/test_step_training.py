@@ -1,4 +1,4 @@
-"""The drafter that learns in the policy's update: no bit of the policy or token differs, and it learns what it should."""
+"""Drafter training in the policy update: policy and tokens stay bit-equal, and the drafter trains on the right rows."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def whole(configure, shared):
 
 
 @pytest.fixture(scope="module")
-def taught(plain, whole, shared):
-    """A run that goes on after its first step, and what each of its lessons was given: policy and rows, as NumPy arrays."""
-    config, given = stopped_after(1, whole, shared / "taught"), []
+def recorded(plain, whole, shared):
+    """A run resumed after its first step, and the inputs of each drafter training step: policy and rows, as NumPy arrays."""
+    config, given = stopped_after(1, whole, shared / "recorded"), []
     learn = step_training.learn
 
     def watched(drafter, policy, rows, *rest):
@@ -60,8 +60,8 @@ def taught(plain, whole, shared):
     return config, given
 
 
-def test_a_lesson_is_of_this_steps_answers_and_the_policy_before_its_update(taught):
-    config, given = taught
+def test_the_drafter_trains_on_this_steps_answers_and_the_policy_before_its_update(recorded):
+    config, given = recorded
     assert len(given) == STEPS - 1
     for step, (policy, rows) in enumerate(given, start=2):
         assert_equal(policy, jax.tree.map(np.asarray, state_of(config, step - 1).params))
@@ -72,7 +72,7 @@ def test_a_lesson_is_of_this_steps_answers_and_the_policy_before_its_update(taug
             for segments, mask in zip(batch.segments, batch.loss_mask, strict=True):
                 parts = [mask[segments == one] for one in range(1, segments.max() + 1)]
                 found += [int(part.sum()) for part in parts]
-                # What is learned are the tokens behind the prompt, to the end of the answer.
+                # The loss mask covers the tokens after the prompt, to the end of the answer.
                 assert all(part[-int(part.sum()) - 1 : -1].all() and not part[-1] for part in parts)
         assert sorted(found) == sorted(lengths)
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
     assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
 
 
-def test_a_loss_that_is_not_finite_teaches_nothing_is_said_and_the_run_goes_on(
+def test_a_non_finite_loss_changes_nothing_is_reported_and_the_run_continues(
     plain, whole, tmp_path, monkeypatch
 ):
     config, learn = stopped_after(2, whole, tmp_path / "run"), step_training.learn
@@ -111,15 +111,15 @@ def test_a_loss_that_is_not_finite_teaches_nothing_is_said_and_the_run_goes_on(
     same_policy(config, plain)
     assert_equal(jax.tree.map(np.asarray, drafter_of(config, 3).params), before)
     assert int(drafter_of(config, STEPS).step) > int(drafter_of(config, 3).step)
-    said = (tmp_path / "run" / "log.txt").read_text()
-    assert said.count("step 3: the drafter's loss is not finite: it learns nothing from that") == 1
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("step 3: the drafter's loss is not finite: that update is skipped") == 1
     assert dict(events(config)["drafter/update_steps"])[3] == 0
 
 
-def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
+def test_once_drafting_pays_it_starts_is_reported_and_continues_when_resumed(
     plain, whole, tmp_path, monkeypatch, capsys
 ):
-    """That it pays is given: after the second step, and after every one of the resumed run."""
+    """Drafting is made to pay: after the second step, and after every step of the resumed run."""
     knows = []
     gain = iter([0.0, 5.0])
     monkeypatch.setattr(learned_drafter, "payback", lambda *_: (next(gain), 0.0))
@@ -133,8 +133,8 @@ def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
     shutil.rmtree(tmp_path / "run" / "completions")
     assert loop.train(config) == cli.DONE
     assert knows == [False, False, True, True, True], "before each step, and after the last one"
-    said = capsys.readouterr().out
-    assert said.count("step 2/4  the drafter drafts from here on: of its drafts") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("step 2/4  the drafter drafts from here on: of its drafts") == 1
     same_policy(config, plain)
 
     again = stopped_after(3, config, tmp_path / "again")
@@ -146,13 +146,11 @@ def test_once_drafting_pays_it_begins_is_said_and_goes_on_when_resumed(
 def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what_it_harvests(
     plain, configure, tmp_path, monkeypatch
 ):
-    """What it is worth is given, and steps are said to be long; no bit of the policy differs."""
+    """The drafter's worth and long steps are faked; no bit of the policy differs."""
     monkeypatch.setattr(
         learned_drafter, "payback", lambda engine, *_: (0.0 if engine.drafter else 1e9, 0.0)
     )
-    monkeypatch.setattr(
-        investment, "LONG", 0.6
-    )  # of so short a run, in which compiling costs nothing
+    monkeypatch.setattr(investment, "LONG", 0.6)  # in so short a run, where compiling costs nothing
     monkeypatch.setattr(CompileCosts, "of", lambda *_: 0.01)
     monkeypatch.setattr(investment, "CHANCE", 1e3)
     monkeypatch.setattr(Investment, "after_step", lambda self, _: replace(self, step_seconds=4.0))
@@ -173,16 +171,16 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     again = stopped_after(2, config, tmp_path / "again")
     assert loop.train(again) == cli.DONE
     same_policy(again, plain)
-    # In the last step nothing is paid for: groups learn there only if they happen to be idle.
+    # The last step has no budget: groups train there only if they happen to be idle.
     assert int(drafter_of(again, 3).step) > int(drafter_of(config, 2).step)
 
 
 def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp_path):
-    """share auto: the seconds of process 0 count, for what is learned, from which rows, and when drafting begins."""
+    """share auto: the seconds of process 0 decide the training budget, its rows, and when drafting starts."""
     rest = {"drafter_training.share": "auto", "idle_training.floor": 0, "mesh.fake_devices": 2}
     config = configure(tmp_path / "run", SHARE | rest)
     with Job(2, config, {"MODULE": "disagreeing_process"}) as job:
-        assert job.wait() == cli.DONE, job.said
+        assert job.wait() == cli.DONE, job.printed
     assert completions(config) == completions(plain)
     jax.tree.map(  # sums over data groups may be taken in another order
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
@@ -190,17 +188,19 @@ def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp
     )
     measured = {name: dict(values) for name, values in events(config).items()}
     assert measured["drafter/update_steps"][2] >= 1, "once a step's seconds are known"
-    assert measured["drafter/steps"][STEPS - 1] >= 1, "from what is harvested, once drafting pays"
-    assert "the drafter drafts from here on" in job.said
+    assert measured["drafter/steps"][STEPS - 1] >= 1, (
+        "from the harvested features, once drafting pays"
+    )
+    assert "the drafter drafts from here on" in job.printed
 
 
 def meta_of(config, step):
-    """What the checkpoint of a step says of the investment, as JSON."""
+    """The investment in the checkpoint of a step, as JSON."""
     with Store(config.run, create=False) as store:
         return json.dumps(store.restore(step, {}).meta[INVESTMENT])
 
 
-def test_a_run_that_is_killed_in_a_lesson_ends_as_one_that_is_not(plain, whole, tmp_path):
+def test_a_run_killed_while_the_drafter_trains_ends_as_one_that_is_not(plain, whole, tmp_path):
     config = stopped_after(0, whole, tmp_path / "run")
     with Job(1, config, {"MODULE": "killed_process"}) as job:
         assert job.wait() != cli.DONE
@@ -225,7 +225,7 @@ def test_any_number_of_groups_learns_and_changes_no_bit(configure, tmp_path, gro
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh_with_its_drafter(whole, tmp_path):
+def test_a_run_resumes_on_another_mesh_with_its_drafter(whole, tmp_path):
     config = stopped_after(2, whole, tmp_path / "run")
     config = replace(config, mesh=replace(config.mesh, data=1))
     assert loop.train(config) == cli.DONE

@@ -1,4 +1,4 @@
-"""Laws of the training loop: resume is exact, each step is written once, and what goes wrong is counted or named."""
+"""Laws of the training loop: resume is exact, each step is written once, and errors are counted or named."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
 
 
 def extended(config: Config, run: Path, steps: int, **optim) -> Config:
-    """A copy of a finished run that is to have so many steps."""
+    """A copy of a finished run, extended to `steps` steps."""
     shutil.copytree(config.run, run)
     train, optim = replace(config.train, steps=steps), replace(config.optim, **optim)
     return replace(config, run=str(run), train=train, optim=optim)
@@ -147,7 +147,9 @@ def test_a_finished_run_is_made_longer_and_ends_as_one_that_was_so_from_the_star
     assert_equal(state_of(longer, 6), state_of(start, 6))
     assert completions(longer) == completions(start) and len(completions(start)) == 6
     assert configuration.read(tmp_path / "longer" / "config.yaml") == longer
-    assert not (tmp_path / "longer" / "changes.jsonl").exists(), "nothing that needs a note"
+    assert not (tmp_path / "longer" / "changes.jsonl").exists(), (
+        "no change that changes.jsonl records"
+    )
 
 
 def test_a_schedule_over_the_steps_says_so_when_there_are_more(whole, tmp_path, configure):
@@ -164,12 +166,12 @@ def test_a_schedule_over_the_steps_says_so_when_there_are_more(whole, tmp_path, 
         run_folder.enter(longer)
     run_folder.enter(replace(longer, override=True))
     assert not configuration.read(tmp_path / "run" / "config.yaml").override, (
-        "it is told anew each time"
+        "it must be passed again each time"
     )
     run_folder.enter(longer)
 
 
-def test_what_changes_updates_goes_on_with_override_and_is_noted_with_its_step(whole, tmp_path):
+def test_what_changes_updates_resumes_with_override_and_is_recorded_with_its_step(whole, tmp_path):
     changed = extended(whole, tmp_path / "run", 5, learning_rate=0.02)
     with pytest.raises(
         ConfigError,
@@ -200,7 +202,7 @@ with run_folder.locked(sys.argv[1]):
 """
 
 
-def test_a_second_run_in_a_folder_is_refused_by_name_and_a_kill_frees_it(whole, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_by_name_and_a_kill_releases_the_lock(whole, tmp_path):
     config = extended(whole, tmp_path / "run", 4)
     command = [sys.executable, "-c", HOLDER, config.run]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -215,7 +217,7 @@ def test_a_second_run_in_a_folder_is_refused_by_name_and_a_kill_frees_it(whole, 
     assert loop.train(config) == cli.DONE
 
 
-def test_a_file_system_without_locks_is_used_and_said(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_used_and_reported(tmp_path, monkeypatch, caplog):
     def fails(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -256,7 +258,7 @@ def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
 @pytest.mark.parametrize(
     "where", ["rollout", "evaluation", "last evaluation", "warm start", "rewards"]
 )
-def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(
+def test_sigterm_saves_and_the_run_resumes_to_the_same_bits(
     whole, tmp_path, monkeypatch, capsys, where
 ):
     function, number = {
@@ -276,11 +278,14 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(
     shown = capsys.readouterr().out
     if where == "warm start":
         assert saved_steps(config) == []
-        assert f"{config.run} was stopped before its first step: the same command begins" in shown
+        assert (
+            f"{config.run} was stopped before its first step: the same command starts again"
+            in shown
+        )
         return
     saved = {"rollout": 2, "evaluation": 2, "last evaluation": 4, "rewards": 1}
     place = Path(config.run) / "checkpoints" / str(saved[where])
-    assert f"was stopped, and is saved in {place}: the same command goes on from there" in shown
+    assert f"was stopped, and is saved in {place}: the same command resumes from there" in shown
     assert saved_steps(config)[-1] == saved[where]
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
@@ -302,19 +307,21 @@ def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_p
     path = tmp_path / "run.yaml"
     path.write_text(configuration.to_yaml(config))
     command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
-    own = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True)
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        command, env=os.environ | variables, stderr=subprocess.PIPE, text=True
+    )
     maps, until = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
     while "jaxlib" not in maps.read_text() and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    said_so = "stopped: the same command begins again, or goes on from what is saved\n"
-    assert (process.returncode, said) == (cli.PREEMPTED, said_so)
+    _, printed = process.communicate(timeout=60)
+    expected = "stopped: the same command starts again, or resumes from the last checkpoint\n"
+    assert (process.returncode, printed) == (cli.PREEMPTED, expected)
 
 
 def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
-    """SIGTERM, then kill -9 while a step is being saved, then the rest: through the command, in its own process."""
+    """SIGTERM, then kill -9 during a save, then the remaining steps: by the command, in a subprocess."""
     config = replace(whole, run=str(tmp_path / "run"))
     killed = killed_when(config, "completions/000001.jsonl", signal.SIGTERM)
     assert killed == cli.PREEMPTED
@@ -326,7 +333,7 @@ def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
     assert [step for step, _ in events(config)["reward/mean"]] == [1, 2, 3, 4]
 
 
-def test_a_run_goes_on_on_another_mesh(whole, tmp_path):
+def test_a_run_resumes_on_another_mesh(whole, tmp_path):
     config = stopped_after(2, whole, tmp_path / "run")
     config = replace(config, mesh=replace(config.mesh, data=1, model=2))
     assert loop.train(config) == cli.DONE
@@ -383,15 +390,15 @@ def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
     spent, compiled = (
         dict(measured[f"{kind}/time_drafting"]) for kind in ("timing_s", "perf/compile_s")
     )
-    assert 0 < compiled[1] < spent[1], "timing compiles what it times, in a phase of its own"
+    assert 0 < compiled[1] < spent[1], "timing compiles its programs, in a separate phase"
 
 
 @pytest.fixture(scope="module")
 def drafted(shared, configure):
     """A finished run that drafts, every step saved. Tests copy it, none writes to it.
 
-    Its tuner begins with a reward of plain decoding, and none of its next nine choices is
-    epsilon's: what it predicts first does not depend on what the clock makes of earlier chunks.
+    Its tuner starts with a reward of plain decoding, and its next nine choices do not explore:
+    its first prediction does not depend on the measured seconds of earlier chunks.
     """
     config = configure(shared / "drafted", DRAFTED | {"train.steps": 3, "eval.every": 0})
     with pytest.MonkeyPatch.context() as patched:
@@ -402,7 +409,7 @@ def drafted(shared, configure):
 
 
 def tuner_of(config: Config, step: int) -> dict:
-    """What the tuner had learned when a step was saved."""
+    """The tuner's state in the checkpoint of a step."""
     with Store(config.run, create=False) as store:
         return store.index(step)["meta"]["tuner"]
 
@@ -420,7 +427,7 @@ def first_state(monkeypatch, config: Config) -> dict:
     return states[0]
 
 
-def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_with_what_its_tuner_learned(drafted, tmp_path, monkeypatch):
     learned = [tuner_of(drafted, step)["state"] for step in (1, 2, 3)]
     assert 20 < learned[0]["choices"] < learned[1]["choices"] < learned[2]["choices"]
     config = stopped_after(2, drafted, tmp_path / "run")
@@ -431,7 +438,7 @@ def test_a_resumed_run_goes_on_with_what_its_tuner_learned(drafted, tmp_path, mo
     assert completions(config) == completions(drafted)
 
 
-def test_drafting_is_not_timed_alone_unless_it_is_asked_for(drafted):
+def test_drafting_is_not_timed_alone_unless_requested(drafted):
     measured = events(drafted)
     assert measured["speculation/round_ms@3"], "some chunk drafted"
     unwanted = ("draft_ms", "verify_ms", "time_drafting")
@@ -439,7 +446,7 @@ def test_drafting_is_not_timed_alone_unless_it_is_asked_for(drafted):
 
 
 def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(drafted, whole):
-    assert not chosen(whole), "nothing is chosen where nothing may draft"
+    assert not chosen(whole), "no strategy is chosen where none may draft"
     assert list(chosen(drafted)) == [f"00000{n}.jsonl" for n in (1, 2, 3)]
     for name, lines in chosen(drafted).items():
         assert sum(line["tokens"] for line in lines) == sum(
@@ -461,15 +468,13 @@ def test_every_chunk_that_ran_is_written_with_what_was_predicted_and_measured(dr
     assert ("best median", 3 * 100.0) in first, "three live rows at the reward known before"
 
 
-def test_other_strategies_make_the_tuner_start_anew_and_change_no_bit(
-    drafted, tmp_path, monkeypatch, caplog
-):
+def test_other_strategies_reset_the_tuner_and_change_no_bit(drafted, tmp_path, monkeypatch, caplog):
     config = stopped_after(2, drafted, tmp_path / "run")
     config = replace(config, speculation=replace(config.speculation, strategies=["1_1_2"]))
     assert first_state(monkeypatch, config) == beg_mab.begin_beg_mab()
-    said = [line for line in caplog.messages if "tuner" in line]
-    assert said == [
-        "the tuner starts anew: what it had learned is of another speculation.strategies"
+    lines = [line for line in caplog.messages if "tuner" in line]
+    assert lines == [
+        "the tuner starts from scratch: its saved state is of another speculation.strategies"
     ]
     assert_equal(state_of(config, 3), state_of(drafted, 3))
 
@@ -516,7 +521,7 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
     assert [value for _, value in written["groups/zero_variance"]] == [1, 1]
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest(configure, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, monkeypatch):
     measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
     monkeypatch.setattr(
         Evaluator,
@@ -631,7 +636,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     knobs = {"sft.steps": 8, "sft.batch": 8, "sft.learning_rate": 0.03, "sft.cache": tmp_path / "cache",
              "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}  # fmt: skip
     config = configure(tmp_path / "run", knobs)
-    monkeypatch.setattr(sft, "SAY_EVERY", 1)
+    monkeypatch.setattr(sft, "LOG_EVERY", 1)
     assert loop.train(config) == cli.DONE
     losses = events(config)["sft/loss"]
     assert [step for step, _ in losses] == list(range(1, 9))
@@ -665,7 +670,7 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     assert folder({"sft.cache": "off"}) is None
 
 
-def test_a_warm_start_is_kept_by_what_its_rows_hold(tmp_path, shared, configure):
+def test_a_warm_start_is_cached_by_the_content_of_its_rows(tmp_path, shared, configure):
     source = tmp_path / "rows.jsonl"
     found = set()
     for solution in ("1: 2 3", "1: 2 4", "1: 2 3"):
@@ -687,7 +692,7 @@ def test_a_warm_start_is_kept_by_what_its_rows_hold(tmp_path, shared, configure)
 
 @pytest.mark.parametrize("what", ["learning rate", "seed", "rows", "name"])
 def test_a_checkpoint_of_another_run_is_refused_by_name(what, whole, tmp_path):
-    """Its config.yaml is gone, so that the checkpoint alone knows what it was saved with."""
+    """Its config.yaml is missing, so only the checkpoint knows the settings it was saved with."""
     config = stopped_after(2, whole, tmp_path / "run")
     (Path(config.run) / "config.yaml").unlink()
     if what == "learning rate":
@@ -747,7 +752,7 @@ def test_a_damaged_checkpoint_is_an_error_or_set_aside(whole, tmp_path, caplog):
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What is in a run folder, but for the messages of attempts."""
+    """The files of a run folder, without logs."""
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {
         name: path.read_bytes()
@@ -757,7 +762,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["all damaged", "set aside by hand", "a file system that fails"])
-def test_a_run_that_had_checkpoints_never_begins_anew_by_itself(whole, tmp_path, monkeypatch, kind):
+def test_a_run_that_had_checkpoints_never_starts_from_scratch_by_itself(
+    whole, tmp_path, monkeypatch, kind
+):
     config = stopped_after(2, whole, tmp_path / "run")
     config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
     saved = Path(config.run) / "checkpoints"
@@ -774,10 +781,10 @@ def test_a_run_that_had_checkpoints_never_begins_anew_by_itself(whole, tmp_path,
     before = files_of(Path(config.run))
     expected = {
         "all damaged": "/0 is corrupt .*: there is no other checkpoint, and a new run needs another run folder",
-        "set aside by hand": "holds damaged checkpoints alone: a new run needs another run folder",
+        "set aside by hand": "holds only damaged checkpoints: a new run needs another run folder",
         "a file system that fails": "/2 cannot be read .*Stale file handle.: it may be whole",
     }[kind]
-    for _ in range(2):  # the same command again says the same
+    for _ in range(2):  # the same command again gives the same error
         with pytest.raises(CheckpointError, match=expected):
             loop.train(config)
     after = files_of(Path(config.run))
@@ -840,7 +847,7 @@ def test_a_run_that_never_began_may_be_corrected_and_a_folder_that_cannot_be_is_
         run_folder.enter(configure(tmp_path / "file" / "run"))
 
 
-def test_the_folder_of_an_older_version_goes_on_or_is_named(configure, tmp_path):
+def test_the_folder_of_an_older_version_resumes_or_is_named(configure, tmp_path):
     config, path = configure(tmp_path / "run"), tmp_path / "run" / "config.yaml"
     (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
     ours = configuration.to_yaml(config)

@@ -93,7 +93,7 @@ def configure(shared):
 
 @pytest.fixture(scope="module")
 def whole(shared, configure):
-    """A finished training on the policy's own answers, every step saved. Tests copy it, none writes to it."""
+    """A finished training on answers of the policy, every step saved. Tests copy it, none writes to it."""
     config = configure(shared / "whole")
     assert drafter.train(config) == cli.DONE
     return config
@@ -190,7 +190,7 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
         assert events(inside(config))[name] == events(inside(whole))[name]
 
 
-def test_what_has_more_steps_than_are_asked_for_is_finished(whole, tmp_path, capsys):
+def test_what_has_more_steps_than_requested_is_finished(whole, tmp_path, capsys):
     shutil.copytree(whole.run, tmp_path / "run")
     fewer = replace(whole.drafter_training, steps=STEPS - 1)
     config = replace(whole, run=str(tmp_path / "run"), drafter_training=fewer, override=True)
@@ -198,12 +198,12 @@ def test_what_has_more_steps_than_are_asked_for_is_finished(whole, tmp_path, cap
     assert f"is finished: it has all {STEPS} steps" in capsys.readouterr().out
     made_from = tmp_path / "run" / "drafter" / "hf" / "made_from.json"
     made_from.write_text('{"command": "tlt_jax.train", "step": 4}')
-    assert drafter.train(config) == cli.DONE, "a drafter that a run trained is another"
+    assert drafter.train(config) == cli.DONE, "a drafter that a run trained does not count"
     assert json.loads(made_from.read_text())["command"] == "tlt_jax.train.drafter"
 
 
 @pytest.mark.parametrize("where", ["answers", "training"])
-def test_sigterm_saves_and_the_training_goes_on_to_the_same_bits(
+def test_sigterm_saves_and_the_training_resumes_to_the_same_bits(
     whole, tmp_path, monkeypatch, where
 ):
     config = replace(whole, run=str(tmp_path), checkpoint=replace(whole.checkpoint, every=0))
@@ -230,14 +230,14 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     ]
     assert [row["prompt"] for row in rows[::2]] == prompts
     assert DRAFTER_STREAM not in (TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM)
-    asked = []
+    requests = []
 
     class Recorder:
         def __init__(self, *_):
             self.publish = lambda params: None
 
         def request(self, prompts, *_, stream, step):
-            asked.append((stream, step, len(prompts)))
+            requests.append((stream, step, len(prompts)))
 
         def run(self, request, weights, *, interrupted):
             return SimpleNamespace(completions=[], stats={"tokens_per_second": 1.0}), None
@@ -248,7 +248,7 @@ def test_answers_are_the_policys_own_in_a_stream_that_rl_never_sees(whole, tmp_p
     corpus.answer(
         replace(whole, run=str(tmp_path)), None, None, None, dataset, tokenizer, lambda: False
     )
-    assert asked == [(DRAFTER_STREAM, step, 16) for step in (0, 1)]
+    assert requests == [(DRAFTER_STREAM, step, 16) for step in (0, 1)]
 
 
 def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
@@ -323,7 +323,7 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
 
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
-    monkeypatch.setattr(drafter, "SAY_EVERY", 2)
+    monkeypatch.setattr(drafter, "LOG_EVERY", 2)
     knobs = {
         "drafter_training.texts": Path(whole.run) / "drafter" / "answers",
         "drafter_training.learning_rate": 1e30,

@@ -1,4 +1,4 @@
-"""Laws of the Weights & Biases tracker: what TensorBoard has at the same steps, and never a step of the run. No network."""
+"""Laws of the Weights & Biases tracker: it has what TensorBoard has, at the same steps, and never fails the run. No network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK = 32768  # bytes of a block of the file, which is a LevelDB log after 7 by
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch) -> Iterator[Path]:
-    """W&B offline, without telemetry; a home and a working folder, which have to stay empty."""
+    """W&B offline, without telemetry; a home and a working folder, which must stay empty."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
@@ -53,7 +53,7 @@ def offline(tmp_path, monkeypatch) -> Iterator[Path]:
     yield home
     import wandb
 
-    with contextlib.suppress(ConnectionError):  # of a test that kills its process
+    with contextlib.suppress(ConnectionError):  # for a test that kills its process
         wandb.teardown()
 
 
@@ -91,13 +91,13 @@ def records(path: Path) -> Iterator:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             yield Stored.FromString(parts)
             parts = b""
 
 
 def attempts(config: Config) -> list[list]:
-    """The records of each attempt of a run, in their order; W&B's own process may write the last of them late."""
+    """The records of each attempt of a run, in order; W&B's process may write the last ones late."""
     folder, until = Path(config.run) / "wandb", time.monotonic() + 30
     while True:
         files = folder.glob("offline-run-*/*.wandb")
@@ -111,7 +111,7 @@ def attempts(config: Config) -> list[list]:
 
 
 def tracked(config: Config) -> dict[str, dict[int, list]]:
-    """Name -> step -> what W&B has of it, from all attempts; media as dictionaries."""
+    """Name -> step -> value in W&B, from all attempts; media as dictionaries."""
     found: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
     for attempt in attempts(config):
         for record in attempt:
@@ -136,7 +136,7 @@ def scalars_of_tensorboard(config: Config) -> dict[str, dict[int, list[float]]]:
 
 
 def scalars(values: dict[str, dict[int, list]]) -> dict[str, dict[int, list]]:
-    """Those of `tracked` that are numbers, in TensorBoard's precision."""
+    """The numbers in `tracked`, in TensorBoard's precision."""
     return {
         name: {step: [float(np.float32(one)) for one in ones] for step, ones in steps.items()}
         for name, steps in values.items()
@@ -168,14 +168,14 @@ def test_the_run_there_has_the_name_the_project_and_the_configuration(config, of
     resolved = {one.key: json.loads(one.value_json) for one in run.config.update}
     assert {name: resolved[name] for name in asdict(config)} == asdict(config)
     assert (run.display_name, run.project, run.entity) == ("runs/mine", "tlt_jax", "")
-    own = replace(config.log, wandb_name="first", wandb_project="math", wandb_entity="team")
-    write(replace(config, log=own), range(1, 3))
+    log = replace(config.log, wandb_name="first", wandb_project="math", wandb_entity="team")
+    write(replace(config, log=log), range(1, 3))
     run = next(r.run for r in attempts(config)[-1] if r.WhichOneof("record_type") == "run")
     assert (run.display_name, run.project, run.entity) == ("first", "math", "team")
 
 
 @needs_wandb
-def test_a_run_that_goes_on_goes_on_there_and_a_new_one_is_another(config, offline):
+def test_a_resumed_run_continues_the_wandb_run_and_a_new_one_starts_another(config, offline):
     write(config, range(1, 8))
     time.sleep(1)  # W&B names the folders of attempts by the second
     write(config, range(6, 9), resumed_from=5)
@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_goes_on_there_and_a_new_one_is_another(config, offli
 
 
 @needs_wandb
-def test_a_lost_wandb_costs_no_step_and_is_said_once(config, offline, caplog):
+def test_a_lost_wandb_costs_no_step_and_is_reported_once(config, offline, caplog):
     def kill():
         children = subprocess.run(
             ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True
@@ -206,7 +206,7 @@ def test_a_lost_wandb_costs_no_step_and_is_said_once(config, offline, caplog):
 
 
 @needs_wandb
-def test_without_a_server_all_is_kept_for_later(config, offline, monkeypatch):
+def test_without_a_server_all_is_stored_for_later(config, offline, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
@@ -238,14 +238,23 @@ def test_training_that_is_interrupted_writes_one_run_there_and_nothing_elsewhere
 
 
 def refused(tmp_path: Path, code: str, **environment: str) -> str:
-    """What the training command says that has to refuse to start."""
+    """The error output of a training command that must refuse to start."""
     knobs = ["--config", "quickstart", "--run", str(tmp_path / "run"), "--log.trackers", "[wandb]"]
     code += f"; import runpy, sys; sys.argv = ['train', *{knobs!r}]"
     code += "; runpy.run_module('tlt_jax.train', run_name='__main__')"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    own = {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path), **QUIET, **environment}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HOME": str(tmp_path),
+        **QUIET,
+        **environment,
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        env=clean | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2 and done.stdout == "" and not (tmp_path / "run").exists()
     return done.stderr

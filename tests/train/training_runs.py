@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: what a run has written, and where it is interrupted."""
+"""Helpers for tests of whole runs: read the files of a run, and interrupt it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def raise_at(monkeypatch, target, name: str, number: int, act) -> None:
 
 
 def die() -> None:
-    """Ends the run where it is, as far as its files go."""
+    """Ends the run at once; its files stay as they are."""
     raise RuntimeError("killed here")
 
 
@@ -104,13 +104,13 @@ def preempt() -> None:
 def killed_when(
     config: Config, first_sign: str, number: signal.Signals, seconds: float = 0.0
 ) -> int:
-    """The exit code of the command, in its own process, that gets a signal so long after a file of the run is there."""
+    """The exit code of the command, in a subprocess that gets a signal some time after a file of the run exists."""
     run = Path(config.run)
     path = run.with_name(f"{run.name}.yaml")
     path.write_text(configuration.to_yaml(config))
     command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
-    own = {"PYTHONPATH": os.pathsep.join(sys.path), "TOY_REWARD_SECONDS": "0.3"}
-    process = subprocess.Popen(command, env=os.environ | own)
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TOY_REWARD_SECONDS": "0.3"}
+    process = subprocess.Popen(command, env=os.environ | variables)
     until = time.monotonic() + 120
     while not list(run.glob(first_sign)) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
@@ -120,7 +120,7 @@ def killed_when(
 
 
 def stopped_after(step: int, config: Config, run: Path) -> Config:
-    """The same run in another folder, as a kill -9 leaves it that comes before the save of the next step is whole."""
+    """A copy of the run as left by a kill -9 before the save of the next step is complete."""
     shutil.copytree(config.run, run)
     for saved in (run / "checkpoints").iterdir():
         if saved.name.isdigit() and int(saved.name) > step:

@@ -1,4 +1,4 @@
-"""Arms of several drafters: what is known of one is no evidence for another's, and an untaught one is not used."""
+"""Arms of several drafters: evidence of one drafter does not count for another, and untrained ones are not used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named(drafter: str, *texts: str) -> tuple[Strategy, ...]:
 # Arms
 
 
-def test_every_strategy_is_an_arm_of_the_drafters_that_it_makes_sense_for():
+def test_every_strategy_is_an_arm_of_the_drafters_that_can_use_it():
     assert [name(arm) for arm in ARMS] == [
         *("ngram:3_1_4", "ngram:7_1_8", "ngram:1_1_2"),
         *("learned:3_1_4", "learned:7_1_8", "learned:6_4_16", "learned:1_1_2"),
@@ -40,7 +40,7 @@ def test_every_strategy_is_an_arm_of_the_drafters_that_it_makes_sense_for():
     ]  # fmt: skip
 
 
-def test_a_strategy_that_names_its_drafter_is_an_arm_of_this_one_alone():
+def test_a_strategy_that_names_its_drafter_is_an_arm_of_only_this_one():
     texts = ["merged:3_1_4", "off", "3_1_4", "ngram:6_4_16"]
     found = make.arms(Speculation(drafter="adaptive", strategies=texts))
     assert [name(arm) for arm in found] == [
@@ -49,7 +49,7 @@ def test_a_strategy_that_names_its_drafter_is_an_arm_of_this_one_alone():
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "a directory"])
-def test_where_there_is_one_drafter_no_strategy_can_name_another(drafter):
+def test_with_one_drafter_no_strategy_can_name_another(drafter):
     with pytest.raises(ValueError, match="learned:3_1_4.*write 3_1_4, or set the drafter to adap"):
         make.arms(Speculation(drafter=drafter, strategies=["1_1_2", "learned:3_1_4"]))
 
@@ -58,7 +58,7 @@ def test_where_there_is_one_drafter_no_strategy_can_name_another(drafter):
 
 
 @pytest.mark.parametrize("drafter", ["", NGRAM, LEARNED, MERGED])
-def test_a_tree_covers_smaller_ones_of_its_drafter_alone(drafter):
+def test_a_tree_covers_smaller_ones_of_only_its_drafter(drafter):
     source = Strategy(6, 4, 16, drafter)
     covered = [other for other in ("", NGRAM, LEARNED, MERGED)
                if acceptance.covers(source, Strategy(3, 1, 4, other))]  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_tree_covers_smaller_ones_of_its_drafter_alone(drafter):
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_a_measurement_of_one_drafter_leaves_what_is_known_of_another_as_it_is(is_told):
+def test_a_measurement_of_one_drafter_does_not_change_the_estimates_of_another(is_told):
     evidence, estimates = {}, {LEARNED: acceptance.estimated(90.0, LEVELS)} if is_told else {}
     (chain,) = named(LEARNED, "3_1_4")
     evidence = acceptance.add(evidence, 100.0, 4, chain, 64, tuners.measured(chain, accepted=0.3).hits, ARMS)  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_measurement_of_one_drafter_leaves_what_is_known_of_another_as_it_is(i
 
 
 def test_the_name_of_the_only_drafter_makes_no_difference():
-    """A learned drafter's arms, with names and without: the same choices, speeds and doubts."""
+    """A learned drafter's arms, with and without names: the same choices, speeds and uncertainties."""
     runs = []
     for drafter in ("", LEARNED):
         arms = [Strategy(*parse(text).__dict__.values()) for text in SETTINGS.strategies]
@@ -107,7 +107,7 @@ def test_the_name_of_the_only_drafter_makes_no_difference():
 
 
 def expected(drafter: str, text: str, told: dict) -> tuple[float, float]:
-    """What the tuner expects of an arm before anything is measured, and its doubt."""
+    """The tuner's expectation for an arm before any measurement, and its uncertainty."""
     state = tuner().update_prior(tuner().init(), told)
     arms = named(drafter, text)
     mean, error = acceptance.estimate({}, state["clock"], 4, arms, state["estimates"])
@@ -116,7 +116,7 @@ def expected(drafter: str, text: str, told: dict) -> tuple[float, float]:
 
 @pytest.mark.parametrize("levels", [(0.8, 0.7, 0.6, 0.5), (0.5,), (0.3, 0.6), (0.9, 0.9, 0.2)])
 @pytest.mark.parametrize("text", ["1_1_2", "3_1_4", "7_1_8"])
-def test_a_chain_is_expected_to_accept_the_sum_of_the_products_of_the_estimate(levels, text):
+def test_a_chains_expected_acceptance_is_the_sum_of_the_estimates_products(levels, text):
     depth = parse(text).depth
     every = [*levels, *levels[-1:] * depth][:depth]
     mean, error = expected(LEARNED, text, {LEARNED: levels})
@@ -124,7 +124,7 @@ def test_a_chain_is_expected_to_accept_the_sum_of_the_products_of_the_estimate(l
     assert error < 0.15
 
 
-def test_a_wide_tree_is_expected_to_accept_more_by_the_law_of_widths():
+def test_a_wide_tree_is_expected_to_accept_more_by_the_power_law_of_widths():
     levels = (0.5, 0.4, 0.4, 0.3, 0.3, 0.3)
     every = np.cumprod(np.array(levels) ** 2.5**-0.9).sum()
     for drafter in (LEARNED, MERGED):
@@ -139,7 +139,7 @@ def test_merged_trees_have_the_learned_drafters_estimate_or_their_own():
     assert expected(NGRAM, "3_1_4", worse) == expected(NGRAM, "3_1_4", {})
 
 
-def test_an_estimate_yields_to_measurements_and_old_measurements_to_a_new_estimate():
+def test_measurements_replace_an_estimate_and_a_new_estimate_replaces_old_measurements():
     made, (arm,) = tuner(), named(LEARNED, "1_1_2")
     state, seen = made.update_prior(made.init(), {LEARNED: (0.9,)}), []
 
@@ -159,7 +159,7 @@ def test_an_estimate_yields_to_measurements_and_old_measurements_to_a_new_estima
     assert seen[0] > 0.85 and seen[1] < 0.3 and seen[2] > 0.7
 
 
-def test_an_estimate_is_trusted_less_as_weights_change():
+def test_an_estimate_loses_weight_as_weights_change():
     made, (arm,) = tuner(), named(LEARNED, "3_1_4")
     state, uncertainties = made.update_prior(made.init(), {LEARNED: LEVELS}), []
     for _ in range(4):
@@ -174,19 +174,19 @@ def test_an_estimate_is_trusted_less_as_weights_change():
     )
 
 
-def test_an_estimate_that_is_not_finite_is_one_of_a_drafter_that_accepts_nothing():
+def test_an_estimate_that_is_not_finite_counts_as_zero_acceptance():
     for levels in ((math.nan,), (math.inf, 0.5), (0.0,)):
         mean, error = expected(LEARNED, "3_1_4", {LEARNED: levels})
         assert 0 <= mean < 0.01 and math.isfinite(error)
     assert expected(LEARNED, "3_1_4", {LEARNED: (0.6, math.nan)})[0] == pytest.approx(0.6, abs=1e-3)
 
 
-def test_an_estimate_without_a_level_is_refused():
+def test_an_estimate_without_a_level_is_rejected():
     with pytest.raises(ValueError, match="no level"):
         tuner().update_prior(tuner().init(), {LEARNED: ()})
 
 
-# What is usable
+# Usable arms
 
 
 def drafters(state) -> set[str]:
@@ -207,7 +207,7 @@ def test_an_arm_is_usable_once_its_drafter_was_estimated_or_measured():
     assert drafters(json.loads(json.dumps(told))) == drafters(told)
 
 
-def test_what_is_not_usable_is_not_chosen_however_fast_it_looks():
+def test_an_arm_that_is_not_usable_is_not_chosen_however_fast_it_seems():
     made = tuner()
     for told, chosen in (({}, {"", NGRAM}), ({LEARNED: (0.98,)}, {"", NGRAM, LEARNED, MERGED})):
         state, taken = made.update_prior(made.init(), told), set()
@@ -219,7 +219,7 @@ def test_what_is_not_usable_is_not_chosen_however_fast_it_looks():
         assert taken <= chosen and (LEARNED in taken or MERGED in taken) == bool(told)
 
 
-def test_the_largest_batches_are_those_of_drafters_that_have_learned():
+def test_largest_batches_include_only_trained_drafters():
     batches = [1, 64, 256]
     assert {arm.drafter for arm in make.largest_batches(tuner(), batches)} == {NGRAM}
     assert make.largest_batches(tuner(), batches, [NGRAM, LEARNED, MERGED]) == {
@@ -228,7 +228,7 @@ def test_the_largest_batches_are_those_of_drafters_that_have_learned():
     }
 
 
-def test_the_state_of_an_older_version_starts_anew():
+def test_the_state_of_an_older_version_is_reset():
     made, basis = tuner(), {"version": goodput.VERSION}
     state = made.update_prior(made.init(), {LEARNED: LEVELS})
     older = {key: value for key, value in state.items() if key != "estimates"}
@@ -247,7 +247,7 @@ def seconds(cells, *texts: str) -> list[float]:
     return np.exp(log).tolist()
 
 
-def test_levels_of_ngrams_cost_nothing_before_they_are_measured_and_those_of_a_network_do():
+def test_before_measurements_levels_of_ngrams_cost_nothing_and_those_of_a_network_do():
     cells = {}
     for batch in (1, 4, 16):
         for _ in range(3):
@@ -261,7 +261,7 @@ def test_levels_of_ngrams_cost_nothing_before_they_are_measured_and_those_of_a_n
         assert ngram < 0.9 * learned and learned == merged == only
 
 
-def test_seconds_of_one_drafters_chunk_are_not_those_of_anothers():
+def test_the_seconds_of_drafters_are_learned_separately():
     cells, texts = {}, ("ngram:7_1_8", "learned:7_1_8", "merged:7_1_8")
     truth = dict(zip(texts, (1.3, 2.5, 2.8), strict=True))
     for _ in range(9):

@@ -1,4 +1,4 @@
-"""Evaluations teach training nothing of how drafts hold, and the other way round; what programs cost is learned from both."""
+"""Training and evaluation have separate acceptance evidence; costs are learned from both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after(tuner, state, *seen):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_kind_comes_back_as_it_was_left_but_for_the_costs(name):
+def test_switching_back_restores_a_kind_except_for_the_costs(name):
     tuner = MAKERS[name]()
     before = after(tuner, tuner.init(), measured(PLAIN), measured(ARM, accepted=2.0))
     other = tuner.switched(before, EVALUATION)
@@ -42,8 +42,8 @@ def test_a_kind_comes_back_as_it_was_left_but_for_the_costs(name):
     assert tuner.switched(back, TRAINING) == back or name == "goodput"  # which ends a rollout
 
 
-def test_evaluations_that_draft_badly_do_not_change_what_training_is_expected_to_accept():
-    """Predicted tokens per second of a tree in training, with evaluations between in which nothing holds."""
+def test_evaluations_that_draft_badly_do_not_change_the_expected_acceptance_in_training():
+    """Predicted tokens per second of a tree in training, with evaluations in between that accept nothing."""
     tuner, speeds = goodput.goodput([ARM]), []
     for evaluates in (False, True):
         state = after(tuner, tuner.init(), *[measured(PLAIN), measured(ARM, accepted=2.0)] * 4)
@@ -58,8 +58,8 @@ def test_evaluations_that_draft_badly_do_not_change_what_training_is_expected_to
     assert evaluated < trained - 0.5
 
 
-def test_what_is_told_of_a_drafter_is_as_old_in_both_kinds():
-    """A long training, an update that tells how drafts hold, then the first evaluation, whose rounds are few."""
+def test_an_estimate_of_a_drafter_has_the_same_age_in_both_kinds():
+    """A long training, an update with an estimate, then the first evaluation, which has few rounds."""
     tuner = goodput.goodput([parse("learned:2_2_4")], learning=["learned"])
     state = after(tuner, tuner.init(), *[measured(PLAIN, rounds=1000)] * 60)
     state = tuner.update_prior(state, {"learned": (0.7, 0.6)})

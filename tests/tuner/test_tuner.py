@@ -1,4 +1,4 @@
-"""Tuners against simulated rollouts with known costs and hit rates: what they choose, learn, keep and never lose."""
+"""Tuners on simulated rollouts with known costs and hit rates: their choices, what they learn, and bounds on losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAKERS = {
 
 
 def decode(scenario, made, rollouts=3, seed=0, state=None, update_prior=True):
-    """(state, runs) of some rollouts of 48 answers, one after the other."""
+    """(state, runs) of successive rollouts of 48 answers."""
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
@@ -67,7 +67,7 @@ def test_a_strategy_is_written_and_read_back(text):
         ("2_2_8", "use nodes 7"),
     ],
 )
-def test_a_strategy_that_no_drafter_can_fill_is_refused_by_name(text, says):
+def test_an_impossible_tree_is_rejected_by_name(text, says):
     with pytest.raises(ValueError, match=says):
         strategies.parse(text)
 
@@ -87,12 +87,12 @@ def test_strategies_are_checked_even_when_nothing_drafts(drafter):
         make.arms(Speculation(drafter=drafter, strategies=["6_4_0"]))
 
 
-def test_an_empty_pool_is_refused():
+def test_an_empty_list_of_strategies_is_rejected():
     with pytest.raises(ValueError, match="no strategies"):
         goodput.goodput([])
 
 
-# What one tree tells about smaller ones
+# Counterfactuals: one tree's evidence about smaller ones
 
 
 @pytest.mark.parametrize("nodes", [9, 13, 24, 31])
@@ -116,7 +116,7 @@ def test_smaller_trees_accept_what_is_predicted_within_four_per_cent(quality, te
     assert abs((1 + predicted) / (1 + truth) - 1) < 0.04
 
 
-def test_one_measurement_tells_about_every_smaller_arm_and_no_larger_one():
+def test_one_measurement_is_evidence_for_every_smaller_arm_and_no_larger_one():
     source = strategies.parse("6_4_16")
     hits = scenarios.table(*scenarios.drafts(1, 64, 0.6, 1.0, source)[:2], source)
     (entry,) = acceptance.add({}, 0, 4, source, 64, hits, (PLAIN, *ARMS))["4"].values()
@@ -138,7 +138,7 @@ def test_hit_rates_follow_a_drafter_that_changes():
     )
 
 
-# What a round costs
+# The cost of a round
 
 
 @pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
@@ -161,7 +161,7 @@ def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
     assert math.exp(log[0]) == pytest.approx(4.0, rel=0.03) and error[0] < 0.05
 
 
-def test_one_slow_first_call_does_not_condemn_an_arm():
+def test_one_slow_first_call_does_not_rule_out_an_arm():
     arm, cells = strategies.parse("4_2_8"), {}
     for _ in range(9):
         cells = cost_model.note(cells, 4, 512, PLAIN, 1.0, False)
@@ -172,7 +172,7 @@ def test_one_slow_first_call_does_not_condemn_an_arm():
     assert after[0] - before[0] < 0.3 and error[0] > 0.15
 
 
-def test_seconds_of_what_is_not_used_are_known_less_and_less_and_then_replaced():
+def test_the_seconds_of_an_unused_cell_grow_uncertain_and_are_then_replaced():
     arm, cells, errors = strategies.parse("4_2_8"), {}, []
     for _ in range(9):
         cells = cost_model.note(
@@ -199,7 +199,7 @@ def test_cells_are_forgotten_oldest_first():
 # The simple tuners
 
 
-def test_fixed_never_changes_its_mind():
+def test_fixed_always_chooses_its_strategy():
     made = fixed.fixed("4_2_8")
     state = made.observe(made.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
     assert made.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
@@ -214,13 +214,13 @@ def test_threshold_speculates_when_few_are_live(live, batch, text):
     assert strategies.name(choice.strategy) == text
 
 
-def test_beg_mab_tries_every_arm_once_before_it_judges():
+def test_beg_mab_tries_every_arm_once_before_values_decide():
     made, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
     state = made.init()
     for _ in range(3):
         state, choice = made.choose(
             state, 4, 4, 512
-        )  # nothing was read yet: two chunks are in flight
+        )  # no measurement yet: two chunks are in flight
         tried.append(choice.strategy)
     assert set(tried) == {PLAIN, Strategy(4, 2, 8), Strategy(2, 4, 8)}
 
@@ -236,7 +236,7 @@ def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
     assert choice.predicted == pytest.approx(3 * 2 / 0.02)
 
 
-def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
+def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
     made = beg_mab.beg_mab(["4_2_8"], epsilon=0.3, window=5)
     state, taken = made.init(), []
     for number in range(600):
@@ -248,7 +248,7 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
     assert 0.1 < np.mean(taken) < 0.2 and max(map(len, state["rewards"].values())) == 5
 
 
-# The tuner that predicts
+# The goodput tuner
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_beg_mab_forgets_what_left_its_window_and_explores_with_epsilon():
         (scenarios.cpu, 0.3, 0.95),
     ],
 )
-def test_goodput_comes_close_to_knowing_everything(law, quality, share):
+def test_goodput_comes_close_to_the_oracle(law, quality, share):
     scenario = scenarios.Scenario(law, quality)
     made = goodput.goodput(ARMS, node_cost=1 / 10 if law is scenarios.cpu else 1 / 200)
     state, _ = decode(scenario, made, rollouts=4)
@@ -279,7 +279,7 @@ def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
     assert seconds(plain) / seconds(runs) > 0.97
 
 
-def test_goodput_beats_the_switch_and_the_bandit_of_the_paper():
+def test_goodput_beats_the_papers_threshold_and_bandit():
     scenario = scenarios.Scenario(scenarios.cpu, 0.6)
     taken = {
         kind: seconds(decode(scenario, MAKERS[kind]())[1])
@@ -304,7 +304,7 @@ def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_ba
     assert speculating(decode(scenario, made, rollouts=2, seed=2, state=state)[1]) < 0.3
 
 
-def test_goodput_leaves_an_arm_that_measured_slower_than_plain():
+def test_goodput_drops_an_arm_that_measured_slower_than_plain():
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(6):
@@ -350,7 +350,7 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
     assert 0.3 < after < without < known(state)[0]
 
 
-def test_trials_are_few_and_never_two_at_a_time():
+def test_explorations_are_few_and_never_two_at_a_time():
     scenario = scenarios.Scenario(scenarios.cpu, 0.5)
     state, runs = decode(scenario, goodput.goodput(ARMS), rollouts=5, update_prior=False)
     reasons = [choice.reason.split()[0] for run in runs[2:] for choice, _ in run.chunks]
@@ -363,7 +363,7 @@ def test_trials_are_few_and_never_two_at_a_time():
     )
 
 
-def test_the_trees_of_large_batches_are_bounded():
+def test_the_nodes_of_large_batches_are_bounded():
     made, batch = goodput.goodput(ARMS), goodput.MOST_NODES // 4
     state = made.init()
     for arm in ARMS:
@@ -378,7 +378,7 @@ def test_the_trees_of_large_batches_are_bounded():
     )
 
 
-def test_what_an_arm_accepts_is_known_alike_for_caches_of_all_sizes():
+def test_an_arms_acceptance_is_shared_by_caches_of_all_sizes():
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(20):
@@ -388,7 +388,7 @@ def test_what_an_arm_accepts_is_known_alike_for_caches_of_all_sizes():
     assert np.ptp(speed) < 0.1 and error.max() < 0.3
 
 
-def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remembers_of_plain_rounds():
+def test_goodput_notices_a_machine_that_is_faster_than_its_stored_plain_rounds():
     made, arm, taken = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4), []
     state = made.init()
     for _ in range(20):
@@ -408,7 +408,7 @@ def test_goodput_finds_out_that_the_machine_has_become_faster_than_what_it_remem
 @pytest.mark.parametrize(
     ("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")]
 )
-def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(per_round, text):
+def test_an_incumbent_is_replaced_when_it_keeps_measuring_worse_than_predicted(per_round, text):
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.init()
     for _ in range(20):
@@ -421,7 +421,7 @@ def test_an_arm_that_stands_falls_when_it_keeps_measuring_worse_than_predicted(p
     assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == text
 
 
-def test_predictions_agree_with_what_is_measured():
+def test_predictions_agree_with_measurements():
     scenario = scenarios.Scenario(scenarios.gpu, 0.7, stalls=0.0)
     _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=5)
     ratio = [
@@ -432,14 +432,14 @@ def test_predictions_agree_with_what_is_measured():
     assert np.median(ratio) == pytest.approx(1.0, abs=0.12)
 
 
-def test_a_chunk_without_rounds_teaches_nothing():
+def test_a_chunk_without_rounds_changes_nothing():
     for new in MAKERS.values():
         made = new()
         state = made.init()
         assert made.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
 
 
-def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_of_costs():
+def test_an_untimed_chunk_is_evidence_of_acceptance_and_not_of_costs():
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(PLAIN))
     late = measured(arm, accepted=1.0, per_round=9.0)
@@ -457,7 +457,7 @@ def test_a_chunk_that_was_not_timed_tells_goodput_what_was_accepted_and_nothing_
     assert doubted["funds"] == state["funds"] < sharp["funds"]
 
 
-def test_a_trial_pays_for_the_drafters_catching_up_too():
+def test_an_exploration_also_pays_for_the_drafters_catch_up():
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(PLAIN))
     trial = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
@@ -468,13 +468,13 @@ def test_a_trial_pays_for_the_drafters_catching_up_too():
     ]
     assert paid[0] - paid[1] == pytest.approx(0.3)
     kept = [made.observe(state, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
-    assert kept[0] == kept[1], "an arm that is no trial owes nothing"
+    assert kept[0] == kept[1], "an arm that is not an exploration pays nothing"
 
 
 @pytest.mark.parametrize(
     "rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)]
 )
-def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is_warm):
+def test_few_long_rounds_are_a_warm_sample(rounds, per_round, is_warm):
     made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
     state = made.observe(made.init(), measured(arm))
     before = len(state["cells"]["4/512/2_2_4"]["warm"])
@@ -482,7 +482,7 @@ def test_few_rounds_tell_what_one_costs_when_they_are_long(rounds, per_round, is
     assert len(state["cells"]["4/512/2_2_4"]["warm"]) - before == is_warm
 
 
-def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
+def test_an_untimed_chunk_is_charged_as_an_exploration_however_long_it_was():
     made, funds = goodput.goodput(["2_2_4"]), {}
     for rounds in (2, 4, 16, 64):
         state = made.observe(made.init(), measured(PLAIN))
@@ -513,12 +513,14 @@ def test_a_chunk_that_was_not_timed_is_charged_as_a_trial_however_long_it_was():
     ("seconds", "uncertainty", "is_timed"),
     [(1.0, 0.4, True), (1.0, 0.6, False), (0.002, 0.01, True), (0.002, 0.03, False)],
 )
-def test_what_a_host_does_besides_compiling_is_let_pass(seconds, uncertainty, is_timed):
+def test_normal_host_delays_leave_a_chunk_timed_but_compilations_do_not(
+    seconds, uncertainty, is_timed
+):
     seen = measured(PLAIN, per_round=seconds / 16)._replace(uncertainty=uncertainty)
     assert seen.seconds == pytest.approx(seconds) and seen.is_timed is is_timed
 
 
-def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
+def test_explorations_that_are_never_timed_stay_within_the_budget():
     made, rounds = goodput.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
     state = made.init()
     for _ in range(400):
@@ -531,7 +533,7 @@ def test_trials_that_are_never_timed_are_as_few_as_can_be_paid():
     assert 0 < rounds[True] < 0.015 * rounds[False]
 
 
-def test_beg_mab_pulls_again_what_was_not_timed():
+def test_beg_mab_tries_an_untimed_arm_again():
     made = beg_mab.beg_mab(["4_2_8"], epsilon=0.0)
     state, first = made.choose(made.init(), 4, 4, 512)
     state = made.observe(state, measured(first.strategy)._replace(uncertainty=1.0))
@@ -542,7 +544,7 @@ def test_beg_mab_pulls_again_what_was_not_timed():
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_decisions_replay_from_the_record_also_through_json_and_states_never_change(kind):
+def test_decisions_replay_from_the_calls_also_through_json_and_states_are_immutable(kind):
     made = MAKERS[kind]()
     _, (run,) = decode(scenarios.Scenario(scenarios.gpu, 0.6), made, rollouts=1)
     state = MAKERS[kind]().init()
@@ -563,7 +565,7 @@ def test_decisions_replay_from_the_record_also_through_json_and_states_never_cha
         state = after
 
 
-def test_a_state_of_another_pool_is_still_usable():
+def test_a_state_of_other_strategies_is_still_usable():
     scenario = scenarios.Scenario(scenarios.gpu, 0.6)
     state, _ = decode(scenario, goodput.goodput(["4_2_8", "8_4_48"]), rollouts=1)
     state, runs = decode(

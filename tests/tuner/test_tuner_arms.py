@@ -1,4 +1,4 @@
-"""The tuner that predicts, on the shipped arms: what it reaches, loses, tries and learns."""
+"""The goodput tuner on the shipped arms: its speed, losses, explorations and predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARMS = parse_arms(SHIPPED)
 NODE = {
     scenarios.cpu: 1 / 10,
     scenarios.gpu: 1 / 200,
-}  # what a node costs before anything is measured
+}  # the prior cost of a node
 
 
 def made_for(law):
@@ -27,7 +27,7 @@ def made_for(law):
 
 
 def decode(scenario, made, rollouts=3, seed=0, state=None):
-    """(state, runs) of some rollouts of 48 answers, an update of the weights after each."""
+    """(state, runs) of some rollouts of 48 answers, with an update of the weights after each."""
     random, runs, seen = np.random.default_rng(seed), [], set()
     state = made.init() if state is None else state
     for i in range(rollouts):
@@ -47,7 +47,7 @@ def seconds(runs) -> float:
     [(scenarios.gpu, 0.8, 0.93), (scenarios.gpu, 0.5, 0.93), (scenarios.cpu, 0.8, 0.95),
      (scenarios.cpu, 0.5, 0.96), (scenarios.cpu, 0.3, 0.96)],
 )  # fmt: skip
-def test_the_shipped_arms_come_close_to_knowing_everything(law, quality, share):
+def test_the_shipped_arms_come_close_to_the_oracle(law, quality, share):
     scenario = scenarios.Scenario(law, quality)
     state, _ = decode(scenario, made_for(law), rollouts=4)
     _, runs = decode(scenario, made_for(law), rollouts=2, seed=1, state=state)
@@ -56,7 +56,7 @@ def test_the_shipped_arms_come_close_to_knowing_everything(law, quality, share):
 
 
 def learning(law, quality: float) -> float:
-    """The oracle's share of the seconds of first rollouts, when nothing is known."""
+    """The oracle's seconds over those of first rollouts of a fresh tuner."""
     spent, least = 0.0, 0.0
     for seed in range(4):
         scenario = scenarios.Scenario(law, quality, seed=seed)
@@ -80,13 +80,13 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
     [("HORIZON", 0.0, 0.8), ("HORIZON", 1.0, 0.5), ("HORIZON", 1.0, 0.3),
      ("CAUTION", 2.0, 0.8), ("CAUTION", 1.0, 0.5), ("CAUTION", 2.0, 0.3)],
 )  # fmt: skip
-def test_too_few_trials_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
+def test_too_few_explorations_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
     monkeypatch.setattr(exploration, name, value)
     assert learning(scenarios.gpu, quality) < LEARNED[quality]
 
 
 def is_tried(gap: float, error: float) -> bool:
-    """Whether an arm is tried that is predicted to be faster by so much, when trials are paid."""
+    """Whether an arm with this predicted gain in log speed is explored, with a large budget."""
     arms = (PLAIN, parse("3_1_4"))
     speed, errors = np.array([0.0, gap]), np.array([0.0, error])
     view = exploration.Prediction(arms, speed, errors, np.zeros(2))
@@ -99,7 +99,7 @@ def is_tried(gap: float, error: float) -> bool:
 
 
 def is_worth_it(gap: float, error: float, horizon: float) -> bool:
-    """Whether it saves over so many chunks of 16 rounds more than 4 rounds lose, and 1 %."""
+    """Whether it saves more over `horizon` chunks of 16 rounds than 4 rounds lose, and at least 1 %."""
     faster = gap + error * np.linspace(-12, 12, 10_001)
     weight = np.exp(-(((faster - gap) / error) ** 2) / 2)
     saved, lost = (np.maximum(0, 1 - np.exp(-x)) @ weight / weight.sum() for x in (faster, -faster))
@@ -107,12 +107,12 @@ def is_worth_it(gap: float, error: float, horizon: float) -> bool:
 
 
 @pytest.mark.parametrize("error", [0.2, 0.4, 0.8])
-def test_a_trial_is_worth_its_price_when_six_chunks_pay_for_it(error):
+def test_an_exploration_is_worthwhile_when_six_chunks_pay_for_it(error):
     gaps = np.linspace(-3, 1, 81) * error
     tried = [is_tried(gap, error) for gap in gaps]
     assert tried == [is_worth_it(gap, error, 6.0) for gap in gaps]
     assert tried != [is_worth_it(gap, error, 1.0) for gap in gaps]
-    if error == 0.8:  # known better, arms must save 1 % anyway
+    if error == 0.8:  # with smaller errors, the limit of 1 % decides
         assert tried != [is_worth_it(gap, error, 100.0) for gap in gaps]
 
 
@@ -126,7 +126,7 @@ def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(law,
 
 
 @pytest.mark.parametrize(("law", "quality"), [(scenarios.cpu, 0.6), (scenarios.gpu, 0.8)])
-def test_the_shipped_arms_beat_the_switch_and_the_bandit(law, quality):
+def test_the_shipped_arms_beat_the_threshold_and_the_bandit(law, quality):
     scenario = scenarios.Scenario(law, quality)
     made = (
         made_for(law),
@@ -157,7 +157,7 @@ def test_the_shipped_arms_are_used_while_the_drafter_is_good():
 
 
 @pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
-def test_predictions_of_the_shipped_arms_come_true_and_trials_are_few(law):
+def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(law):
     scenario = scenarios.Scenario(law, 0.7, stalls=0.0)
     _, runs = decode(scenario, made_for(law), rollouts=5)
     chunks = [pair for run in runs[2:] for pair in run.chunks]

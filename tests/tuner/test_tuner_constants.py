@@ -1,4 +1,4 @@
-"""Why the tuner is as cautious as it is: less costs where a drafter is useless, more where it is good.
+"""Why the tuner has this caution: less costs time with a useless drafter, more with a good one.
 
 HORIZON has its law in test_tuner_arms: what a trial costs is bounded by a budget whatever it is.
 """
@@ -15,7 +15,7 @@ SEEDS = 6
 
 
 def useless() -> float:
-    """Seconds of first rollouts over those of plain decoding: drafts never hold, and the clock is off by a fifth."""
+    """Seconds of first rollouts over those of plain decoding: no draft is accepted, and the clock has 20 % noise."""
     spent, plain = 0.0, 0.0
     for seed in range(SEEDS):
         scenario = scenarios.Scenario(scenarios.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
@@ -25,7 +25,7 @@ def useless() -> float:
 
 
 def good() -> float:
-    """Seconds of first rollouts over those of a tuner that knows everything: most drafts hold, and the clock is steady."""
+    """Seconds of first rollouts over those of the oracle: most drafts are accepted, and the clock has no noise."""
     spent, least = 0.0, 0.0
     for seed in range(SEEDS):
         scenario = scenarios.Scenario(scenarios.gpu, 0.8, seed=seed)
@@ -45,6 +45,6 @@ def test_a_useless_drafter_costs_little_on_a_noisy_clock_and_a_good_one_is_soon_
 
 
 @pytest.mark.parametrize(("scenario", "factor"), [(useless, 0.25), (good, 4.0)])
-def test_a_fourth_and_four_times_the_caution_cost_more_than_that(scenario, factor, monkeypatch):
+def test_a_quarter_and_four_times_the_caution_cost_more(scenario, factor, monkeypatch):
     monkeypatch.setattr(exploration, "CAUTION", factor * exploration.CAUTION)
     assert scenario() > MOST[scenario]

@@ -1,4 +1,4 @@
-"""Rollouts without a scheduler, for tuners alone: batches and caches that fit, a decision one chunk late, a noisy clock."""
+"""Rollouts without a scheduler, for tests of tuners: the smallest fitting shapes, decisions one chunk late, a noisy clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 16  # rounds
 
 
 def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=16, group=0):
-    """A chunk whose rows all accepted alike, at depth 1."""
+    """A chunk whose rows all accepted the same, at depth 1."""
     hits = np.zeros((max(strategy.depth, 1), strategy.nodes, max(strategy.topk, 1)))
     hits[0, 0, 0] = accepted * rounds * batch
     tokens = int((1 + accepted) * rounds * batch)
@@ -36,7 +36,7 @@ def measured(strategy, batch=4, slots=512, accepted=0.0, per_round=0.02, rounds=
 
 @dataclass
 class Run:
-    """What happened: seconds in all, and the choice and the measurement of each chunk; calls of the tuner, to replay."""
+    """A run: its total seconds, each chunk's choice and measurement, and the tuner's calls, to replay."""
 
     seconds: float = 0.0
     chunks: list = field(default_factory=list)
@@ -76,7 +76,7 @@ def rollout(
 
 
 def chunk(scenario, random, choice, left, done, batch, slots) -> Measurement:
-    """Runs up to CHUNK rounds on the answers, in place; its seconds are those of a quiet clock."""
+    """Runs up to CHUNK rounds on the answers, in place; its seconds have no noise."""
     arm, rows = choice.strategy, np.nonzero(left > 0)[0]
     hits, rounds, row_rounds, tokens = (
         np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int),
@@ -117,7 +117,7 @@ def clocked(
 ) -> float:
     """The chunk's seconds on a real clock: jitter, stalls, first calls, the drafter's catch-up, bursts of other load."""
     cell = (measured.batch, measured.slots, measured.strategy)
-    seconds = scenario.slowed(random, measured.seconds, cell not in seen)
+    seconds = scenario.with_noise(random, measured.seconds, cell not in seen)
     seen.add(cell)
     if last == PLAIN and measured.strategy != PLAIN:
         seconds += 2 * scenario.cost(measured.batch, measured.slots, PLAIN) / 1e3

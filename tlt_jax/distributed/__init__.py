@@ -1,4 +1,4 @@
-"""Processes, the device mesh with its data groups, small facts that processes share, devices that are not here, collectives.
+"""The processes of a job, the device mesh with its data groups, the board, device descriptions, and collectives.
 
 Public: process (set_environment, Preemption), mesh, board, topology, collectives, launches.
 """

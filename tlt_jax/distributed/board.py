@@ -1,4 +1,4 @@
-"""Small facts that the processes of a job share; knows no rollout."""
+"""The board: small values that the processes of a job share; knows no rollout."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from jax.errors import JaxRuntimeError
 class Board(Protocol):
     """Counters and texts under keys like `rollout/3/claimed`, the same for all processes of a job.
 
-    Every call is atomic, and costs a message to the coordination service of the job: 0.1 to 2 ms.
+    Every call is atomic, and costs one message to the job's coordination service: 0.1 to 2 ms.
     """
 
     def increment(self, key: str, by: int = 1) -> int:
-        """Adds to a counter that starts at 0; the new value."""
+        """Adds to a counter that starts at 0; returns the new value."""
 
     def counters(self, prefix: str) -> dict[str, int]:
         """The counters below a prefix that ends in `/`, by key."""
 
     def first(self, key: str, text: str) -> str:
-        """Writes the text unless there is one; the text that stands, which then never changes."""
+        """Writes the text unless the key has one; returns the key's text, which never changes afterwards."""
 
     def write(self, key: str, text: str) -> None:
-        """Writes the text, in the place of an earlier one."""
+        """Writes the text, replacing an earlier one."""
 
     def texts(self, prefix: str) -> dict[str, str]:
         """The texts below a prefix that ends in `/`, by key."""
 
     def delete(self, prefix: str) -> None:
-        """Forgets what is below a prefix that ends in `/`."""
+        """Deletes all keys below a prefix that ends in `/`."""
 
 
 class LocalBoard:
-    """The board of a single process, for all of its threads."""
+    """The board of a single process; thread-safe."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Which collectives a compiled program runs and which mesh axes they cross; knows only the compiler's text."""
+"""Reads a compiled program's collectives, and the mesh axes that they cross, from its HLO text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AXIS = re.compile(r"'(\w+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
 def collectives(hlo: str, mesh: Mesh) -> dict[str, int]:
-    """How often each collective stands in the text of a compiled program, as {"all-gather over data": 3, ...}.
+    """Counts the collectives in the text of a compiled program, as {"all-gather over data": 3, ...}.
 
     A collective in the body of a loop counts once. Devices are numbered by their position in the mesh.
     """
@@ -49,13 +49,13 @@ def numbers(text: str) -> list[int]:
 
 
 def numbered(shape: str, order: str | None) -> np.ndarray:
-    """Devices counted over a shape, with its axes then put in this order."""
+    """Device numbers in row-major order over a shape, then transposed to this order of axes."""
     devices = np.arange(np.prod(numbers(shape))).reshape(numbers(shape))
     return devices.transpose(numbers(order)) if order else devices
 
 
 def groups_of_axes(found: re.Match) -> list[list[int]]:
-    """The groups along named axes, or parts ('axis':(stride)size) of axes, of a mesh that the instruction spells out."""
+    """The groups along named axes, or parts ('axis':(stride)size) of axes, of the mesh in the instruction."""
     sizes = {name: int(size) for name, size, _, _ in AXIS.findall(found[1])}
     devices = numbered(found[2], found[3]) if found[2] else np.arange(np.prod(list(sizes.values())))
     wanted = {name: (before, size) for name, _, before, size in AXIS.findall(found[4])}
@@ -73,7 +73,7 @@ def groups_of_axes(found: re.Match) -> list[list[int]]:
 
 
 def axes_crossed(device_groups: list[list[int]], mesh: Mesh) -> list[str]:
-    """The mesh axes along which the members of a group differ."""
+    """The mesh axes along which the members of some group differ."""
     places = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=1)
     differs = np.zeros(len(mesh.axis_names), bool)
     for members in device_groups:

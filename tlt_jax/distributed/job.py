@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, what they must agree on, what they exchange."""
+"""The processes of a run: joins them, checks that they agree, and exchanges data between them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tlt_jax.errors import ConfigError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 START_S = 300  # seconds that processes may take to start
-LOADED_S = 1800.0  # seconds that the others may take to load model and data once the first has
-SAY_S = 20.0  # from one line about who is waited for to the next
-SHOWN = 4  # processes that it names
-# Of what is gathered: bytes on a device at a time, at least so many of a process, and numbers of one of two words.
+LOADED_S = 1800.0  # seconds within which the others must load model and data after the first
+LOG_EVERY_S = 20.0  # seconds between two lines about the awaited processes
+SHOWN = 4  # most processes that such a line names
+# Of `gather`: bytes on a device at a time, least bytes of a process at a time, and the base of the two words of a size.
 GATHERED_BYTES, LEAST_PIECE, WORD = 256 << 20, 64 << 10, 1 << 30
-JAX_LOST_S = 100  # what JAX's coordination service waits for a heartbeat, at least
-# From one look at the board to the next of a process that waits for others: soon at first, and no more than this.
+JAX_LOST_S = 100  # least heartbeat timeout of JAX's coordination service
+# Seconds between two polls of the board by a waiting process: at first, and at most.
 SOONEST_S, LATEST_S = 0.002, 0.5
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A process among those of its job; `local`: of the devices of its machine it may use one alone, this one."""
+    """The place of a process in its job; `local`: the only device of its machine that it may use (None: all)."""
 
     address: str
     count: int
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Job:
-    """The processes that run this command together. Every method but `is_first` is called by all of them.
+    """The processes that run this command together. All of them call every method except `is_first`.
 
     `index` of `count`: this process. Process 0 alone writes files and prints.
     """
@@ -58,8 +58,8 @@ class Job:
     index: int = 0
     count: int = 1
     board: Board = field(default_factory=LocalBoard)
-    alive: Callable[[], None] = lambda: None  # told at every look while this process waits
-    asked: int = 0  # calls of `told` so far
+    alive: Callable[[], None] = lambda: None  # called at every poll while this process waits
+    broadcasts: int = 0  # calls of `told` so far
     met: int = 0  # meetings so far
 
     @property
@@ -72,49 +72,51 @@ class Job:
     ) -> list[bytes]:
         """The bytes of every process, in order of its index: a collective over all devices.
 
-        `wanted`: of each process, from where to where its bytes are kept here, in order; None: all.
-        In pieces, of which a device holds GATHERED_BYTES at a time, all processes' together; a CPU device
-        is memory of the host.
+        `wanted`: for each process, the ascending (start, end) spans of its bytes to return here; None: all.
+        Gathers in pieces, so that a device holds at most GATHERED_BYTES at a time for all processes
+        together; a CPU device's memory is the host's.
         """
         if self.count == 1:
             return [data] if wanted is None else [b"".join(data[a:b] for a, b in wanted[0])]
-        self.meeting().goes_on()  # what waits in a collective cannot say that it is alive
-        # Two words: JAX's integers are of 32 bits, and a step may be more than 2 GiB.
+        self.meeting().goes_on()  # a process that waits in a collective cannot call `alive`
+        # Two words: JAX's integers have 32 bits, and a step's data may exceed 2 GiB.
         words = multihost_utils.process_allgather(np.array(divmod(len(data), WORD), np.int32))
         sizes = [int(high) * WORD + int(low) for high, low in words.reshape(-1, 2)]
-        kept = [[(0, size)] for size in sizes] if wanted is None else wanted
+        spans_of = [[(0, size)] for size in sizes] if wanted is None else wanted
         most, parts = max(LEAST_PIECE, GATHERED_BYTES // self.count), [[] for _ in sizes]
         for start in range(0, max(sizes), most):
             left = min(max(sizes) - start, most)
-            width = min(1 << max(left - 1, 1).bit_length(), most)  # few shapes, each a program
-            padded, own = np.zeros(width, np.uint8), data[start : start + width]
-            padded[: len(own)] = np.frombuffer(own, np.uint8)
+            width = min(
+                1 << max(left - 1, 1).bit_length(), most
+            )  # few shapes, since each compiles a program
+            padded, local = np.zeros(width, np.uint8), data[start : start + width]
+            padded[: len(local)] = np.frombuffer(local, np.uint8)
             found = np.asarray(multihost_utils.process_allgather(padded))
-            for part, row, spans in zip(parts, found, kept, strict=True):
+            for part, row, spans in zip(parts, found, spans_of, strict=True):
                 part += [row[a:b].tobytes() for a, b in within(spans, start, start + width)]
             self.alive()
         return [b"".join(part) for part in parts]
 
     def to_first(self, data: bytes) -> list[bytes]:
-        """As `gather`, for process 0 alone; the others keep nothing."""
+        """As `gather`, but only process 0 gets the bytes; the others get an empty list."""
         return self.gather(data) if self.is_first else self.gather(data, [()] * self.count)[:0]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError, in every process, that names the first process with other facts, and which.
+        """Raises ConfigError in every process when facts differ, with the first other process and its first other fact.
 
-        `facts` are JSON-able. They are compared by a digest, and told where that differs. Raises ConfigError, too, with the
-        processes that have not come LOADED_S after the first one.
+        `facts` are JSON-able. Digests are compared; the facts are exchanged only when these differ. Also raises ConfigError
+        with the processes that have not called this LOADED_S after the first one.
         """
         if self.count == 1:
             return
         text = json.dumps(facts, default=str, sort_keys=True)
-        own = hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(text.encode()).hexdigest()
         self.board.write(f"loaded/by/{self.index:06d}", "")
         if self.is_first:
-            self.board.write("loaded/all/digest", own)
+            self.board.write("loaded/all/digest", digest)
         self.board.increment("loaded/all/processes")
         first = self.wait(self.all_loaded, LOADED_S, self.missing)
-        said = self.meeting().heard("" if own == first else text)
+        said = self.meeting().heard("" if digest == first else text)
         if self.is_first:
             self.board.delete("loaded/")
         if said:
@@ -123,36 +125,36 @@ class Job:
             raise ConfigError(difference(json.loads(reference), others))
 
     def all_loaded(self) -> str | None:
-        """The digest of process 0's facts, once all processes have come; asks for two keys, however many these are."""
+        """The digest of process 0's facts once all processes have loaded, else None; reads two keys."""
         found = self.board.texts("loaded/all/")
         is_whole = int(found.get("loaded/all/processes", 0)) == self.count
         return found["loaded/all/digest"] if is_whole else None
 
     def missing(self) -> str:
-        """Who has not loaded yet."""
-        come = {int(key.rpartition("/")[2]) for key in self.board.texts("loaded/by/")}
-        late = [index for index in range(self.count) if index not in come]
+        """Text that names the processes that have not loaded yet."""
+        loaded = {int(key.rpartition("/")[2]) for key in self.board.texts("loaded/by/")}
+        late = [index for index in range(self.count) if index not in loaded]
         shown = ", ".join(map(str, late[:SHOWN]))
         more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
         return f"process {shown}{more} of {self.count} to load model and data"
 
     def decided(self, wanted: bool) -> bool:
-        """What process 0 wants, for all; by the board, with no program on a device."""
+        """Process 0's `wanted`, in all processes; through the board, without a device program."""
         return bool(self.told(wanted))
 
     def told(self, number: float) -> float:
-        """The number that process 0 has, for all; by the board, with no program on a device."""
+        """Process 0's `number`, in all processes; through the board, without a device program."""
         if self.count == 1:
             return number
-        self.asked += 1
-        key = f"decided/{self.asked}/"
+        self.broadcasts += 1
+        key = f"decided/{self.broadcasts}/"
         if self.is_first:
             self.board.write(key + "is", repr(float(number)))
             return number
         return float(self.wait(lambda: self.board.texts(key) or None)[key + "is"])
 
     def meeting(self) -> Meeting:
-        """The next point at which all processes meet; each of them makes it."""
+        """The next meeting of all processes; every process calls this."""
         return Meeting(self)
 
     def wait(
@@ -161,24 +163,24 @@ class Job:
         seconds: float = math.inf,
         whom: Callable[[], str] | None = None,
     ) -> T:
-        """What `look` finds, asked until it is something. Raises ConfigError after so many seconds.
+        """Calls `look` until it returns something, and returns that. Raises ConfigError after `seconds`.
 
-        Looks less often the longer it takes, and is `alive` at each. Process 0 says now and then for `whom` it waits.
+        Polls less often the longer it waits, and calls `alive` at each poll. Process 0 logs `whom` it waits for.
         """
-        begin, said = time.monotonic(), 0.0
+        begin, logged = time.monotonic(), 0.0
         while (found := look()) is None:
             self.alive()
             if (waited := time.monotonic() - begin) > seconds:
                 raise ConfigError(f"waited {seconds:.0f} s for {whom()}: see their output")
-            if whom and self.is_first and waited > said + SAY_S:
-                said = waited
+            if whom and self.is_first and waited > logged + LOG_EVERY_S:
+                logged = waited
                 log.info("waiting since %.0f s for %s", waited, whom())
             time.sleep(min(max(waited / 10, SOONEST_S), LATEST_S))
         return found
 
 
 def within(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """The parts of ascending spans that lie between start and end, from there on."""
+    """The parts of ascending spans between start and end, relative to start."""
     found = []
     for a, b in spans[bisect.bisect_right(spans, start, key=lambda span: span[1]) :]:
         if a >= end:
@@ -188,7 +190,7 @@ def within(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple
 
 
 def difference(first: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> str:
-    """The first process whose facts are others than those of process 0, and the first of these."""
+    """Error text: the first process whose facts differ from those of process 0, and its first other fact."""
     index, other = min(others.items())
     name = next(name for name in {**first, **other} if other.get(name) != first.get(name))
     return (
@@ -198,11 +200,11 @@ def difference(first: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]
 
 
 def join(config: Config) -> Job:
-    """Joins the processes of this command, when it was started as many; before JAX makes its devices.
+    """Joins the processes of this command when it was started as several; call before JAX makes its devices.
 
-    They are named by the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID),
-    or found by JAX: Slurm, Open MPI, Kubernetes, Cloud TPU. Raises ConfigError when the environment
-    names a part of it.
+    The environment names them (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), or JAX
+    detects them: Slurm, Open MPI, Kubernetes, Cloud TPU. Raises ConfigError when only some of the
+    environment variables are set.
     """
     place = named(os.environ) or detected()
     if place is None or place.count == 1:
@@ -212,7 +214,9 @@ def join(config: Config) -> Job:
         address.check_free(place.address)
     else:
         address.await_service(place.address, START_S)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from us
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would handle SIGTERM instead of us
     try:
         jax.distributed.initialize(
             place.address,
@@ -228,18 +232,18 @@ def join(config: Config) -> Job:
             f"process {place.index} of {place.count} cannot join the others at {place.address}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    from jax._src.distributed import global_state  # the only way to the service's client
+    from jax._src.distributed import global_state  # no public access to the service's client
 
     return Job(place.index, place.count, ServiceBoard(global_state.client))
 
 
 def heartbeat_timeout(lost_s: float) -> int:
-    """Seconds after which JAX's service counts a process as dead: later than Watch, which says which one, and where it was."""
+    """Seconds after which JAX's service counts a process as dead: later than Watch, which names the process and its phase."""
     return max(JAX_LOST_S, round(2 * lost_s))
 
 
 def named(environment: Mapping[str, str]) -> Place | None:
-    """The place that the environment names, if it does. Raises ConfigError for a part of one."""
+    """The place that the environment names, or None. Raises ConfigError when only some variables are set."""
     found = {name: environment.get(name, "") for name in (ADDRESS, COUNT, INDEX)}
     if not (found[COUNT] or found[INDEX]):
         return None
@@ -261,10 +265,10 @@ def named(environment: Mapping[str, str]) -> Place | None:
 
 
 def detected() -> Place | None:
-    """The place that JAX finds: of Slurm, Open MPI, Kubernetes or Cloud TPU.
+    """The place that JAX detects under Slurm, Open MPI, Kubernetes or Cloud TPU, or None.
 
-    Several processes on a machine get a device each; a single one all of its devices, where JAX
-    alone would give it one.
+    Of several processes on a machine, each gets one device; a single process gets all devices, where
+    JAX's default would give it one.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -280,7 +284,7 @@ def detected() -> Place | None:
 
 
 def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:
-    """Of the job's, as Slurm ("4", "4(x2)", "2,1") or Open MPI say; None when neither does."""
+    """The job's processes on this machine, from Slurm ("4", "4(x2)", "2,1") or Open MPI; None without either."""
     if size := environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
         return int(size)
     counts: list[int] = []
@@ -292,5 +296,5 @@ def processes_of_this_machine(environment: Mapping[str, str]) -> int | None:
 
 
 def spell(value: Any) -> str:
-    """A fact as text; None: it is not there."""
+    """A fact as text; None: the fact is missing."""
     return "none" if value is None else repr(value)

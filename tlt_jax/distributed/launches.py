@@ -1,6 +1,6 @@
-"""What a GPU runs in a round of a compiled rollout chunk: kernels, CUDA graphs, loops, copies.
+"""Counts what a GPU runs in a round of a compiled rollout chunk: kernels, CUDA graphs, loops, copies.
 
-It knows only texts that XLA writes: of a program's thunks, of what they come from, and of its HLO.
+Reads only texts that XLA writes: a program's thunks, their metadata, and its HLO.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BODY = f"{LOOP} body"
 CONTROL = (LOOP, "kConditional")
 # Thunks that run others, or wait for them.
 AROUND = (GRAPH, "kSequential", "kAsyncStart", "kAsyncDone", *CONTROL)
-SCOPES = ("layer", "commit")  # what every layer does, and what it keeps of it
+SCOPES = ("layer", "commit")  # the name scopes of a layer, and of its cache commit
 COPIES = ("copy", "copy-start", "transpose", "concatenate", "pad")
 
 THUNK = re.compile(r"( *)(\d+): (k\w+)")
@@ -34,7 +34,7 @@ OPERATION = re.compile(r'op_name="([^"]*)"')
 
 
 class Thunk(NamedTuple):
-    """A step of a GPU's program; `within`: those around it from the outermost, of a loop with its part."""
+    """A step of a GPU program; `within`: the kinds of the enclosing steps, outermost first, with a loop's part."""
 
     number: int
     kind: str
@@ -43,12 +43,12 @@ class Thunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What runs in one pass through the loop of a chunk; a loop in it is counted as one pass.
+    """What runs in one pass through the loop of a chunk; an inner loop counts as one pass.
 
-    Of its `kernels` (with copies and collectives) `in_layers` are those whose last operation lies in
-    one of SCOPES, and `outside` those that the host launches alone, beside `graphs` CUDA graphs.
-    `host_loops`: loops and branches in it that the host drives. `is_one_graph`: the chunk is
-    one CUDA graph with the loop in it, and the host launches nothing else.
+    `in_layers`: those `kernels` (with copies and collectives) whose last operation lies in one of
+    SCOPES; `outside`: those that the host launches singly, next to `graphs` CUDA graphs. `host_loops`:
+    inner loops and branches that the host drives. `is_one_graph`: the chunk is one CUDA graph that
+    contains the loop, and the host launches nothing else.
     """
 
     kernels: int
@@ -60,7 +60,7 @@ class Round:
 
 
 def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Round]:
-    """A chunk compiled for a GPU, and its round. Raises ValueError when XLA writes other texts."""
+    """Compiles a chunk for a GPU; also its round. Raises ValueError when XLA writes unexpected files."""
     with TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         before, after, metadata = (
@@ -69,7 +69,7 @@ def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
         )
         thunks = (
             after or before
-        )  # a program without any graph is not written again after the passes
+        )  # XLA writes a program without graphs only once, before the thunk passes
         if len(thunks) != 1 or len(metadata) != 1:
             found = [path.name for path in thunks + metadata]
             raise ValueError(f"XLA {jax.__version__} wrote of one program's thunks: {found}")
@@ -78,7 +78,7 @@ def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, 
 
 
 def read_round(thunks: str, metadata: str, hlo: str) -> Round:
-    """The round of a chunk. Raises ValueError when it has not exactly one loop that is in no other."""
+    """The round of a chunk. Raises ValueError unless it has exactly one outermost loop."""
     steps = list(read_thunks(thunks))
     loops = [step for step in steps if step.kind == LOOP and BODY not in step.within]
     if len(loops) != 1:
@@ -114,7 +114,7 @@ def read_thunks(text: str) -> Iterator[Thunk]:
 
 
 def numbers_in_scopes(metadata: str, hlo: str) -> set[int]:
-    """Numbers of the thunks of instructions whose operation lies in one of SCOPES."""
+    """Numbers of the thunks whose instruction's operation lies in one of SCOPES."""
     inside = set()
     for line in hlo.splitlines():
         instruction, operation = INSTRUCTION.match(line), OPERATION.search(line)
@@ -140,7 +140,7 @@ class Instruction(NamedTuple):
 def largest_copy(hlo: str) -> int:
     """Bytes of the largest array that the program writes as a copy, alone or as the result of a fusion.
 
-    A transposition, and what is put together from several arrays, is a copy as well.
+    Transpositions, concatenations and paddings count as copies.
     """
     computations, roots = read_hlo(hlo)
     fused = {one.called for inner in computations.values() for one in inner.values() if one.called}

@@ -1,4 +1,4 @@
-"""A point that all processes of a job reach together, or stop before; by the board, with no program on a device."""
+"""A barrier of all processes of a job, at which one of them can stop all; through the board, without a device program."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Job(Protocol):
 
 
 class Meeting:
-    """The next point at which the processes of a job meet: made by each of them, in the same order.
+    """The next barrier of the processes of a job; every process makes its meetings in the same order.
 
-    It goes on when all have come, and not when one of them is to stop before; process 0 decides it
-    once, so the answer is the same for all. A look costs one message, however many processes there are.
+    The processes continue when all have arrived, and stop when one of them stops before; process 0
+    decides once, so that the answer is the same for all. A poll costs one message for any number of
+    processes.
     """
 
     def __init__(self, job: Job):
@@ -36,31 +37,31 @@ class Meeting:
         self.is_marked = False
 
     def stops(self, wanted: bool) -> bool:
-        """Whether this process, or another one, is to stop before the meeting."""
+        """Whether this process (`wanted`) or another one stops before the meeting."""
         if self.job.count == 1:
             return wanted
         if wanted and not self.is_marked:
             self.is_marked = True
             self.job.board.first(f"{self.scope}stop", "")
-        return wanted or f"{self.scope}stop" in self.look()
+        return wanted or f"{self.scope}stop" in self.read()
 
     def goes_on(self, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all have come, or one of them is `interrupted` before; whether all have come."""
+        """Waits until all have arrived, or one is `interrupted` before; whether all have arrived."""
         if self.job.count == 1:
             return not interrupted()
         if not self.stops(interrupted()):
             self.job.board.increment(f"{self.scope}come")
-        goes_on = self.job.wait(lambda: self.answer(interrupted))
+        goes_on = self.job.wait(lambda: self.decision(interrupted))
         if goes_on and self.job.is_first and self.job.met > 1:
-            # All have come here, so all have left the meeting before, and read what was decided before.
+            # All have arrived here, so all have left the last meeting and read its decisions.
             for left in (f"met/{self.job.met - 1}/", f"said/{self.job.met - 1}/", "decided/"):
                 self.job.board.delete(left)
         return goes_on
 
-    def answer(self, interrupted: Callable[[], bool]) -> bool | None:
-        """What process 0 has decided; None until then."""
+    def decision(self, interrupted: Callable[[], bool]) -> bool | None:
+        """The decision of process 0, which takes it here; None until then."""
         wants = interrupted()
-        found = self.look()
+        found = self.read()
         decided = found.get(f"{self.scope}goes_on")
         if decided is None and self.job.is_first:
             if self.stops(wants):
@@ -73,12 +74,12 @@ class Meeting:
             self.stops(wants)
         return None if decided is None else decided == "1"
 
-    def look(self) -> dict[str, str]:
-        """What is known of the meeting."""
+    def read(self) -> dict[str, str]:
+        """The board's texts of this meeting."""
         return self.job.board.texts(self.scope)
 
     def heard(self, text: str) -> dict[int, str]:
-        """What the processes say, by index, without those that say nothing; waits for all."""
+        """The texts of all processes by index, without empty ones; waits for all processes."""
         if self.job.count == 1:
             return {0: text} if text else {}
         if text:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "model")
 
-# Logical axis -> mesh axis. "rollout" keeps one whole copy per data group, tensor-parallel over `model`; "train" shards
+# Logical axis -> mesh axis. "rollout" has one whole copy per data group, tensor-parallel over `model`; "train" shards
 # the width of every matrix over `data` too (FSDP).
 TENSOR_PARALLEL = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), "model")
 RULES = {
@@ -21,15 +21,15 @@ RULES = {
 
 
 def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ("data", "model") mesh; row r is data group r. Raises ValueError when the devices are too few.
+    """A ("data", "model") mesh; row r is data group r. Raises ValueError when there are too few devices.
 
-    Devices of a process lie side by side, in the order of processes.
+    Devices of a process are adjacent, in the order of processes.
     """
     if devices is None:
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
     if data * model > len(devices):
         raise ValueError(
-            f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are there"
+            f"mesh {data} x {model} needs {data * model} devices, {len(devices)} are available"
         )
     grid = np.asarray(devices[: data * model]).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
@@ -57,7 +57,7 @@ def local_groups(mesh: Mesh) -> list[int]:
 
 
 def put(tree, place: NamedSharding):
-    """Host arrays, which every process has, as arrays with this sharding."""
+    """Places host arrays, which every process has whole, with this sharding."""
     if place.is_fully_addressable:
         return jax.device_put(tree, place)
 
@@ -98,7 +98,7 @@ def device_kind(mesh: Mesh) -> str:
 def partition(axes: Sequence[str | None], layout: str) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes under the "train" or "rollout" layout."""
     names = [RULES[layout].get(axis) if axis else None for axis in axes]
-    while names and names[-1] is None:  # as jit writes it: equal shardings compare equal
+    while names and names[-1] is None:  # as jit writes specs, so that equal shardings compare equal
         names.pop()
     return PartitionSpec(*names)
 
@@ -131,9 +131,9 @@ def view(tree, group: Mesh):
 
 
 def part(tree, group: Mesh):
-    """Zero-copy view of one data group's part [1, ...] of arrays [G, ...] whose first axis lies over `data`.
+    """Zero-copy view of one data group's part [1, ...] of arrays [G, ...] that are sharded over `data` in axis 0 only.
 
-    The other axes do not. A part may be donated, after which the whole is not to be used.
+    A part may be donated; afterwards the whole must not be used.
     """
 
     def of(array: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def part(tree, group: Mesh):
 
 
 def whole(parts: Sequence, mesh: Mesh):
-    """Zero-copy: the arrays [G, ...] over the mesh of which these are the parts [1, ...], of the groups of this process."""
+    """Zero-copy: the arrays [G, ...] over the mesh, assembled from the parts [1, ...] of this process's groups."""
 
     def of(*arrays: jax.Array) -> jax.Array:
         shape = (mesh.shape["data"], *arrays[0].shape[1:])

@@ -10,32 +10,32 @@ from collections.abc import Mapping
 from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
 
-# How many processes there are, as set for each of them: by us, Slurm's srun, Open MPI.
+# Variables with the number of processes, set for each of them by us, Slurm's srun or Open MPI.
 PROCESSES = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 COUNT = "--xla_force_host_platform_device_count"
-# XLA flags of every run that may find accelerators; those of the environment and of mesh.xla_flags go before them.
+# XLA flags of every run that may find accelerators; flags of the environment and of mesh.xla_flags override them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
-#   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is made anew.
+#   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is created separately.
 # - A chunk of rounds is a loop. By default each round is a CUDA graph that the host launches and waits for; with WHILE
-#   beside XLA's own kinds of commands, a chunk on one GPU is one graph that holds the loop and all of its kernels (for an
+#   added to XLA's default command types, a chunk on one GPU is one graph that holds the loop and all of its kernels (for an
 #   H200, plain and with trees, jax 0.10.2 and 0.11.2). Drivers too old for it get the default.
-# - COLLECTIVES would put those into the graph too, and hangs are reported (marin 5675, 8277): without it the host
-#   launches the rounds of tensor-parallel groups, in parts between collectives.
-# TPUs need none: their programs' collectives lie on rectangles of the mesh, and async collectives are on by default.
+# - COLLECTIVES would capture collectives too, but hangs are reported (marin 5675, 8277): without it the host launches
+#   the rounds of tensor-parallel groups in parts, between collectives.
+# TPUs need no flags: their programs' collectives lie on rectangles of the mesh, and async collectives are the default.
 ACCELERATOR_FLAGS = (
     "--xla_gpu_enable_nccl_comm_splitting=false",
     "--xla_gpu_enable_command_buffer=+WHILE",
 )
-# Of runs with rollout.deterministic: sums in a fixed order, and no choice of kernels by how fast they were at the start.
+# Flags of runs with rollout.deterministic: sums in a fixed order, and no autotuning of kernels.
 DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 
 
 def set_environment(config: Config) -> None:
-    """Fake devices, XLA flags, matrix precision and 64-bit numbers of the configuration; call before JAX makes devices.
+    """Sets fake devices, XLA flags, matrix precision and 64-bit numbers; call before JAX makes its devices.
 
-    A process that has made its devices keeps them: ConfigError when they are too few.
+    A process that has made its devices keeps them: ConfigError when there are too few.
     """
-    # Only its tokenizers are used, and it would say that it misses PyTorch.
+    # Only the tokenizers of transformers are used; it would warn that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     flags = os.environ.get("XLA_FLAGS", "").split()
     if config.mesh.fake_devices:
@@ -69,7 +69,7 @@ def set_environment(config: Config) -> None:
 
 
 def set_accelerator_flags(config: Config) -> None:
-    """Adds to XLA_FLAGS what runs that may find accelerators have, but for what is set there; call as `set_environment`."""
+    """Adds the flags for accelerators to XLA_FLAGS, except those already set; call before JAX makes its devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.partition("=")[0] for flag in flags}
     wanted = ACCELERATOR_FLAGS + DETERMINISTIC_FLAGS * config.rollout.deterministic
@@ -78,7 +78,7 @@ def set_accelerator_flags(config: Config) -> None:
 
 
 def refuse_many(environment: Mapping[str, str]) -> None:
-    """ConfigError when this process was started as one of many."""
+    """Raises ConfigError when this process was started as one of several."""
     for name in PROCESSES:
         if environment.get(name, "1") != "1":
             raise ConfigError(
@@ -88,9 +88,9 @@ def refuse_many(environment: Mapping[str, str]) -> None:
 
 
 def share_devices(config: Config, processes: int) -> None:
-    """Of the configuration's fake devices each of several processes makes an equal part.
+    """Divides the configuration's fake devices equally among the processes.
 
-    ConfigError when they cannot be shared.
+    Raises ConfigError when they do not divide.
     """
     devices = config.mesh.fake_devices
     if not devices:
@@ -104,7 +104,7 @@ def share_devices(config: Config, processes: int) -> None:
 
 
 class Preemption:
-    """Context that turns SIGTERM into a claim to look at: `requested` is True once the signal has come."""
+    """Context that catches SIGTERM; `requested` (also the result of a call) is True once it has arrived."""
 
     def __init__(self):
         self.requested = False

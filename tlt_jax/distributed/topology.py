@@ -1,4 +1,4 @@
-"""Descriptions of devices that are not here, to compile for them ahead of time: NVIDIA GPUs and TPU topologies."""
+"""Descriptions of devices that this machine lacks, for ahead-of-time compilation: NVIDIA GPUs and TPU topologies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tlt_jax.errors import ConfigError
 
 INSTALL = 'pip install -e ".[gpu-aot]"'
 HOST = 8  # GPUs of a host
-# The share of a GPU's memory that XLA's allocator takes, which is what a run can use of it.
+# The share of a GPU's memory that XLA's allocator takes, and so the share that a run can use.
 FRACTIONS, FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"), "0.75"
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU with 132 multiprocessors of compute capability 9.0: bytes as CUDA reports them, bytes a second."""
+    """A GPU with 132 multiprocessors of compute capability 9.0: memory in bytes, as CUDA reports it, bandwidth in bytes/s."""
 
     name: str
     memory: int
@@ -31,8 +31,8 @@ GPUS = {
     "h100": GPU("NVIDIA H100 80GB HBM3", int(79.1 * 2**30), 3_350_000_000_000),
     "h200": GPU("NVIDIA H200", int(139.7 * 2**30), 4_800_000_000_000),
 }
-# XLA's GpuTargetConfigProto. Limits: CUDA's table for compute capability 9.0. Of the software the oldest of CUDA 13;
-# without its versions XLA leaves loops, library calls and custom calls out of CUDA graphs.
+# XLA's GpuTargetConfigProto. Limits: CUDA's table for compute capability 9.0. Software versions: the oldest of CUDA 13;
+# without versions XLA leaves loops, library calls and custom calls out of CUDA graphs.
 DESCRIPTION = """
 platform_name: "CUDA"
 device_description_str: "{name}"
@@ -77,14 +77,14 @@ NEEDED = ("device_memory_size", "driver_version", "runtime_version")
 
 @dataclass(frozen=True)
 class Topology:
-    """Device descriptions; `memory`: the bytes of each that a run can use, None where its kind tells."""
+    """Device descriptions; `memory`: bytes of a device that a run can use, None where the device kind determines it."""
 
     devices: Sequence[Any]
     memory: int | None = None
 
 
 def is_gpu(name: str) -> bool:
-    """Whether a topology's name is that of GPUs: h200:8, or FILE.txtpb:8."""
+    """Whether the name is one of GPUs: h200:8, or FILE.txtpb:8."""
     kind = name.rpartition(":")[0]
     return kind in GPUS or kind.endswith(".txtpb")
 
@@ -92,20 +92,20 @@ def is_gpu(name: str) -> bool:
 def describe(name: str) -> Topology:
     """The devices of a topology: v5p:4x4x4, h200:8, or FILE.txtpb:8 with XLA's description of another GPU.
 
-    Raises ConfigError when it is unknown, or what compiles for it is not installed.
+    Raises ConfigError when it is unknown, or its compiler is not installed.
     """
     if is_gpu(name):
         return gpus(name)
     if re.match(r"v\d", name):
         return Topology(tpus(name))
     raise ConfigError(
-        f"--topology {name}: name GPUs and how many, such as h200:8 (known are {', '.join(GPUS)}; of another "
+        f"--topology {name}: name GPUs and how many, such as h200:8 (known are {', '.join(GPUS)}; for another "
         "FILE.txtpb:8, with XLA's description of it), or a TPU topology, such as v5p:4x4x4"
     )
 
 
 def gpus(name: str) -> Topology:
-    """GPUs on hosts of 8."""
+    """The topology of GPUs on hosts of 8."""
     kind, _, count = name.rpartition(":")
     number = int(count) if count.isdecimal() else 0
     if not number or (number > HOST and number % HOST):
@@ -127,9 +127,9 @@ def gpus(name: str) -> Topology:
 
 
 def description(path: Path) -> str:
-    """A file with a GpuTargetConfigProto, as `--xla_dump_to` of a run on the GPU writes it.
+    """The text of a file with a GpuTargetConfigProto, as `--xla_dump_to` writes it in a run on the GPU.
 
-    Raises ConfigError when it is not there, or lacks what CUDA graphs depend on.
+    Raises ConfigError when it cannot be read, or lacks a field that CUDA graphs depend on.
     """
     try:
         text = path.read_text()
@@ -142,7 +142,7 @@ def description(path: Path) -> str:
 
 
 def check_plugin(name: str) -> None:
-    """ConfigError when JAX's plugin for GPUs is not there, or of another version."""
+    """Raises ConfigError when JAX's plugin for GPUs is missing, or of another version."""
     try:
         plugin = version("jax-cuda13-plugin")
     except PackageNotFoundError as error:
@@ -157,7 +157,7 @@ def check_plugin(name: str) -> None:
 
 
 def check_compiler(name: str, device: Any) -> None:
-    """ConfigError when XLA does not find ptxas or libdevice, without which it compiles nothing for a GPU."""
+    """Raises ConfigError when XLA does not find ptxas or libdevice, which it needs to compile for a GPU."""
     import jax
 
     number = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
@@ -171,7 +171,7 @@ def check_compiler(name: str, device: Any) -> None:
 
 
 def usable(memory: int) -> int:
-    """Bytes that XLA's allocator takes of so many bytes of a GPU; what is left is for CUDA, its graphs and NCCL."""
+    """Bytes of a GPU's `memory` that XLA's allocator takes; the rest is for CUDA, its graphs and NCCL."""
     name = next((name for name in FRACTIONS if os.environ.get(name)), FRACTIONS[0])
     text = os.environ.get(name) or FRACTION
     try:

@@ -1,4 +1,4 @@
-"""The packed rows that a drafter learns from, on a mesh."""
+"""A batch of packed rows for drafter training, on a mesh."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tlt_jax.distributed.mesh import put, sharding
 
 @struct.dataclass
 class Batch:
-    """Packed rows, see packing.Packed; `loss_mask` marks the positions whose next token is learned.
+    """Packed rows (packing.Packed). `loss_mask`: the positions whose next token enters the loss.
 
-    A segment may begin at any position of its sequence: what lies before it is not attended to.
-    `features`: the policy's features that the drafter reads; `states`: its normed last hidden
-    states. None: the update computes them.
+    A segment may start at any position of its sequence; attention does not reach tokens before the segment. `features`:
+    the policy's features that the drafter reads; `states`: its normed last hidden states; None: the update computes them.
     """
 
     tokens: Int32[Array, "R T"]
@@ -42,6 +41,6 @@ def make_batch(rows: dict[str, np.ndarray], mesh: Mesh) -> Batch:
 
 
 def abstract_batch(mesh: Mesh, rows: int, tokens: int) -> Batch:
-    """ShapeDtypeStructs with shardings of a batch without features: to compile."""
+    """ShapeDtypeStructs with shardings of a batch without features, for compilation."""
     small = partial(jax.ShapeDtypeStruct, (rows, tokens), sharding=batch_sharding(mesh))
     return Batch(small(jnp.int32), small(jnp.int32), small(jnp.int32), small(jnp.bool_))

@@ -1,8 +1,7 @@
-"""Idle data groups train the drafter on their own finished sequences, until the last group is done.
+"""Idle data groups train the drafter on their finished sequences during the rollout.
 
-The adaptive drafter of TLT (arXiv 2511.16665, section 4): every group trains its own copy, without
-collectives across groups, and the copies are merged before the policy update. It changes no answer
-and no weight of the policy.
+The adaptive drafter of TLT (arXiv 2511.16665, section 4): every group trains a local copy without collectives across
+groups; the copies are merged before the policy update. Training changes no answer and no weight of the policy.
 """
 
 from __future__ import annotations
@@ -28,30 +27,28 @@ from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.drafter.reports import Trained
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 
-# What a trained drafter is expected to save of the rest of the run's rollouts, before anything is known of it: at least
-# this share. What training and using it compiles, in micro-steps: itself, harvests, catching up, chunks.
+# GAIN: the share of the remaining rollout time that a trained drafter is assumed to save, before any measurement. PROGRAMS:
+# compile cost of training and using it (micro-step, harvest, catch-up, chunks), in units of a micro-step's.
 GAIN, PROGRAMS = 0.15, 3.0
-EVALUATE_EVERY = 16  # micro-steps from one evaluation on held-out windows to the next
-LEAST_TOKENS, MOST_TOKENS = 128, 8192  # of a micro-step
-FIRST_TOKENS = (
-    256  # of the first micro-step of a run, from whose seconds the size of the others follows
-)
-# Accept length of the last RECENT steps over the best of these means that counts as fallen; what a step leaves of the best.
-# That of a single step varies by a tenth where its answers are few.
+EVALUATE_EVERY = 16  # micro-steps between evaluations on held-out windows
+LEAST_TOKENS, MOST_TOKENS = 128, 8192  # limits of the tokens of a micro-step
+FIRST_TOKENS = 256  # of a run's first micro-step; its seconds determine the size of the later ones
+# The accept length counts as fallen when its mean over RECENT steps is below FALLEN times the best such mean, which decays
+# by MEMORY a step. With few answers, the accept length of a single step varies by a tenth.
 FALLEN, MEMORY, RECENT = 0.9, 0.99, 8
-# RL steps in a row in which the idle work of a group raised, after which it is left out; the same of all work, after which
-# there is no more.
+# A group is left out after its work raised in this many RL steps in a row; all idle training stops after as many steps in a
+# row in which groups failed and none trained.
 FAILURES = 2
-FEW_PAID = 8  # micro-steps in a step's update that are too few: the first one of each step measures, and learns nothing
+FEW_PAID = 8  # fewest micro-steps to run in `paid` seconds: the first of each step only evaluates
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Copy:
-    """A data group's copy of the drafter in an RL step, and what became of it: see Trained."""
+    """A data group's copy of the drafter in one RL step, and the counts of its training; see Trained."""
 
     state: DrafterState
     pieces: int = 0
@@ -59,21 +56,20 @@ class Copy:
     steps: int = 0
     tokens: int = 0
     depths: list[float] = field(default_factory=list)
-    piece: Program | None = None  # that was dispatched last
-    metrics: dict[str, Any] | None = None  # of it
-    learns: bool = False  # whether it does
+    piece: Program | None = None  # the last one dispatched
+    metrics: dict[str, Any] | None = None  # of the last piece
+    learns: bool = False  # whether the last piece trains; else it evaluates
 
 
 class IdleTraining:
-    """Drafter training as idle work; implements rollout.idle.IdleWork.
+    """Drafter training as idle work; implements rollout.idle.driver.IdleWork.
 
-    `begin` comes before each rollout, `end` after it. What is not in the drafter's state is a cache:
-    replay, copies, sizes and prices are lost with the process, and cost speed only. `piece(group,
-    rows, tokens)` names the program of a micro-step: micro_step.MicroStep. `starting()`: seconds that
-    the rollout's programs take to be compiled again, with features for the drafter. `groups` are those
-    of this process; what all decide together is told by `job`. One that `follows` does not begin by itself, but when
-    it is told to (`activate`): when drafting with what the drafter learns elsewhere pays. Without `is_idle_used` no
-    group trains: all that the drafter knows it learns elsewhere.
+    Call `begin` before each rollout and `end` after it. All state but the drafter's is a cache: a restart loses replay,
+    copies, sizes and compile costs, which costs speed only. `piece(group, rows, tokens)` returns the program of a
+    micro-step (micro_step.MicroStep). `starting()`: seconds to recompile the rollout's programs with features for the
+    drafter. `groups`: those of this process; `job` makes all processes decide alike. With `follows` and no floor,
+    training starts only by `activate`: once drafting with the drafter that the policy update trains pays off. Without
+    `is_idle_used` no group trains when idle.
     """
 
     kind = "train"
@@ -102,26 +98,26 @@ class IdleTraining:
         self.accept_lengths: deque[float] = deque(maxlen=RECENT)
         self.best_accept_length = 0.0
         self.seconds = self.idle = (
-            0.0  # of the rollout before: all of it, and what its idlest group was idle
+            0.0  # of the previous rollout: all of it, and those its idlest group was idle
         )
-        # Held-out acceptance in this step, by depth, given the depths before.
-        self.depths: list[float] = []  # acceptance of the drafter by depth, measured in this step
-        self.known_depths: list[float] = []  # and when it was measured last
+        # Held-out acceptance of the drafter by depth, given the depths before.
+        self.depths: list[float] = []  # measured in this step
+        self.known_depths: list[float] = []  # the last measurement
         self.tokens = self.wanted = (
-            FIRST_TOKENS  # of a micro-step: in this step, and from the next on
+            FIRST_TOKENS  # of a micro-step: in this step, and from the next step on
         )
         self.budget = Budget()
         self.copies: dict[int, Copy] = {}
         self.policies: dict[int, Any] = {}
         self.broken: set[int] = set()  # groups whose work raised in this step
-        self.broke: dict[int, int] = {}  # group -> steps in a row in which it did
-        self.failures = 0  # steps in a row in which a group's did, and none trained
+        self.broke: dict[int, int] = {}  # group -> steps in a row in which its work raised
+        self.failures = 0  # steps in a row in which groups failed and none trained
         self.pays_off = self.is_stopped = False
-        self.micro_step_seconds = 0.0  # of those after a rollout, the latest
-        self.paid_seconds = 0.0  # what those of this step took
+        self.micro_step_seconds = 0.0  # of the latest micro-step after a rollout
+        self.paid_seconds = 0.0  # of the micro-steps after this rollout
 
     def background_work(self) -> dict[str, Any]:
-        """What Engine.run is given so that idle groups train."""
+        """The arguments of Engine.run that make idle groups train."""
         if not self.is_active or not self.is_idle_used:
             return {}
         return {
@@ -133,11 +129,11 @@ class IdleTraining:
 
     @property
     def is_active(self) -> bool:
-        """Whether it trains in this run: it pays off, and has not failed too often."""
+        """Whether training pays off, and has not failed too often."""
         return self.pays_off and not self.is_stopped
 
     def activate(self) -> None:
-        """From the next rollout on the drafter drafts, and idle groups train it."""
+        """From the next rollout on, the drafter drafts and idle groups train it."""
         self.pays_off = True
 
     def begin(
@@ -147,9 +143,9 @@ class IdleTraining:
         weights: Mapping[int, Weights],
         state: DrafterState | None,
     ) -> None:
-        """A rollout begins, with these weights of every group.
+        """Prepares a rollout that decodes with these weights of every group.
 
-        What its micro-steps need is compiled here, and nowhere else.
+        The programs of its micro-steps are compiled here and nowhere else.
         """
         self.copies, self.broken = {}, set()
         if not self.is_active or not self.is_idle_used:
@@ -163,15 +159,15 @@ class IdleTraining:
         self.copies = {group: Copy(part) for group, part in zip(self.groups, parts, strict=True)}
 
     def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
-        """Whether what a drafter is expected to save exceeds what training and using it compiles."""
+        """Whether a drafter's expected payback exceeds `start` and the compile cost of training and using it, in seconds."""
         compile_cost = self.programs.compile_cost(self.piece(min(self.groups), self.wanted))
         return GAIN * seconds_left > start + PROGRAMS * compile_cost
 
     def pays(self, seconds_left: float) -> bool:
-        """Whether training pays off in the rest of the run, of so many seconds in rollouts.
+        """Whether training pays off in the remaining `seconds_left` of rollouts; with a floor it always does.
 
-        It is asked anew after every step, until it does: the rest of the run has to be long enough,
-        and its groups idle for as long as work takes to be started.
+        Checked after every step until it does: the rest of the run must be long enough, and a group idle for more than
+        `least_idle` seconds.
         """
         if seconds_left <= 0:
             return False
@@ -179,10 +175,7 @@ class IdleTraining:
         return self.floor > 0 or (is_idle and self.is_worth(seconds_left, self.starting()))
 
     def resize(self, seconds_left: float) -> None:
-        """Compiles the micro-steps of the wanted size, and turns to them once they are there.
-
-        Where this would not pay off the size stays.
-        """
+        """Compiles the micro-steps of the wanted size and uses them once compiled; keeps the size if that would not pay off."""
         pieces = [self.piece(group, self.wanted) for group in self.groups]
         if self.tokens != self.wanted and not self.is_worth(seconds_left):
             self.wanted = self.tokens
@@ -192,11 +185,11 @@ class IdleTraining:
             self.tokens = self.wanted
 
     def piece(self, group: int, tokens: int) -> Program:
-        """The program of a group's micro-steps of so many tokens."""
+        """The program of a group's micro-steps of `tokens` tokens."""
         return self.make_piece(group, 1, tokens)
 
     def dispatch(self, group: int) -> bool:
-        """The next micro-step of a group, or an evaluation on held-out windows."""
+        """Dispatches the group's next micro-step or its evaluation on held-out windows; False when it has nothing to do."""
         copy, piece = self.copies.get(group), self.piece(group, self.tokens)
         if copy is None or self.is_left_out(group) or self.programs.compile_cost(piece):
             return False
@@ -218,7 +211,7 @@ class IdleTraining:
         return True
 
     def is_left_out(self, group: int) -> bool:
-        """Whether a group does no work: in this step, or any more."""
+        """Whether a group does no work in this step, or in the rest of the run."""
         return group in self.broken or self.broke.get(group, 0) >= FAILURES
 
     def is_ready(self, group: int) -> bool:
@@ -226,7 +219,7 @@ class IdleTraining:
         return self.copies[group].metrics["loss"].is_ready()
 
     def done(self, group: int, least: float, most: float) -> None:
-        """The piece is done, and took between so many seconds."""
+        """Counts a piece that is done and took between `least` and `most` seconds."""
         copy = self.copies[group]
         metrics, copy.metrics = jax.device_get(copy.metrics), None
         if not np.isfinite(metrics["loss"]):
@@ -239,10 +232,10 @@ class IdleTraining:
             self.wanted = self.sized(self.tokens, least, most)
 
     def sized(self, tokens: int, least: float, most: float) -> int:
-        """Tokens of the next micro-steps, when one of so many took between these seconds: it is to stay below the bound.
+        """Tokens of the next micro-steps, which are to stay below the bound; one of `tokens` took `least` to `most` seconds.
 
-        A size is a program: it changes only by powers of two, upwards only where less than a quarter
-        of the bound is used. Where the host did not look for long nothing is known, and nothing changes.
+        Every size is another program: it changes by powers of two, and grows only when less than a quarter of the bound
+        is used. When the host polled rarely, `least` and `most` are far apart, and the size stays.
         """
         while least > self.bound and tokens > LEAST_TOKENS:
             tokens, least, most = tokens // 2, least / 2, most / 2
@@ -251,17 +244,17 @@ class IdleTraining:
         return tokens
 
     def failed(self, group: int, error: Exception) -> None:
-        """A piece raised: what this group learned in this step is lost, that of the others counts."""
+        """A piece raised: the group's training in this step is lost, that of the other groups counts."""
         level = logging.DEBUG if self.broken else logging.WARNING  # one line a step
         kind = type(error).__name__
         log.log(level, "idle training of group %d failed in this step: %s: %s", group, kind, error)
         self.broken.add(group)
 
     def keep_alive(self, accept_length: float, seconds: float = 0.0) -> float:
-        """Every group makes the micro-steps that it has to after a rollout that drafted with this accept length.
+        """Runs the micro-steps due after a rollout with this accept length, and returns the seconds that they took.
 
-        That is the floor, and `rescue` where no group of this process trained although the accept length fell; and as many
-        as fit in `seconds`, where these are more than a few. All groups work side by side. The seconds that it took.
+        Every group makes at least `floor`, at least `rescue` when the accept length fell and no group of this process
+        trained, and as many as fit in `seconds`, if FEW_PAID do. All groups run concurrently.
         """
         is_low = False
         if accept_length:
@@ -276,25 +269,25 @@ class IdleTraining:
             seconds = 0.0
         spent = 0.0
         while True:
-            began, going = time.perf_counter(), []
-            may_go_on = spent + self.micro_step_seconds <= seconds and seconds > 0
+            start, dispatched = time.perf_counter(), []
+            has_time = spent + self.micro_step_seconds <= seconds and seconds > 0
             for group, copy in self.copies.items():
-                if (copy.steps < least or may_go_on) and self.tried(
+                if (copy.steps < least or has_time) and self.tried(
                     group, partial(self.dispatch, group)
                 ):
-                    going.append(group)
-            if not going:
+                    dispatched.append(group)
+            if not dispatched:
                 return spent
-            for group in going:
+            for group in dispatched:
                 metrics = self.copies[group].metrics
                 self.tried(group, partial(jax.block_until_ready, metrics["loss"]))
-                taken = time.perf_counter() - began
+                taken = time.perf_counter() - start
                 self.tried(group, partial(self.done, group, taken, taken))
-            self.micro_step_seconds = time.perf_counter() - began
+            self.micro_step_seconds = time.perf_counter() - start
             spent += self.micro_step_seconds
 
     def tried(self, group: int, work: Callable[[], Any]) -> Any:
-        """What it gives; None when it raises: idle work never ends a run."""
+        """The result of `work`; None when it raises: idle work never ends a run."""
         if group in self.broken:
             return None
         try:
@@ -304,9 +297,9 @@ class IdleTraining:
             return None
 
     def leave_out(self) -> None:
-        """Of a group that failed in this step nothing counts: its copy is as one that was not trained.
+        """Replaces the copy of every group that failed in this step by zeros that count as untrained.
 
-        Its arrays may be those of a program that failed, or be gone.
+        A failed program may have left the arrays of a copy invalid or deleted.
         """
         for group in list(self.copies):
             if group not in self.broken:
@@ -331,15 +324,14 @@ class IdleTraining:
     ) -> tuple[DrafterState | None, dict[str, float]]:
         """The drafter after a rollout, merged from the groups' copies, and the metrics of its training.
 
-        `seconds` it took, without compiling; `idle`: those that its idlest group had nothing to
-        decode. `accept_length`: of its chunks that drafted; 0: none did. `state` is as it was;
-        None: there is none yet.
-        `rollouts_left`: how many like it the run decodes after it. `paid`: seconds that groups may go on learning for now
-        that it is over; `paid_seconds` then says how long they did.
+        `seconds`: of the rollout, without compiling; `idle`: seconds in which its idlest group had nothing to decode.
+        `accept_length`: of its chunks that drafted; 0: none did. `state`: the drafter before the rollout; None: there is
+        none yet. `rollouts_left`: rollouts of this length still to come. `paid`: seconds that groups may train after the
+        rollout; `paid_seconds` then holds the seconds that they took.
         """
         self.seconds, self.idle = seconds, idle
-        begins = self.is_idle_used and not self.pays_off and (self.floor > 0 or not self.follows)
-        if begins and self.job.decided(self.pays(seconds * rollouts_left)):
+        may_start = self.is_idle_used and not self.pays_off and (self.floor > 0 or not self.follows)
+        if may_start and self.job.decided(self.pays(seconds * rollouts_left)):
             log.info("the drafter is trained from here on")
             self.activate()
         self.paid_seconds = self.keep_alive(accept_length, paid)
@@ -356,7 +348,7 @@ class IdleTraining:
             if self.failures >= FAILURES and not self.is_stopped:
                 self.is_stopped = True
                 log.warning(
-                    "idle training failed in %d steps in a row: there is no more of it",
+                    "idle training failed in %d steps in a row and is stopped",
                     self.failures,
                 )
             return state, report.training | {"drafter/failures": float(self.failures)}

@@ -1,7 +1,7 @@
-"""What learning in the update may take under drafter_training.share auto: seconds that the rest of the run repays.
+"""The budget of drafter training in the policy update, under drafter_training.share auto; knows no device and no clock.
 
-It knows no device and no clock. Learning is an investment: it takes seconds of RL steps, and saves seconds of later
-rollouts once drafting with the drafter pays. All amounts are seconds.
+Training is an investment: it takes seconds of RL steps, and saves seconds of later rollouts once drafting pays off. A
+step trains when the rest of the run is expected to repay it, or within a small share of the run. All amounts are seconds.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Any
 
 import numpy as np
 
-EARLY = 0.2  # of a step, while the rest of the run is expected to repay it
-LONG = 0.03  # of all steps together, otherwise
+EARLY = 0.2  # share of a step, while the rest of the run is expected to repay it
+LONG = 0.03  # share of all steps together, otherwise
 STALLED = (
     1 / 3
-)  # of that while acceptance does not rise, or not to where it would pay; while drafting the rest is kept
-# Acceptance of the first draft token: a change that counts as a rise, the measurements that it is looked for in, and how
-# far below the best it counts as fallen.
+)  # of LONG, while acceptance stalls or is not predicted to pay off; while drafting, the rest goes to the reserve
+# Acceptance of the first draft token: the smallest change that counts as a rise, the number of measurements that are
+# compared, and the drop below the best that counts as a fall.
 RISE, RECENT, FALL = 0.005, 8, 0.03
-# Acceptance of a drafter as good as one may hope for, and the chance that it gets there: where what the run would gain
-# from that, by this chance, is less than what it takes nothing is learned.
+# Acceptance of a good drafter, and the assumed probability that training reaches it. Nothing is tried when the payback of
+# such a drafter times this probability is below the compile cost.
 HOPED, CHANCE = (0.8,), 1 / 3
-# Acceptance is kept by the tokens learned before, a mean for each half doubling; a line in the logarithm of the tokens is
-# fitted to the last BINS means, of which there have to be LEAST.
+# Acceptance is binned by the tokens trained on before, PER_DOUBLING bins a doubling. A line in the logarithm of the tokens is
+# fitted to the means of the last BINS bins; it needs at least LEAST.
 PER_DOUBLING, BINS, LEAST = 2, 6, 3
-MOST = 0.9  # that acceptance is expected to become
-NEWEST = 0.3  # weight of the newest step in the seconds of one
+MOST = 0.9  # highest acceptance that is predicted
+NEWEST = 0.3  # weight of the newest step in the running mean of step_seconds
 
-# Of a drafter of this acceptance by depth: seconds that drafting with it saves in the rest of the run, and what it takes
-# to compile that.
+# worth(acceptance by depth): seconds that drafting with such a drafter saves in the rest of the run, and the compile cost of
+# drafting with it.
 Worth = Callable[[Sequence[float]], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Investment:
-    """What was learned so far in updates, what it took, and how acceptance rose; part of the state of a run.
+    """Drafter training in policy updates so far: its amount, cost and acceptance; part of the state of a run.
 
-    `pieces`: accumulation steps that were learned from, of `tokens` answer tokens in all. `piece_seconds`, `step_seconds`:
-    of one piece, and of an RL step without learning and compiling; 0: not known yet. `spent`: seconds of learning,
-    compiling included. `credit`: what may be spent now; `reserve`: what was not spent while acceptance did not rise.
-    `bins`: by tokens learned before, see PER_DOUBLING: [tokens measured on, acceptance by depth ...]. `recent`: acceptance
-    of the first draft token, measured last; `best`: the best mean of RECENT.
+    `pieces`: accumulation steps trained on, of `tokens` answer tokens in all. `piece_seconds`, `step_seconds`: of one
+    piece, and of an RL step without training and compiling; 0: unknown. `spent`: seconds of training, compiling included.
+    `credit`: seconds that may be spent now; `reserve`: seconds withheld while acceptance did not rise. `bins`: by tokens
+    trained on before, see PER_DOUBLING: [tokens measured on, acceptance by depth ...]. `recent`: the last RECENT
+    acceptances of the first draft token; `best`: the best mean of RECENT.
     """
 
     pieces: int = 0
@@ -59,21 +59,21 @@ class Investment:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any] | None) -> Investment:
-        """From what a checkpoint holds; a new one where it holds none, or one of another version."""
+        """The investment of a checkpoint; a new one when the checkpoint holds none, or one of another version."""
         is_known = saved is not None and saved.keys() == cls.__dataclass_fields__.keys()
         return cls(**saved) if is_known else cls()
 
     def saved(self) -> dict[str, Any]:
-        """As a checkpoint holds it: JSON-able."""
+        """The JSON form for a checkpoint."""
         return asdict(self)
 
     def after_step(self, seconds: float) -> Investment:
-        """After an RL step of so many seconds, without learning and compiling."""
+        """After an RL step that took `seconds` without training and compiling."""
         known = self.step_seconds
         return replace(self, step_seconds=known + NEWEST * (seconds - known) if known else seconds)
 
     def measured(self, depths: Sequence[float], tokens: float = 1.0) -> Investment:
-        """With the acceptance by depth of the drafter as it is now, measured on so many tokens."""
+        """With the current drafter's acceptance by depth, measured on `tokens` tokens."""
         if not depths:
             return self
         place = str(math.floor(PER_DOUBLING * math.log2(1 + self.tokens)))
@@ -88,7 +88,7 @@ class Investment:
         return replace(self, bins=bins, recent=recent, best=best)
 
     def learned(self, tokens: float, pieces: int, seconds: float, compiles: bool) -> Investment:
-        """After learning from so many pieces; that which compiles says nothing of what others take, and is no credit's."""
+        """After training on `pieces` pieces; seconds of a call that `compiles` change neither piece_seconds nor the credit."""
         each = self.piece_seconds if compiles or not pieces else seconds / pieces
         return replace(
             self,
@@ -100,7 +100,7 @@ class Investment:
         )
 
     def expected(self, tokens: float) -> list[float] | None:
-        """Acceptance by depth after so many tokens more; None while too little is known to say."""
+        """Predicted acceptance by depth after `tokens` more tokens; None with fewer than LEAST bins."""
         known = sorted((int(place), values) for place, values in (self.bins or {}).items())[-BINS:]
         if len(known) < LEAST:
             return None
@@ -115,7 +115,7 @@ class Investment:
         return found
 
     def repays(self, worth: Worth, left: int) -> bool:
-        """Whether drafting in the rest of `left` steps saves more than learning at EARLY takes until then, for some steps."""
+        """Whether training at EARLY for some steps, then drafting in the rest of the `left` steps, saves more than it costs."""
         if not self.piece_seconds:
             return False
         cost = EARLY * self.step_seconds
@@ -130,23 +130,21 @@ class Investment:
     def earned(
         self, worth: Worth, done: int, left: int, compile_cost: float, drafts: bool
     ) -> Investment:
-        """With what may be spent in this step, after `done` ones and with `left` to come.
+        """With the credit of this step, after `done` steps and with `left` to come.
 
-        `compile_cost`: seconds that compiling it takes first. `drafts`: the rollout drafts with the drafter.
+        `compile_cost`: seconds of compiling the training program first. `drafts`: the rollout drafts with the drafter.
         """
         step = self.step_seconds
         if (
             not drafts and CHANCE * step * left <= compile_cost
-        ):  # nothing can save more than all that is left
+        ):  # drafting cannot save more than all seconds left
             return replace(self, credit=0.0)
         if not step or not left:
             return replace(self, credit=0.0)
         if drafts:
             return self.kept_up(step)
         saved, start = worth(HOPED)
-        most = max(
-            EARLY * step, self.piece_seconds
-        )  # a piece may take longer than its part of a step
+        most = max(EARLY * step, self.piece_seconds)  # a piece may take longer than EARLY of a step
         budget = LONG * step * (done + 1 + left) * (STALLED if self.expected(0) else 1.0)
         is_tried = self.spent + compile_cost + most <= budget
         is_tried &= CHANCE * saved > start + compile_cost
@@ -155,7 +153,7 @@ class Investment:
         return replace(self, credit=min(self.credit + EARLY * step, most))
 
     def kept_up(self, step: float) -> Investment:
-        """With LONG of a step more: less while acceptance does not rise, and what that leaves once it falls."""
+        """With the credit of LONG of a step: less while acceptance does not rise, more from the reserve once it falls."""
         half, rate, reserve = RECENT // 2, LONG * step, self.reserve
         if len(self.recent) < RECENT:
             return replace(self, credit=self.credit + rate)
@@ -169,7 +167,7 @@ class Investment:
         return replace(self, credit=self.credit + rate)
 
     def affords(self, is_first: bool) -> int:
-        """Pieces that may be learned from now; the first one is to show what one takes."""
+        """Pieces that the credit pays for; 1 when `is_first`, to measure the seconds of a piece."""
         if not self.credit:
             return 0
         return 1 if is_first or not self.piece_seconds else int(self.credit / self.piece_seconds)

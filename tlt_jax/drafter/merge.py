@@ -1,8 +1,8 @@
 """Copies of the drafter for the data groups, and their merge at the end of a rollout; knows no rollout.
 
-Every data group trains a copy of its own on its own sub-mesh, without collectives across groups
-(local SGD); the merge is the mean of the copies, weighted by the tokens that each was trained on.
-Copies are one state whose leaves have a leading axis of G data groups, over the mesh axis "data".
+Every data group trains a local copy on its sub-mesh, without collectives across groups (local SGD). The merge is the mean
+of the copies, weighted by the tokens that each was trained on. Copies are one state whose leaves have a leading axis of G
+data groups, sharded over the mesh axis "data".
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def abstract_copy(recipe: Recipe, group: Mesh) -> DrafterState:
 
 
 def without_data(spec: PartitionSpec) -> tuple[str | None, ...]:
-    """The spec's axes of an array that every data group holds whole."""
+    """The spec without the mesh axis "data"."""
     return tuple(None if axis == "data" else axis for axis in spec)
 
 
@@ -76,10 +76,10 @@ def spread(groups: int, state: DrafterState) -> DrafterState:
 
 
 def merge(copies: DrafterState, tokens: Float32[Array, " G"]) -> DrafterState:
-    """The state whose weights and moments are the means of the copies', weighted by `tokens`, of which one is > 0.
+    """The state whose weights and moments are the means of the copies', weighted by `tokens`; at least one of these is > 0.
 
-    Copies without tokens count for nothing, whatever their numbers. Counters are the largest of any
-    copy; token ids are the same in all.
+    A copy with 0 tokens has no effect, whatever its values. Counters are the maximum over the copies; token ids are the
+    same in all.
     """
 
     def mean(leaf: Array) -> Array:

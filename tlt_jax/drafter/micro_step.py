@@ -1,4 +1,4 @@
-"""The program of idle work: one optimizer step of a data group's copy of the drafter."""
+"""The program of idle drafter training: one optimizer step of a data group's copy of the drafter."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tlt_jax.rollout.executables.protocols import Program
 class MicroStep:
     """micro_step(copy[1, ...], policy, batch, learns) -> copy, metrics; donates the copy.
 
-    The batch is `rows` packed rows of `tokens` tokens with features; the policy is in the "rollout"
-    layout. `recipe` is that of the whole mesh. A batch of less than WHOLE tokens has a learning rate
-    smaller by the root of its share of them (arXiv 2205.10287, the square root scaling rule of Adam).
+    The batch is `rows` packed rows of `tokens` tokens with features; the policy is in the "rollout" layout. `recipe`:
+    that of the whole mesh. A batch of fewer than WHOLE tokens scales the learning rate by sqrt(tokens / WHOLE): the
+    square root scaling rule of Adam (arXiv 2205.10287).
     """
 
     group: int
@@ -68,7 +68,7 @@ class MicroStep:
 
     @property
     def relative_seconds(self) -> float:
-        """Expected seconds of compiling over those of a plain chunk: on 12 layers 1.8, 1.9, 3.9 with 1, 3, 5 draft steps."""
+        """Expected compile seconds over a plain chunk's: on 12 layers 1.8, 1.9, 3.9 with 1, 3, 5 draft steps."""
         return 1.4 + 0.4 * self.recipe.objective.unroll
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class MicroStep:
 def micro_step(
     copy: DrafterState, policy: Params, batch: Batch, learns: Bool[Array, ""], recipe: Recipe
 ) -> tuple[DrafterState, dict[str, Array]]:
-    """The copy [1, ...] after one optimizer step where `learns`, else as it was; and the metrics of before it."""
+    """The copy [1, ...] after one optimizer step if `learns`, else unchanged; and the metrics before the step."""
     state = jax.tree.map(lambda leaf: leaf[0], copy)
     after, metrics = update.update(state, policy, batch, recipe)
     after = jax.tree.map(partial(jnp.where, learns), after, state)

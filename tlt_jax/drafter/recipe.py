@@ -1,4 +1,4 @@
-"""What a drafter's update minimizes, the static arguments of its programs, and the state that it trains."""
+"""A drafter update's objective, the static arguments of its programs, and the state that it trains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams
 from tlt_jax.optimizer import Adam, TrainState
 
-# Tokens of a batch from which on it has the whole learning rate. Adam's noise grows as that of its batch: with 190
-# tokens at the whole rate a well trained drafter lost 5 % of its accept length in 20 RL steps.
+# Batches of at least this many tokens use the full learning rate. Gradients of smaller batches are noisier: with 190 tokens
+# at the full rate, a well-trained drafter lost 5 % of its accept length in 20 RL steps.
 WHOLE = 2048
 
 DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
@@ -25,10 +25,10 @@ DrafterState = TrainState  # with params of type DrafterParams; the ids have no 
 class Objective:
     """What the update minimizes: the weighted losses of `unroll` draft steps.
 
-    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half
-    width of the uniform noise on the features (arXiv 2401.15077, section 3.2). `top_loss`: weight
-    of the loss on the policy's most likely tokens (arXiv 2408.15766, section 3.1); `detach`: no
-    gradient reaches a draft step through those after it, as there (section 3.2).
+    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half width of the uniform
+    noise on the features (arXiv 2401.15077, section 3.2). `top_loss`: weight of the loss on the policy's most likely
+    tokens (arXiv 2408.15766, section 3.1); `detach`: no gradient flows from a draft step to the steps before it (section
+    3.2).
     """
 
     unroll: int = 1
@@ -80,7 +80,7 @@ class Recipe:
 
 
 def scaled(adam: Adam, tokens: int) -> Adam:
-    """The optimizer for a batch of so many tokens: of fewer than WHOLE with a smaller learning rate."""
+    """The optimizer for a batch of `tokens` tokens; below WHOLE its learning rate is smaller."""
     share = math.sqrt(min(tokens / WHOLE, 1.0))
     return replace(adam, learning_rate=share * adam.learning_rate)
 
@@ -93,7 +93,7 @@ def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
 
 
 def abstract_state(recipe: Recipe) -> DrafterState:
-    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
+    """ShapeDtypeStructs with shardings of the state, for restoring a checkpoint or compiling."""
     params = eagle_config.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
         params=params

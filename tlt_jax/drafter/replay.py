@@ -1,7 +1,7 @@
-"""The replay buffer of one data group: windows of its finished sequences, of this RL step and the one before.
+"""The replay buffer of one data group: windows of sequences that finished in this RL step or the previous one.
 
-From it the group's idle devices train the drafter while other groups still decode; it knows neither
-drafter nor coordinator. It is a cache: losing it costs speed, and changes no answer.
+The group's idle devices train the drafter from it while other groups decode. It knows neither drafter nor coordinator. It
+is a cache: losing it costs speed, and changes no answer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.harvest import Features
 
-WINDOWS, DRAWS = 0, 1  # random streams: which windows are kept, what is drawn
+WINDOWS, DRAWS = 0, 1  # random streams: which windows are stored, what is drawn
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """Numbers of a replay buffer.
+    """Sizes of a replay buffer.
 
-    `width`: positions of a window. `most`: windows that are kept of one sequence. `max_bytes`: of
-    features and states in one group, all its devices together. `place`: "host" or "device", where
-    these lie. `held_out`: one sequence in so many is not learned from, to measure on; 0: none.
-    Raises ValueError for what cannot be.
+    `width`: positions of a window. `most`: windows stored of one sequence. `max_bytes`: of features and states in one
+    group, over all its devices. `place`: where these are stored, "host" or "device". `held_out`: one sequence in
+    `held_out` is used for evaluation only; 0: none. Raises ValueError for impossible values.
     """
 
     width: int
@@ -50,32 +49,32 @@ class ReplayConfig:
 
 
 class Replay:
-    """Listener of the looks at one group, and a Harvester; `mesh` is the group's.
+    """Listener to the polls of one group, and a Harvester; `mesh` is the group's.
 
-    What a Harvester wants is a function of seed, step, sequence and length alone: the replay of any
-    group may serve as that of all. Windows arrive whenever they do: what is drawn depends on which
-    are there, and not on their order. `begin` comes before the looks of a step's rollout.
+    The windows that it wants are a function of seed, step, sequence and length alone, so the replay of any group can
+    answer for all. Draws depend on which windows have arrived, and not on their order. Call `begin` before the rollout of
+    a step.
     """
 
     def __init__(self, config: ReplayConfig, group: int, mesh: Mesh):
         self.config, self.group, self.mesh, self.width = config, group, mesh, config.width
         self.store: WindowStore = STORES[config.place]()
-        self.step, self.request = 0, None  # of the rollout that is listened to
+        self.step, self.request = 0, None  # of the current rollout
         self.parts: dict[int, list[np.ndarray]] = {}  # of answers so far, by uid
-        self.answers: dict[int, dict[int, int]] = {}  # tokens of those that ended: step > uid > n
+        self.answers: dict[int, dict[int, int]] = {}  # tokens of finished answers: step -> uid -> n
         self.awaited: dict[tuple[int, int], Window] = {}  # by uid and first position
         self.held: dict[Window, int] = {}  # bytes of each
-        self.drawn = self.aged = 0  # tokens drawn in this step; the same times their age in steps
+        self.drawn = self.aged = 0  # tokens drawn in this step; the sum of their ages in steps
 
     def begin(self, step: int, request: RolloutRequest) -> None:
-        """An RL step begins, in which the request is decoded: only the step before it stays."""
+        """Starts an RL step, which decodes the request; of earlier steps only the previous one stays."""
         self.step, self.request = step, request
         self.parts, self.awaited, self.drawn, self.aged = {}, {}, 0, 0
         self.answers = {step - 1: self.answers.get(step - 1, {}), step: {}}
         self.drop([window for window in self.held if window.step != step - 1])
 
     def wanted(self, uid: int, length: int) -> list[int]:
-        """First positions of the windows worth keeping of a sequence, see windows.wanted."""
+        """First positions of the windows to store of a sequence, see windows.wanted."""
         random = np.random.default_rng([self.config.seed, WINDOWS, self.step, uid])
         prompt = len(self.prompt(uid))
         return choice.wanted(prompt, length, self.width, self.config.most, random)
@@ -85,7 +84,7 @@ class Replay:
         return self.request.prompts[uid // self.request.samples]
 
     def listen(self, look: Look) -> None:
-        """Takes in one look; those at other groups are ignored."""
+        """Handles the events of one poll; those of other groups are ignored."""
         if look.group != self.group:
             return
         for event in look.events:
@@ -102,16 +101,16 @@ class Replay:
         prompt = self.prompt(uid)
         text = np.concatenate([prompt, *self.parts.pop(uid)]).astype(np.int32)
         if len(text) != length:
-            raise ValueError(f"sequence {uid} has {length} tokens, {len(text)} were heard of")
+            raise ValueError(f"sequence {uid} has {length} tokens, {len(text)} were reported")
         self.answers[self.step][uid] = length - len(prompt)
         for start in self.wanted(uid, length):
             window = choice.cut(text, self.step, uid, start, self.width, len(prompt))
             self.awaited[uid, start] = window
 
     def keep(self, windows: tuple[tuple[int, int], ...], values: Features) -> None:
-        """Values of awaited windows are here: they are kept as far as the bytes allow.
+        """Stores values of awaited windows, as far as max_bytes allows.
 
-        Raises ValueError when not one window of these values is within them.
+        Raises ValueError when a single window exceeds max_bytes.
         """
         found = {row: self.awaited.pop(key, None) for row, key in enumerate(windows)}
         new = {row: window for row, window in found.items() if window}
@@ -129,7 +128,7 @@ class Replay:
         self.held |= {window: sizes[window] for window in new.values()}
 
     def drop(self, windows: list[Window]) -> None:
-        """Forgets windows that are held."""
+        """Drops stored windows."""
         self.store.drop(windows)
         for window in windows:
             del self.held[window]
@@ -137,10 +136,9 @@ class Replay:
     def sample(self, draw: int, rows: int, row_tokens: int, held_out: bool = False) -> Batch | None:
         """The batch of one micro-step: R = rows packed rows of T = row_tokens tokens, on the group's devices.
 
-        `held_out` draws from the sequences that are otherwise left out, windows of all alike.
-        A function of seed, step, `draw` and what is held; None where nothing is. Features and
-        states are in the dtype in which they were harvested, and sharded as they were; without
-        states the features are these. What is drawn: windows.weights and windows.draw.
+        `held_out`: drawn from the held-out sequences, all windows with equal weight. A function of seed, step, group,
+        `draw` and the stored windows; None when there are none. Features and states have the dtype and the shardings of
+        the harvest; without states, the features serve as states. See windows.weights and windows.draw.
         """
         held = sorted(
             (one for one in self.held if self.is_held_out(one) == held_out),
@@ -158,13 +156,13 @@ class Replay:
         return self.assemble(pieces, rows, row_tokens)
 
     def is_held_out(self, window: Window) -> bool:
-        """Whether the window's sequence is kept to measure on: by seed, RL step and uid alone."""
+        """Whether the window's sequence is for evaluation only: a function of seed, RL step and uid."""
         parts = window.uid * 0x9E3779B1 ^ window.step * 0x85EBCA77 ^ self.config.seed * 0xC2B2AE3D
         share = self.config.held_out
         return share > 0 and (parts >> 8 & 0xFFFF) % share == 0
 
     def assemble(self, pieces: Sequence[Piece], rows: int, row_tokens: int) -> Batch:
-        """Pieces of windows that are held, packed. Raises ValueError for more tokens than R x T."""
+        """The packed batch of pieces of stored windows. Raises ValueError for more tokens than R x T."""
         placed = choice.place(pieces, rows, row_tokens)
         batch = drafter_batch.make_batch(choice.packed(placed, rows, row_tokens), self.mesh)
         values = self.store.gather(placed, rows, row_tokens)
@@ -172,7 +170,7 @@ class Replay:
         return batch.replace(features=values.features, states=states)
 
     def metrics(self) -> dict[str, float]:
-        """Tokens and bytes held, and the mean age in RL steps of the tokens drawn in this step, if any."""
+        """Stored tokens and bytes, and the mean age in RL steps of the tokens drawn in this step, if any."""
         found = {
             "drafter/replay_tokens": float(sum(window.size for window in self.held)),
             "drafter/replay_bytes": float(sum(self.held.values())),

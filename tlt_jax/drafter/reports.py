@@ -1,4 +1,4 @@
-"""What the data groups of all processes tell of their training in an RL step; knows no device."""
+"""Reports of the data groups of all processes on their idle training in an RL step; knows no device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tlt_jax.distributed.job import Job
 
 
 class Trained(NamedTuple):
-    """What became of a data group's copy of the drafter.
+    """The training of a data group's copy of the drafter: `steps` micro-steps on `tokens` tokens.
 
-    `tokens`, `steps`: trained on. `depths`: acceptance on held-out windows at every depth, measured last; empty when it
-    did not measure.
+    `depths`: the latest acceptance on held-out windows at every depth; empty when not measured.
     """
 
     group: int
@@ -27,7 +26,7 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Of all data groups, in their order; how many of them failed; the metrics of their replays."""
+    """The training of all data groups, in their order; how many of them failed; the metrics of their replays."""
 
     trained: list[Trained]
     broken: int
@@ -35,7 +34,7 @@ class Report:
 
     @property
     def is_failed(self) -> bool:
-        """Whether groups failed, and no other trained."""
+        """Whether groups failed and none trained."""
         return self.broken > 0 and not sum(self.tokens)
 
     @property
@@ -45,7 +44,7 @@ class Report:
 
     @property
     def seen(self) -> list[Trained]:
-        """The groups that measured on held-out windows."""
+        """The groups that evaluated on held-out windows."""
         return [one for one in self.trained if one.depths]
 
     @property
@@ -63,7 +62,7 @@ class Report:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`training`; of the replays sums, but the mean of their age; held-out acceptance, mean over the groups."""
+        """`training`, sums over the replays (of their age the mean), and the mean held-out acceptance of the groups."""
         found = self.training
         for name in {name for part in self.replays for name in part}:
             values = [part[name] for part in self.replays if name in part]
@@ -83,9 +82,9 @@ def exchanged(
     broken: int,
     replays: Sequence[Mapping[str, float]],
 ) -> Report:
-    """The report of all processes, of which each tells its own; all call it."""
-    told = json.dumps((trained, broken, replays)).encode()
-    parts = [json.loads(part) for part in job.gather(told)]
+    """The report of all processes from each one's own part; a collective, which all call."""
+    payload = json.dumps((trained, broken, replays)).encode()
+    parts = [json.loads(part) for part in job.gather(payload)]
     return Report(
         sorted(Trained(*one) for every, *_ in parts for one in every),
         sum(broken for _, broken, _ in parts),

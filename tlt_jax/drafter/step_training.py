@@ -1,7 +1,7 @@
-"""The drafter learns from an RL step's own packed rows, on the mesh of the update; knows no rollout.
+"""The drafter's training step in the policy update: it trains on the packed rows of the RL step; knows no rollout.
 
-The rows are fresh, of the policy that wrote them, and of every length, and no data group has to be idle for it. What
-idle groups learned of the same step was merged before.
+The rows are on-policy and of every length, and no data group has to be idle. The copies of idle groups were merged
+before.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Learned:
-    """What the drafter learned in a step.
+    """The metrics of the drafter's training step.
 
-    `depths`: acceptance at depth 1, 2, ..., each given the depths before, of the rows before they were learned from;
-    empty when there were none.
+    `depths`: acceptance at depth 1, 2, ..., each given the depths before, on the rows before training on them; empty when
+    there were none.
     """
 
     metrics: dict[str, float]
@@ -50,11 +50,10 @@ class Rows(Protocol):
 
 @dataclass
 class Lesson:
-    """What the drafter learns from the rows of one RL step, which it is called with; `drafter` is it after that.
+    """The drafter's training step in one policy update: a call trains `drafter` on the rows of the RL step.
 
-    `policy`: the one that wrote the rows; `step`: RL steps done before; `choose`: which of so many accumulation steps are
-    learned from; `timed`: makes a context of the seconds that it takes. `learned`: None before it was called; `seconds` it
-    then took.
+    `policy`: the one that generated the rows; `step`: RL steps done before; `choose(count)`: the accumulation steps to
+    train on; `timed()`: a context that times the training. A call sets `drafter`, `learned` (None before) and `seconds`.
     """
 
     recipe: Recipe
@@ -74,58 +73,58 @@ class Lesson:
         ]
         with self.timed():
             jax.block_until_ready(batches)
-            began = time.perf_counter()
+            start = time.perf_counter()
             self.drafter, self.learned = learn(
                 self.drafter, self.policy, batches, self.recipe, self.step
             )
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - start
         self.learned.metrics["drafter/share"] = len(chosen) / len(rows)
 
 
 @dataclass
 class StepTraining:
-    """How much the drafter learns in each update of a run: drafter_training.share.
+    """How many rows of each policy update train the drafter: drafter_training.share.
 
-    `share` of the rows; None: as much as `investment` says that the run repays. `compile_cost`: seconds that compiling this is
-    expected to take. `told`: what process 0 counts, for all.
+    `share` of the rows; None: what the Investment pays for. `compile_cost`: expected seconds of compiling this.
+    `broadcast`: the number of process 0, on all processes.
     """
 
     recipe: Recipe
     share: float | None
     compile_cost: Callable[[StepTraining], float]
-    told: Callable[[float], float]
+    broadcast: Callable[[float], float]
     has_learned: bool = False
 
     @property
     def relative_seconds(self) -> float:
-        """Expected seconds of compiling over those of a plain chunk: as a micro-step, and a forward pass of the policy."""
+        """Expected compile seconds over a plain chunk's: those of a micro-step, and a forward pass of the policy."""
         return 2.0 + 0.4 * self.recipe.objective.unroll
 
     def earned(
         self, investment: Investment, worth: Worth, done: int, left: int, drafts: bool
     ) -> Investment:
-        """With the seconds that may be spent in this step; see Investment.earned."""
+        """With the credit of this step; see Investment.earned."""
         if self.share is not None:
             return investment
         compile_cost = 0.0 if self.has_learned else self.compile_cost(self)
         earned = investment.earned(worth, done, left, compile_cost, drafts)
-        return replace(earned, credit=self.told(earned.credit))
+        return replace(earned, credit=self.broadcast(earned.credit))
 
     def chosen(
         self, investment: Investment, step: int, has_trained: bool
     ) -> Callable[[int], list[int]] | None:
-        """Which of so many accumulation steps are learned from in this step; None when none is. All processes call it.
+        """The function that chooses the accumulation steps to train on in this step; None: none. All processes call it.
 
-        `has_trained`: data groups have learned from what they harvested, which is not learned twice.
+        `has_trained`: idle groups have trained on the sequences of this step; the Investment pays only for other steps.
         """
         if self.share is not None:
             return partial(taken, self.share, step)
         most = 0 if has_trained else investment.affords(not self.has_learned)
-        most = int(self.told(most))  # seconds differ between processes
+        most = int(self.broadcast(most))  # seconds differ between processes
         return partial(rotated, 0, most) if most else None  # the longest answers are packed first
 
     def after(self, investment: Investment, lesson: Lesson) -> Investment:
-        """After a lesson."""
+        """The investment after a training step."""
         steps = int(lesson.learned.metrics["drafter/update_steps"])
         if not steps:
             return investment
@@ -136,7 +135,7 @@ class StepTraining:
 
 
 def taken(share: float, step: int, count: int) -> list[int]:
-    """Which of the `count` accumulation steps of an RL step are learned from: this share of them, over the steps.
+    """The accumulation steps to train on of the `count` ones of an RL step: this share of them, as a mean over the steps.
 
     A function of the step alone, so that a resumed run takes the same ones.
     """
@@ -145,18 +144,18 @@ def taken(share: float, step: int, count: int) -> list[int]:
 
 
 def rotated(first: int, most: int, count: int) -> list[int]:
-    """So many of `count`, from the first on, and from the beginning again."""
+    """At most `most` of `count` indices, from `first` on and around the end; ascending."""
     return sorted((first + i) % count for i in range(min(most, count)))
 
 
 def learn(
     state: DrafterState, policy: Params, batches: Sequence[Batch], recipe: Recipe, step: int
 ) -> tuple[DrafterState, Learned]:
-    """The drafter after an optimizer step on each of the batches, and what it measured.
+    """The drafter after an optimizer step on each of the batches, and the metrics.
 
-    `policy` is the one that wrote the rows, in its "train" layout: its features are computed here, by a program of their
-    own. The state is donated. An update that is not finite changes nothing. A batch of few tokens has a smaller learning
-    rate, see recipe.scaled.
+    `policy`: the one that generated the rows, in the "train" layout; a separate program computes its features. The state
+    is donated. An update that is not finite changes nothing. A batch of few tokens has a smaller learning rate, see
+    recipe.scaled.
     """
     if not batches:
         return state, Learned({"drafter/update_steps": 0.0, "drafter/update_tokens": 0.0}, [])
@@ -166,15 +165,11 @@ def learn(
     for batch in batches:
         state, metrics = program(state, policy, observe(policy, batch))
         found.append(metrics)
-        jax.block_until_ready(
-            found[-2:][0]
-        )  # the features of two batches exist at once, and not of more
+        jax.block_until_ready(found[-2:][0])  # at most two batches' features exist at once
     found = [{name: float(value) for name, value in one.items()} for one in jax.device_get(found)]
     finite = [one for one in found if math.isfinite(one["loss"])]
     if len(finite) < len(found):
-        log.warning(
-            "step %d: the drafter's loss is not finite: it learns nothing from that", step + 1
-        )
+        log.warning("step %d: the drafter's loss is not finite: that update is skipped", step + 1)
     counts = {
         "update_steps": float(len(finite)),
         "update_tokens": sum(one["tokens"] for one in finite),

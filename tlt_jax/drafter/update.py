@@ -130,12 +130,12 @@ def loss(
 
 @struct.dataclass
 class Scores:
-    """How one draft step predicts each next token.
+    """How well one draft step predicts each next token.
 
-    `agrees`: drafter and policy have the same most likely token. `acceptance`: sum of min(p, q),
-    the acceptance probability of speculative sampling (arXiv 2211.17192). `learns`: False where
-    the draft vocabulary lacks the policy's most likely token. `top_loss`: the terms of the cross
-    entropy to the policy of its most likely tokens; 0 when it is not asked for.
+    `agrees`: drafter and policy have the same most likely token. `acceptance`: sum of min(p, q), the acceptance
+    probability of speculative sampling (arXiv 2211.17192). `learns`: False where the draft vocabulary lacks the policy's
+    most likely token. `top_loss`: the terms of the cross entropy to the policy of its most likely tokens; 0 when that
+    loss is off.
     """
 
     token_loss: Float[Array, "*A"]

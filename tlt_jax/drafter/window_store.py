@@ -1,7 +1,6 @@
-"""Where the features of windows lie, on the host or in a ring on a group's devices; knows not which are kept.
+"""Storage for the features of windows, on the host or in a ring on a group's devices; the replay decides what to store.
 
-A store is told which rows of harvested values to keep and which windows to forget, and builds packed
-rows of what it has.
+A store keeps the given rows of harvested values, drops the given windows, and builds packed rows of the others.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from jaxtyping import Array, Int32
 from tlt_jax.drafter.windows import Placed, Window
 from tlt_jax.spec_decode.harvest import Features
 
-MOST_WRITES = 4  # un-awaited programs of a ring; many of them abort the CPU client
+MOST_WRITES = 4  # writes of a ring in flight; many of them abort the CPU client
 
 
 class WindowStore(Protocol):
     """Features and states of windows, in the dtype they came in."""
 
     def bytes_of(self, window: Window, values: Features) -> int:
-        """What the window takes, over all devices of the group, if its values are such."""
+        """Bytes of the window over all devices of the group, with values of these dtypes and widths."""
 
     def put(self, windows: Mapping[int, Window], values: Features, limit: int) -> None:
-        """Keeps rows r of the values as those of windows[r]; `limit` bytes are never exceeded."""
+        """Stores rows r of the values as those of windows[r]; never exceeds `limit` bytes."""
 
     def drop(self, windows: Iterable[Window]) -> None:
-        """Forgets windows."""
+        """Drops windows."""
 
     def gather(self, placed: Sequence[Placed], rows: int, row_tokens: int) -> Features:
         """[R, T, F] and [R, T, D] on the group's devices; zero where nothing is placed."""
@@ -49,9 +48,9 @@ def shardings(values: Features) -> tuple[NamedSharding, ...]:
 
 
 class HostStore:
-    """Windows in the host's memory, without the junk behind their ends.
+    """Windows in host memory, trimmed to their sizes.
 
-    Reading values waits until they are copied; they must be addressable by this process.
+    `put` waits until the values are copied; they must be addressable by this process.
     """
 
     def __init__(self) -> None:
@@ -88,11 +87,11 @@ class HostStore:
 
 
 class DeviceStore:
-    """Windows in arrays [slots, W, F] and [slots, W, D] on the group's devices, sharded as what comes in.
+    """Windows in arrays [slots, W, F] and [slots, W, D] on the group's devices, sharded as the harvested values.
 
-    They are allocated when the first values arrive, as large as the limit allows, and are written in
-    place. No program depends on which windows are written or read: one is compiled for every number
-    of rows that arrive together, and one for every (R, T).
+    The arrays are allocated when the first values arrive, as large as the limit allows, and are written in place. The
+    programs do not depend on which windows they write or read: one is compiled for every number of rows that arrive
+    together, and one for every (R, T).
     """
 
     def __init__(self) -> None:
@@ -127,7 +126,7 @@ class DeviceStore:
 
     @property
     def nowhere(self) -> int:
-        """A slot behind the last one."""
+        """The slot past the last one: out of bounds."""
         return jax.tree.leaves(self.ring)[0].shape[0]
 
     def drop(self, windows: Iterable[Window]) -> None:
@@ -144,21 +143,23 @@ class DeviceStore:
 
 @cache
 def writer(placed: tuple[NamedSharding, ...]) -> Callable[..., Features]:
-    """The jitted write(ring, values, slots[R]), which donates the ring; rows for no slot are dropped."""
+    """The jitted write(ring, values, slots[R]), which donates the ring; rows with a slot out of bounds are dropped."""
 
     def write(ring: Features, values: Features, slots: Int32[Array, " R"]) -> Features:
-        return jax.tree.map(lambda own, new: own.at[slots].set(new, mode="drop"), ring, values)
+        return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), ring, values)
 
     return jax.jit(write, donate_argnums=0, out_shardings=tree(placed))
 
 
 @cache
 def reader(placed: tuple[NamedSharding, ...]) -> Callable[..., Features]:
-    """The jitted read(ring, places): ring[places[0], places[1]], zero for a place that there is not."""
+    """The jitted read(ring, places): ring[places[0], places[1]], zero where that is out of bounds."""
 
     def read(ring: Features, places: Int32[Array, "2 R T"]) -> Features:
         slots, offsets = places
-        return jax.tree.map(lambda own: own.at[slots, offsets].get(mode="fill", fill_value=0), ring)
+        return jax.tree.map(
+            lambda leaf: leaf.at[slots, offsets].get(mode="fill", fill_value=0), ring
+        )
 
     return jax.jit(read, out_shardings=tree(placed))
 

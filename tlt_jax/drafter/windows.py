@@ -1,4 +1,4 @@
-"""Windows of finished sequences: which are kept, how they are drawn and packed into rows; knows no device."""
+"""Windows of finished sequences: which are stored, how they are drawn and packed into rows; knows no device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_BATCHES = 32  # expected size of what one batch is cut from, in batches
+MOST_BATCHES = 32  # largest expected length of the circle that `draw` cuts from, in batches
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Positions start, start + 1, ... of a sequence that ended in RL step `step`; tokens: int32[n].
+    """Positions start, start + 1, ... of a sequence that finished in RL step `step`; tokens: int32[n].
 
-    `prompt` and `length` count the tokens of the sequence's prompt and of all of it. Its last token
-    is in no window: the policy has no features of it, and no loss reads the drafter's slot there.
+    `prompt`, `length`: tokens of the sequence's prompt and of the whole sequence. Its last token is in no window: the
+    policy has no features of it, and no loss reads the drafter's slot there.
     """
 
     step: int
@@ -56,11 +56,11 @@ def cut(text: np.ndarray, step: int, uid: int, start: int, width: int, prompt: i
 def wanted(
     prompt: int, length: int, width: int, most: int, random: np.random.Generator
 ) -> list[int]:
-    """First positions of the windows to keep of a sequence, ascending; none where nothing is learned.
+    """First positions of the windows to store of a sequence, ascending; empty when there is nothing to train on.
 
-    One window from position 0 where it holds all. Otherwise as few windows as cover the answer,
-    evenly spread, with no more than half a window of the prompt, and of these at most `most`, drawn
-    at random: every part of a long answer is as likely to be kept (the reference keeps its end).
+    One window from position 0 if it covers the sequence. Otherwise the fewest windows that cover the answer, evenly
+    spaced, with at most half a window of the prompt; of these at most `most`, drawn at random: every part of a long
+    answer is equally likely to be stored (the reference keeps its end).
     """
     known = length - 1
     if known <= max(prompt - 1, 1):
@@ -75,10 +75,10 @@ def wanted(
 
 
 def within(sizes: Mapping[Window, int], limit: int) -> set[Window]:
-    """The windows that stay when all together may have `limit` bytes; `sizes`: bytes of each.
+    """The windows to keep within `limit` bytes together; `sizes`: bytes of each.
 
-    The oldest step's go first, within a step those of the shortest answers. What goes is a function
-    of the set where all windows have one size.
+    Those of the oldest step are dropped first, within a step those of the shortest answers. If all windows have one size,
+    what is left does not depend on the order in which windows arrived.
     """
     order = sorted(sizes, key=lambda one: (-one.step, -one.answer, one.uid, one.start))
     fits = np.cumsum([sizes[window] for window in order]) <= limit
@@ -88,20 +88,19 @@ def within(sizes: Mapping[Window, int], limit: int) -> set[Window]:
 def weights(
     windows: Sequence[Window], step: int, current: Sequence[int], previous: Sequence[int]
 ) -> np.ndarray:
-    """float64[n]: how often each window is to be drawn in one pass over what is held, in this RL step.
+    """float64[n]: expected number of draws of each window in one pass over the stored windows, in this RL step.
 
-    `current`, `previous`: tokens of each answer that ended in this step so far, and in the one
-    before; answers of which no window is held count too.
+    `current`, `previous`: tokens of each answer that finished in this step so far, and in the previous step; answers
+    without a stored window count too.
 
-    One-step-offset sampling (arXiv 2511.16665): who is idle early has short answers, so the
-    previous step's stand in for those still being generated. Sequences that began together end in
-    order of length: answers up to the longest in `current` are there, longer ones are not. So
-    windows of previous answers are drawn if these are longer than any in `current`, and their share
-    of the tokens is the one that such answers had in the previous step. If answers are as long in
-    both steps, expected tokens have the lengths of a whole step; no quota is to be chosen.
+    One-step-offset sampling (arXiv 2511.16665): a group that is idle early has short answers, so the previous step's
+    answers stand in for those still being generated. Sequences that started together finish in order of length: answers
+    up to the longest in `current` have finished, longer ones have not. So windows of previous answers are drawn if these
+    are longer than all of `current`, and their share of the tokens is the share of such answers in the previous step. If
+    both steps have the same lengths, the expected tokens have the lengths of a whole step; there is no quota to tune.
 
-    In either part the windows that are held stand for all of it, and those of one answer for all of
-    that: its tokens are drawn as often as if it was held whole.
+    In either part the stored windows represent all of its answers, and those of one answer all of that answer: its tokens
+    are drawn as often as if it were stored whole.
     """
     longest, held = max(current, default=0), Counter()
     for window in windows:
@@ -120,7 +119,7 @@ def weights(
 
 
 class Piece(NamedTuple):
-    """`size` tokens of a window, from its place `first` on."""
+    """`size` tokens of a window, from its index `first` on."""
 
     window: Window
     first: int
@@ -139,17 +138,18 @@ class Placed(NamedTuple):
 def draw(
     windows: Sequence[Window], weights: np.ndarray, tokens: int, random: np.random.Generator
 ) -> list[Piece]:
-    """Pieces of windows, `tokens` tokens together, or all of them where there are no more.
+    """Pieces of windows with `tokens` tokens in total, or all windows when they have fewer.
 
-    All windows lie on a circle in random order, each as often as its weight says (rounded up or
-    down at random; of many, a random part), and an arc is cut out from a random token on: whatever
-    the windows' sizes, expected tokens are in proportion to the weights, but for the rounding's
-    part in the length of the circle. At most two windows are cut.
+    The windows lie on a circle in random order, each as many times as its weight says, rounded up or down at random (of
+    many, a random part). An arc is cut out from a random token on. Expected tokens are proportional to the weights
+    whatever the windows' sizes, up to the rounding's part in the length of the circle. At most two windows are cut.
     """
     sizes = np.array([window.size for window in windows], np.int64)
     expected = float(weights @ sizes) if len(windows) else 0.0
     scale = min(1.0, MOST_BATCHES * tokens / max(expected, 1.0))
-    order = np.argsort(sizes, kind="stable")  # then rounding hardly changes the circle's length
+    order = np.argsort(
+        sizes, kind="stable"
+    )  # by size: rounding then hardly changes the circle's length
     ends = np.floor(np.cumsum(scale * weights[order]) + random.random())
     copies = np.diff(ends, prepend=0).astype(np.int64)
     circle = random.permutation(np.repeat(order, copies))
@@ -170,10 +170,9 @@ def draw(
 
 
 def place(pieces: Sequence[Piece], rows: int, row_tokens: int) -> list[Placed]:
-    """Every token of the pieces, in R = rows rows of T = row_tokens tokens; first-fit, longest first.
+    """The pieces, placed in R = rows rows of T = row_tokens tokens; first-fit, longest first.
 
-    A piece for which no row has space is parted: the emptiest row takes what it can. Raises
-    ValueError for more than R x T tokens.
+    A piece that fits no row is split: the emptiest row takes what it can. Raises ValueError for more than R x T tokens.
     """
     total = sum(piece.size for piece in pieces)
     if total > rows * row_tokens:
@@ -194,11 +193,10 @@ def place(pieces: Sequence[Piece], rows: int, row_tokens: int) -> list[Placed]:
 
 
 def packed(placed: Sequence[Placed], rows: int, row_tokens: int) -> dict[str, np.ndarray]:
-    """The arrays of update.Batch but features and states: tokens, positions, segments, loss_mask [R, T].
+    """The arrays of a Batch but features and states: tokens, positions, segments, loss_mask [R, T].
 
-    Positions are those in the whole sequence. `loss_mask` is False at the first place of a piece,
-    which no slot lies before; further ones that draft step j cannot predict the loss leaves out, as
-    the slot that it would be predicted from is in another segment.
+    Positions count from the start of the whole sequence. `loss_mask` is False at the first token of a piece, which has no
+    slot before it. The loss masks further tokens that draft step j cannot predict, as their slot is in another segment.
     """
     shape = (rows, row_tokens)
     arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}

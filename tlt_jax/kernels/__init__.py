@@ -1,4 +1,1 @@
-"""Attention, in every form that a device has a faster way for; knows no network.
-
-Public: packed_attention, tree_attention, numerics.
-"""
+"""Attention kernels, and their choice by device; knows no network. Public: packed_attention, tree_attention, numerics."""

@@ -1,7 +1,7 @@
 """cuDNN's fused attention over packed rows, on NVIDIA GPUs; knows no mesh.
 
-JAX has no public way to cuDNN's packed rows: the private primitives that this file binds are those of jax.nn's
-`implementation="cudnn"`, below their checks, which ask for a device that is absent when compiling ahead of time.
+JAX has no public API for cuDNN's packed rows. This file binds the private primitives behind jax.nn's
+`implementation="cudnn"`, without their checks, which query a device that is absent during ahead-of-time compilation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tlt_jax.data.segments import most_segments
 from tlt_jax.shapes import shaped
 
 HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
-WIDEST = 128  # of a head; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
+WIDEST = 128  # largest head dim; cuDNN takes multiples of EVEN_WIDTH up to it, forward and backward
 EVEN_WIDTH = 8
-# JAX 0.12 lets a caller change scores; its primitives are told that nobody does.
+# The primitives of JAX 0.12 take a function that changes scores: none here.
 PARAMETERS = inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
 SCORES = {"score_mod_name": None, "score_mod_jaxpr": None} if "score_mod" in PARAMETERS else {}
 
@@ -34,8 +34,8 @@ def attend(
 ) -> Float[Array, "B T K G E"]:
     """As packed_attention.attend, in bfloat16; 0 at padding.
 
-    `segments` of a row are numbered from 1 in their order, and padding is last. Tokens of a segment beyond
-    data.segments.most_segments(T) are NaN: a row that `packing.pack` made has none.
+    The segments of a row are numbered from 1 in order, and padding is last. Tokens of segments beyond
+    data.segments.most_segments(T) are NaN; rows of `packing.pack` have none.
     """
     mixed = fused(q.reshape(*q.shape[:2], -1, q.shape[4]), k, v, segments)
     is_beyond = segments > most_segments(segments.shape[1])
@@ -46,16 +46,16 @@ def attend(
 def layout(
     segments: Int[Array, "B T"], most: int
 ) -> tuple[Int32[Array, "B {most}"], Int32[Array, "B {most}+1"]]:
-    """Lengths of the segments of all rows, and their first tokens in the rows one after the other.
+    """Lengths of the segments of all rows, and their first tokens in the concatenated rows.
 
-    Both in order from the first place on, as cuDNN reads them; where no segment is left, 0 and B T.
+    Both are ordered and left-aligned, as cuDNN reads them; past the last segment they are 0 and B T.
     """
     B, T = segments.shape
     lengths = jnp.sum(segments[:, :, None] == 1 + jnp.arange(most), axis=1, dtype=jnp.int32)
     starts = jnp.cumsum(lengths, axis=1) - lengths + T * jnp.arange(B, dtype=jnp.int32)[:, None]
-    (there,) = jnp.nonzero(lengths.reshape(-1) > 0, size=B * most, fill_value=B * most)
-    lengths = jnp.take(lengths, there, fill_value=0).reshape(B, most)
-    starts = jnp.take(starts, there, fill_value=B * T)
+    (present,) = jnp.nonzero(lengths.reshape(-1) > 0, size=B * most, fill_value=B * most)
+    lengths = jnp.take(lengths, present, fill_value=0).reshape(B, most)
+    starts = jnp.take(starts, present, fill_value=B * T)
     return lengths, jnp.pad(starts, (0, B), constant_values=B * T).reshape(B, most + 1)
 
 
@@ -74,8 +74,8 @@ def forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, tuple
     return mixed, (q, k, v, segments, sums, mixed)
 
 
-def backward(kept: tuple, slope: Array) -> tuple:
-    *given, segments, sums, mixed = kept
+def backward(residuals: tuple, slope: Array) -> tuple:
+    *given, segments, sums, mixed = residuals
     slopes = cudnn._dot_product_attention_bwd_p.bind(
         *operands(*given, segments), sums, mixed, slope, **options(mixed)
     )
@@ -86,14 +86,14 @@ fused.defvjp(forward, backward)
 
 
 def at_tokens(x: Array, segments: Array) -> Array:
-    """What cuDNN wrote, and 0 at padding, where it writes nothing."""
+    """cuDNN's output, with 0 at padding, which cuDNN does not write."""
     return jnp.where((segments > 0)[:, :, None, None], x, 0)
 
 
 def operands(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, ...]:
-    """The primitives' operands: no bias, no pages, and first tokens as places in memory.
+    """The primitives' operands: no bias, no pages, and first tokens as memory offsets.
 
-    Those of keys are multiples of K E: JAX 0.10 multiplies them as those of queries, by H E.
+    The offsets of keys are multiples of K E: JAX 0.10 multiplies them by H E, as those of queries.
     """
     (H, E), K = q.shape[2:], k.shape[2]
     lengths, starts = layout(segments, most_segments(segments.shape[1]))
@@ -102,7 +102,7 @@ def operands(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, ...]
 
 
 def options(q: Array) -> dict:
-    """The primitives' parameters: no dropout, no bias and no window."""
+    """The primitives' parameters: no dropout, bias or window."""
     return {
         "scale": 1 / math.sqrt(q.shape[-1]),
         "seed": 0,

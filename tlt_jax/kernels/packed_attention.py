@@ -17,7 +17,7 @@ from tlt_jax.kernels import cudnn_attention
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.shapes import shaped
 
-# Names of what the backward pass of attention does not compute again.
+# Names of the residuals that attention saves for its backward pass; the rest is recomputed.
 KEPT = "top of scores", "sum of weights", "weighted values"
 
 
@@ -38,11 +38,11 @@ def attend(
 ) -> Float[Array, "B T K G E"]:
     """Causal attention within segments (0 is padding, where the result is any finite number).
 
-    Memory grows linearly with T. No segment has more than `longest` tokens (None: T): no key further back is looked
-    at. `own` are J more keys and values of every token, which only it sees. `mesh`: where it runs, rows over `data`
-    and heads over `model`; None: the default device, in blocks. `form` says which form is used; `block` is the number
-    of queries at a time of BLOCKS. For CUDNN the segments of a row are numbered from 1 in their order, at most
-    data.segments.most_segments(T), and padding is last.
+    Memory grows linearly with T. No segment has more than `longest` tokens (None: T), so keys further back are not read.
+    `own`: J more keys and values of every token, visible to that token only. `mesh`: where it runs, rows over `data` and
+    heads over `model`; None: the default device, in blocks. `form` chooses the implementation; `block`: number of queries
+    in a block of BLOCKS. CUDNN needs segments numbered from 1 in order, at most data.segments.most_segments(T) a row, and
+    padding last.
     """
     chosen = form(mesh, q.dtype, q.shape[-1], own is not None)
     if chosen == BLOCKS:
@@ -59,10 +59,10 @@ def attend(
 
 
 def form(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, has_own: bool) -> str:
-    """Which form of attention is used: of the rules, the first that holds.
+    """The implementation of attention: the first rule that holds.
 
     BLOCKS without a mesh, with own keys, or in another dtype than bfloat16; SPLASH on TPUs; CUDNN on NVIDIA GPUs from
-    Hopper on, for heads of a width that cuDNN takes; BLOCKS elsewhere.
+    Hopper on, for head dims that cuDNN takes; BLOCKS elsewhere.
     """
     if mesh is None or has_own or dtype != jnp.bfloat16:
         return BLOCKS
@@ -82,7 +82,7 @@ def attend_in_blocks(
     longest: int | None,
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
 ) -> Float[Array, "B T K G E"]:
-    """`attend` in plain operations: the scores of `block` queries exist at once."""
+    """`attend` in plain JAX operations; only the scores of `block` queries exist at once."""
     T = segments.shape[1]
     block = min(block, T)
     count = -(-T // block)
@@ -121,10 +121,10 @@ def attend_block(
     visible: Bool[Array, "B 1 1 T S"],
     own: tuple[Float[Array, "B T J K E"], Float[Array, "B T J K E"]] | None,
 ) -> Float[Array, "B T K G E"]:
-    """Attention of T queries to the visible ones of S keys, and to their own.
+    """Attention of T queries to the visible ones of S keys, and to their own keys.
 
-    The weights' sum divides their product with the values, so that the backward pass needs no sum
-    over keys. What is KEPT for it is no larger than q.
+    The product of weights and values is divided by the sum of the weights, so that the backward pass needs no sum over
+    keys. The saved residuals KEPT are no larger than q.
     """
     B, T, K, G, E = q.shape
     scale, S = math.sqrt(E), k.shape[2]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from tlt_jax.kernels.numerics import widen
 from tlt_jax.shapes import shaped
 
-LANES = 128  # tokens of a block are a multiple of them
+LANES = 128  # the tokens of a block are a multiple of this
 BLOCK = 512  # tokens of a block of queries, and of keys, unless a row is shorter
 
 
@@ -28,7 +28,7 @@ def attend(
 ) -> Float[Array, "B T K G E"]:
     """As packed_attention.attend; padding attends to padding. `interpret`: as JAX operations, on any device.
 
-    Blocks that are after all their queries, or `longest` tokens before them, are not computed.
+    Blocks of keys that no query of the block may see (later ones, or more than `longest` tokens back) are skipped.
     """
     B, T, K, G, E = q.shape
     block = min(BLOCK, -(-T // LANES) * LANES)
@@ -38,7 +38,7 @@ def attend(
         heads = jnp.moveaxis(x.reshape(B, T, -1, E), 1, 2)
         return jnp.pad(heads, [(0, 0), (0, 0), (0, rows - T), (0, 0)])
 
-    # Splash takes scaled queries; a factor of bfloat16 would be off by the same share everywhere.
+    # Splash takes scaled queries. A factor rounded to bfloat16 would bias all scores alike.
     scaled = (q.astype(widen(q.dtype)) / math.sqrt(E)).astype(q.dtype)
     padded = jnp.pad(segments, [(0, 0), (0, rows - T)])
     attention = kernel(K * G, rows, block, longest, interpret)

@@ -15,7 +15,7 @@ from tlt_jax.kernels import triton_support
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.shapes import shaped
 
-DTYPES = (jnp.bfloat16, jnp.float32)  # of what the kernel was written for
+DTYPES = (jnp.bfloat16, jnp.float32)  # that the kernel takes
 
 
 @jax.named_scope("attention")
@@ -33,8 +33,8 @@ def attend(
 ) -> Float[Array, "B K G N E"]:
     """Attention of N tree nodes to the first `lengths` slots, which are committed, and to their ancestors among M nodes.
 
-    `values` are [B, K, E, S] when their slots are last, [B, K, S, E] otherwise. `mesh`: where it runs; None: the
-    default device. In bfloat16 and float32 on a GPU it is one kernel and the merge of its splits, where Triton is.
+    `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. `mesh`: where it runs; None: the default device.
+    On GPUs with Triton, in bfloat16 and float32, it is one kernel and the merge of its splits.
     """
     capability = None if mesh is None else triton_support.capability(mesh)
     if capability is None or slots_last or q.dtype not in DTYPES:
@@ -42,7 +42,7 @@ def attend(
     from tlt_jax.kernels import tree_attention_triton
 
     heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
-    # Every device has its heads; XLA alone would gather the cache for a kernel that it does not know.
+    # Every device holds its own heads; XLA would gather the cache for a kernel that it cannot partition.
     return jax.shard_map(
         partial(tree_attention_triton.attend, capability=capability),
         mesh=mesh,
@@ -62,14 +62,14 @@ def attend_in_xla(
     lengths: Int[Array, " B"],
     slots_last: bool,
 ) -> Float[Array, "B K G N E"]:
-    """`attend` on any device: the scores of all slots, softmax, and the product with the values."""
+    """`attend` on any device: scores of all slots, softmax, and the product with the values."""
     B, K, G, N, E = q.shape
     S, M = keys.shape[3], v.shape[2]
     scale = 1 / math.sqrt(E)
     committed = (jnp.arange(S) < lengths[:, None])[:, None, None, None]
     flat = q.reshape(B, K, G * N, E)
     old = contract("bkqe,bkes->bkqs", flat, keys).reshape(B, K, G, N, S)
-    # Without the barrier XLA makes one product of both, for which it copies all keys to join the nodes' to them.
+    # Without the barrier XLA fuses both products into one, and copies all keys to concatenate the nodes' keys to them.
     apart = jax.lax.optimization_barrier(flat)
     new = contract("bkqe,bkem->bkqm", apart, k).reshape(B, K, G, N, M)
     old, new = masked(scale * old, committed), masked(scale * new, ancestors[:, None, None])

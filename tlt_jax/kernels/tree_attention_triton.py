@@ -1,8 +1,8 @@
-"""Tree attention on an NVIDIA GPU, in Triton: imported where it is called alone, since Triton is not everywhere.
+"""Tree attention on NVIDIA GPUs, in Triton. Import it only where it is called: Triton is not always installed.
 
-Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): the slots of a row are split, each split gives a softmax of its own
-with the logarithm of its sum, and the splits are merged by these. A split stops at the row's length, and one that lies
-beyond it reads nothing. The tree's nodes, under the ancestor mask, belong to the first split.
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): the slots of a row are split; each split computes a softmax and the
+logarithm of its sum, and these merge the splits. A split stops at the row's length; a split beyond the length reads
+nothing. The first split also handles the tree's nodes, under the ancestor mask.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import triton.language as tl
 from jax_triton import triton_lib
 from jaxtyping import Array, Bool, Float, Int
 
-# jax-triton 0.4.1 tells jax what of a call is dead code with a rule of two arguments, and jax 0.12 gives it three.
+# The dead code rule of jax-triton 0.4.1 takes two arguments; jax 0.12 passes three.
 RULES, CALL = triton_lib.pe.dce_rules, triton_lib.triton_kernel_call_p
 if len(inspect.signature(RULES[CALL]).parameters) == 2:
     RULES[CALL] = lambda used, *rest, rule=RULES[CALL]: rule(used, rest[-1])
 
-LOWEST = tl.constexpr(-3.0e38)  # below every score; finite, so that a difference of two is a number
-STAGES = 3  # tiles of slots that are on their way from memory at once
-PTX = 86  # 8.6, of CUDA 12.7: the newest that a Triton writes, XLA's ptxas may not read
+LOWEST = tl.constexpr(-3.0e38)  # below every score; finite, so that differences are not NaN
+STAGES = 3  # tiles of slots that are prefetched from memory
+PTX = 86  # PTX 8.6, of CUDA 12.7: XLA's ptxas may not read the newest version that Triton writes
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a head of a sequence is dealt to programs: queries and slots of a tile, slots of a split, warps of a program."""
+    """How the work of a head is tiled: queries and slots of a tile, slots of a split, warps of a program."""
 
     rows: int
     slots: int
@@ -41,15 +41,15 @@ class Blocks:
 
 
 def blocks(rows: int, width: int, slots: int, dtype: jnp.dtype) -> Blocks:
-    """The blocks for this many queries of a key/value head, width of a head and slots of the cache.
+    """The blocks for this many queries of a key/value head, head dim `width` and cache slots.
 
-    They do not depend on the batch, so that a row's result does not depend on its neighbours. With
-    heads of 64 and 128 the compiler spills no registers. A split costs its partial results: a query's is as large as a
-    bfloat16 slot, so more queries have fewer splits. Raises ValueError when the slots do not divide into tiles.
+    They do not depend on the batch, so a row's result does not depend on the other rows. With head dims of 64 and 128 the
+    compiler spills no registers. Every split writes partial results, for each query as large as a bfloat16 slot: so with
+    more queries there are fewer splits. Raises ValueError when the slots do not divide into tiles.
     """
     if jnp.dtype(dtype).itemsize == 2:
         tile, columns, warps = min(64, max(16, power(rows))), 64 if width <= 128 else 32, 4
-    else:  # products in full float32 use no tensor core, and hold their tiles in registers
+    else:  # full float32 products use no tensor cores, and hold their tiles in registers
         tile, columns, warps = 16, 32, 4 if width <= 64 else 8
     if slots % columns:
         raise ValueError(
@@ -60,7 +60,7 @@ def blocks(rows: int, width: int, slots: int, dtype: jnp.dtype) -> Blocks:
 
 
 def power(number: int) -> int:
-    """The smallest power of two that is not less."""
+    """The smallest power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -74,9 +74,9 @@ def attend(
     lengths: Int[Array, " B"],
     capability: int,
 ) -> Float[Array, "B K G N E"]:
-    """`tree_attention.attend` of one device, all of whose arrays are whole; `capability`: 90 for compute capability 9.0.
+    """`tree_attention.attend` on one device with unsharded arrays; `capability`: 90 for compute capability 9.0.
 
-    Products are of the arrays' own dtype (float32: not rounded to TF32) and accumulate in float32.
+    Products are computed in the dtype of the arrays (float32 is not rounded to TF32) and accumulate in float32.
     """
     B, K, G, N, E = q.shape
     R, M, S = G * N, v.shape[2], keys.shape[3]
@@ -117,7 +117,7 @@ def attend_split(
 ):  # fmt: skip
     """Attention of a tile of one head's queries to one split of the slots, and its level: log2 of the sum of its weights.
 
-    Tiles of the same split are neighbours in the grid, then splits of the same head: they share what the L2 cache holds.
+    Tiles of one split are neighbours in the grid, then splits of one head: they share the L2 cache.
     """
     program = tl.program_id(0)
     split = program // TILES % SPLITS
@@ -151,7 +151,7 @@ def attend_split(
     for first in range(begin, tl.minimum(begin + SPLIT, length), SLOTS):
         slot = first + tl.arange(0, SLOTS)
         committed = slot < length
-        # Keys are read in whole tiles, of slots that are there: a mask along them would make every load two bytes wide.
+        # Keys are read in whole tiles within the cache: a mask along the slots would make every load two bytes wide.
         tile_k = tl.load(keys + (head * E + e)[:, None] * S + slot[None, :], (e < E)[:, None], 0)
         within = committed[:, None] & (e < E)[None, :]
         tile_v = tl.load(values + (head * S + slot)[:, None] * E + e[None, :], within, other=0)
@@ -166,7 +166,7 @@ def attend_split(
 
 @triton.jit
 def absorb(queries, tile_k, tile_v, seen, top, total, result, SCALE: tl.constexpr):
-    """Largest score, sum of weights and weighted values, with those of one more tile; scores are to base 2."""
+    """Adds one more tile to the largest score, the sum of weights and the weighted values; scores are to base 2."""
     scores = tl.dot(queries, tile_k, input_precision="ieee") * SCALE
     scores = tl.where(seen, scores, LOWEST)
     higher = tl.maximum(top, tl.max(scores, axis=1))
@@ -184,7 +184,7 @@ def merge_splits(
     K: tl.constexpr, R: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query to all slots, of that to each split: written with the features of a node side by side."""
+    """Merges the results of one query over the splits; writes the features of a node contiguously."""
     program = tl.program_id(0)
     head, row = (program // R).to(tl.int64), program % R
     split, e = tl.arange(0, PARTS), tl.arange(0, WIDTH)

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a mesh, from the devices and the versions that are installed; imports no Triton."""
+"""Whether Triton kernels run on a mesh, by its devices and the installed versions; imports no Triton."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tlt_jax.distributed.mesh import is_gpu
 log = logging.getLogger(__name__)
 
 OLDEST = {"jax": (0, 11), "jax-triton": (0, 4, 1), "triton": (3, 7)}
-AMPERE = 8  # the first with products of bfloat16
+AMPERE = 8  # major compute capability; the first with bfloat16 products
 INSTALL = 'with Python 3.12 or newer, pip install -U -e ".[gpu]"'
 
 
 def capability(mesh: Mesh) -> int | None:
-    """The compute capability of a GPU mesh (90 for 9.0) on which Triton kernels run; None where XLA's own code does.
+    """The compute capability of a GPU mesh (90 for 9.0) on which Triton kernels run; None where XLA's attention runs.
 
-    That a GPU does without them, and why, is said once in a process.
+    Logs once in a process why a GPU runs without the kernels.
     """
     if not is_gpu(mesh):
         return None
@@ -33,10 +33,10 @@ def capability(mesh: Mesh) -> int | None:
 
 
 def without(compute_capability: str) -> str | None:
-    """Why no Triton kernel runs on a GPU of this compute capability, in words; None where they do."""
+    """Why Triton kernels do not run on a GPU of this compute capability; None when they do."""
     major = compute_capability.partition(".")[0]
     if not major.isdecimal() or int(major) < AMPERE:
-        return f"the GPU is of compute capability {compute_capability}, they need 8.0 or newer, of NVIDIA"
+        return f"the GPU has compute capability {compute_capability}, they need 8.0 or newer, of NVIDIA"
     for package, oldest in OLDEST.items():
         needed = ".".join(map(str, oldest))
         try:
@@ -56,5 +56,5 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @cache
 def say(reason: str) -> None:
-    """Logs it, once in a process."""
-    log.warning("attention runs without the Triton kernels, as XLA compiles it: %s", reason)
+    """Logs the reason, once in a process."""
+    log.warning("attention runs on XLA, without the Triton kernels: %s", reason)

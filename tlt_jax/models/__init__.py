@@ -1,5 +1,5 @@
-"""Networks, arrays in and arrays out; the hf modules alone know Hugging Face names.
+"""Networks, arrays in and arrays out; only the hf modules know Hugging Face names.
 
-Public: transformer, eagle, kv_cache, token_logprobs, hf, hf_drafter, and from_config, which names the policy and
-the drafter of a configuration.
+Public: transformer, eagle, kv_cache, token_logprobs, hf, hf_drafter, and from_config: the policy and the drafter of a
+configuration.
 """

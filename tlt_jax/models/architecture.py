@@ -16,14 +16,14 @@ from jaxtyping import Array, Float
 from tlt_jax.models import params as trees
 from tlt_jax.models.params import Weight
 
-# Vocabularies are padded to a multiple of this: the weights of a run then divide over every usual
-# `model` axis without new padding.
+# Vocabularies are padded to a multiple of this, so that the weights of a run divide over every usual `model` axis without more
+# padding.
 VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base frequency, and how it is scaled to longer contexts."""
+    """Rotary position embedding: base frequency, and scaling to longer contexts."""
 
     theta: float = 10000.0
     kind: str = "default"  # default | linear | llama3 | yarn
@@ -39,7 +39,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and features of one policy: hashable, a static argument of every program."""
+    """Sizes and features of a policy: hashable, a static argument of every program."""
 
     family: str  # qwen2 | qwen3 | llama
     vocab_size: int
@@ -100,9 +100,9 @@ class Layer:
 
 @struct.dataclass
 class JoinedLayer:
-    """Weights of one layer in the "rollout" layout, where one matrix gives q, k and v, and one gate and up.
+    """Weights of one layer in the "rollout" layout: one matrix for q, k and v, and one for gate and up.
 
-    `qkv` has, for each of the K KV heads, J = H / K + 2 heads: its queries, its key, its value.
+    `qkv` has J = H / K + 2 heads for each of the K KV heads: its queries, its key, its value.
     """
 
     attention_norm: Float[Array, " D"]
@@ -124,7 +124,7 @@ JOINED = ("qkv", "qkv_bias", "gate_up", "gate_up_bias")
 
 @struct.dataclass
 class Params:
-    """A policy. `layers` is one stacked Layer ("train") or a tuple of L JoinedLayers ("rollout"); V may be padded.
+    """A policy. `layers`: one stacked Layer ("train") or a tuple of L JoinedLayers ("rollout"). V may be padded.
 
     `head` is None when the model ties it to the embedding.
     """
@@ -198,12 +198,12 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
 
 
 def rollout_kv_heads(config: ModelConfig, model_axis: int) -> int:
-    """KV heads of the rollout's weights and cache: repeated when there are fewer than `model`."""
+    """KV heads of the rollout's weights and cache: repeated when there are fewer than the `model` axis has devices."""
     return max(config.num_kv_heads, model_axis)
 
 
 def joined(layer: Any, **matrices: Any) -> JoinedLayer:
-    """A JoinedLayer of these joined matrices, and of what else the Layer has."""
+    """A JoinedLayer of these joined matrices and the other weights of the Layer."""
     alike = {f.name: getattr(layer, f.name) for f in fields(JoinedLayer) if f.name not in JOINED}
     return JoinedLayer(**alike, **matrices)
 
@@ -228,7 +228,7 @@ def joined_weights(config: ModelConfig, model_axis: int) -> JoinedLayer:
 
 
 def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Params:
-    """A Weight for every array of Params; "train" stacks the layers, "rollout" keeps a tuple of joined ones."""
+    """A Weight for every array of Params; "train" stacks the layers, "rollout" has a tuple of joined layers."""
     V, D = padded_vocab(config, model_axis), config.hidden_size
     if layout == "train":
         kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
@@ -268,7 +268,7 @@ def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> P
 
 
 def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
-    """The layer with its KV heads repeated, as many as `rollout_kv_heads`."""
+    """The layer with its KV heads repeated to `rollout_kv_heads`."""
     repeats = rollout_kv_heads(config, model_axis) // config.num_kv_heads
 
     def repeat(array: jax.Array | None) -> jax.Array | None:
@@ -283,7 +283,7 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
 
 
 def join(layer: Layer, config: ModelConfig) -> JoinedLayer:
-    """The layer with its matrices joined; its KV heads are those of the rollout."""
+    """The layer with its matrices joined; its KV heads are already the rollout's."""
     E = config.head_dim
     K = layer.k.shape[0] // E
 

@@ -1,11 +1,10 @@
 """The drafter network: cache extension and tree steps for rollout, unrolled for training.
 
-Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t,
-x_{t+1}), at rotary position t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree
-the drafter's own hidden state of the parent takes the place of the features (Li et al. 2024, arXiv
-2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
+Let f_t be the policy's features of token x_t. Slot t of the drafter's cache comes from (f_t, x_{t+1}), at rotary position
+t, and the hidden state there predicts x_{t+2}. Deeper in a draft tree, the drafter's own hidden state of the parent
+replaces the features (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-3: arXiv 2503.01840, section 3).
 
-Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a function takes it.
+Features lie on `axis`, as in layers.py; shapes are written for axis -1 in functions that take it.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def fuse(
     axis: int,
     given: bool,
 ) -> Float[Array, "*A Z"]:
-    """The layer's input, from token embeddings and the state (features when `given`)."""
+    """The layer's input, from token embeddings and the state: the policy's features if `given`, else a hidden state."""
     if config.kind == "eagle":
         return ops.project(
             jnp.concatenate([embedded, state], axis=axis), params.fuse, params.fuse_bias, axis
@@ -99,7 +98,7 @@ def attention_input(
     x: Float[Array, "*A Z"],
     axis: int,
 ) -> Float[Array, "*A Y"]:
-    """What queries, keys and values are projected from, given the layer's input."""
+    """The input of the query, key and value projections, from the layer's input."""
     if config.kind == "eagle":
         return x
     e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
@@ -165,11 +164,10 @@ def extend(
 ) -> tuple[KVCache, Float[Array, "B Z"]]:
     """The cache with W more slots from starts[b] on, and the hidden state of row last[b].
 
-    Row w holds the features of position starts + w and the token after it; it attends to the slots
-    before `starts` and the rows up to itself. Keys and values of the only layer do not depend on
-    attention: nothing else is computed for rows other than `last`. The cache must have slots for
-    all W rows; those after `last` are junk that a later call overwrites. In the dtype of
-    `features`; `params`: "rollout" layout.
+    Row w holds the features of position starts + w and the token after it; it attends to the slots before `starts` and to
+    the rows up to itself. The keys and values of the only layer do not depend on attention, so attention is computed for
+    row `last` only. The cache must have slots for all W rows; those after `last` are undefined, and a later call
+    overwrites them. Computed in the dtype of `features`; `params`: "rollout" layout.
     """
     B, W = tokens.shape
     positions = starts[:, None] + jnp.arange(W)
@@ -202,7 +200,7 @@ def fill(
     rows: Int[Array, " R"],
     starts: Int[Array, " R"],
 ) -> KVCache:
-    """As `extend` without hidden states: W more slots of sequences rows[r], from starts[r] on."""
+    """`extend` without hidden states: W more slots of sequences rows[r], from starts[r] on."""
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
     k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
@@ -229,9 +227,9 @@ def step(
 ) -> tuple[KVCache, Float[Array, "B k Z"]]:
     """The scratch with a level's k nodes from row level * k on, and the nodes' hidden states.
 
-    `hidden` are those of the nodes' parents. The nodes attend to the first starts[b] slots of the
-    cache, and of the R >= (level + 1) * k first scratch rows those that `ancestors` marks, which
-    are of this level or above. `params` are in the "rollout" layout.
+    `hidden`: those of the nodes' parents. The nodes attend to the first starts[b] slots of the cache, and to those of the
+    first R >= (level + 1) * k scratch rows that `ancestors` marks, which are of this level or above. `params`: "rollout"
+    layout.
     """
     first, rows = level * tokens.shape[1], ancestors.shape[2]
     x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
@@ -249,7 +247,7 @@ def step(
 def logits(
     params: DrafterParams, config: DrafterConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
 ) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary, at least float32; padding has the lowest number."""
+    """Logits over the draft vocabulary, in at least float32; those of padding are the lowest number."""
     if config.kind == "eagle3" and not config.norm_output:
         hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
     matrix = shared.head if params.head is None else params.head
@@ -265,7 +263,7 @@ def logits(
 def shift(
     array: Shaped[Array, "B T *A"], segments: Int[Array, "B T"], by: int
 ) -> tuple[Shaped[Array, "B T *A"], Bool[Array, "B T"]]:
-    """array[b, t + by] of packed rows at every t, and where that is in t's own (nonzero) segment.
+    """array[b, t + by] of packed rows at every t, and whether that token is in t's (nonzero) segment.
 
     Elsewhere the values are those of another segment, or zero beyond the row.
     """
@@ -297,16 +295,15 @@ def unroll(
 ) -> Float[Array, "J B T Z"]:
     """Hidden states of `steps` levels of drafting along given tokens: EAGLE-3's training-time test.
 
-    Step j at slot t reads token t + 1 + j and the features (j = 0) or step j - 1's hidden state at
-    slot t, has rotary position t + j, and attends to step 0 of its segment's slots up to t and its
-    own slot of steps 1..j: what `extend` and then j times `step` compute (section 3.2). It
-    predicts token t + 2 + j; where token t + 1 + j is beyond t's segment it is junk.
+    Step j at slot t reads token t + 1 + j, and the features (j = 0) or the hidden state of step j - 1 at slot t. It has
+    rotary position t + j, and attends to step 0 of its segment's slots up to t and to its own slot of steps 1..j.
+    `extend` and then j times `step` compute the same (section 3.2). Step j predicts token t + 2 + j; it is undefined
+    where token t + 1 + j is beyond t's segment.
 
-    With `detach` no gradient flows from a step to the hidden states that it reads (HASS, arXiv
-    2408.15766, section 3.2).
+    With `detach` no gradient flows from a step to the hidden states that it reads (HASS, arXiv 2408.15766, section 3.2).
 
-    In the dtype of `features`; `params` in the "train" layout. The backward pass computes every
-    step again; memory grows linearly with T. With a mesh, rows stay sharded over `data`.
+    Computed in the dtype of `features`; `params`: "train" layout. The backward pass recomputes every step; memory grows
+    linearly with T. With a mesh, rows stay sharded over `data`.
     """
 
     def rows(x: Array) -> Array:
@@ -330,8 +327,8 @@ def unroll(
         q = q.reshape(*k.shape[:3], -1, config.head_dim)
         first, *later = *past, (k, v)
         own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None
-        # Without the mesh: in blocks. A library gives no sums to merge own keys into, and windows of replay are packed
-        # into rows without a bound on their number.
+        # No mesh, so in blocks: the libraries return no sums to merge own keys into, and the replay packs any number of
+        # windows into a row.
         attended = packed_attention.attend(q, *first, segments, block, own=own)
         attended = attended.reshape(*x.shape[:2], -1)
         return rows(leave(params, config, x, attended, -1)), (k, v)

@@ -1,9 +1,8 @@
 """Sizes of a drafter, and the shape, axes, initializer and layouts of each of its weights.
 
-Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last
-hidden state and uses the policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of
-several depths and has an LM head of its own, which may cover a part of the vocabulary; `fc_norm`
-and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
+Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last hidden state and uses the
+policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of several depths and has its own LM head, which may
+cover a part of the vocabulary; `fc_norm` and `norm_output` are the changes of EAGLE-3.1 (arXiv 2605.09992).
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ KINDS = ("eagle", "eagle3")
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and features of one drafter: hashable, a static argument of every program.
+    """Sizes and features of a drafter: hashable, a static argument of every program.
 
-    It is as wide as the policy, whose embedding it shares. `captures` are the hidden states of the
-    policy that it reads. `draft_vocab_size` equals `vocab_size` when it can propose every token.
-    Raises ValueError, naming the values, when fields contradict each other.
+    It is as wide as the policy, whose embedding it shares. `captures`: the hidden states of the policy that it reads.
+    `draft_vocab_size` equals `vocab_size` when it can propose every token. Raises ValueError, naming the values, when
+    fields contradict each other.
     """
 
     kind: str  # eagle | eagle3
@@ -62,8 +61,8 @@ class DrafterConfig:
     rms_eps: float = 1e-6
     qkv_bias: bool = False  # eagle only
     fc_bias: bool = False  # eagle only
-    fc_norm: bool = False  # eagle3 only: a norm of its own for each of the hidden states
-    norm_output: bool = False  # eagle3 only: hand the normed hidden state to the next level
+    fc_norm: bool = False  # eagle3 only: a separate norm for each of the hidden states
+    norm_output: bool = False  # eagle3 only: pass the normed hidden state to the next level
     init_std: float = 0.02
 
     def __post_init__(self):
@@ -98,7 +97,7 @@ class DrafterConfig:
 
     @property
     def whole(self) -> bool:
-        """Whether every token of the policy can be proposed."""
+        """Whether it can propose every token of the policy."""
         return self.draft_vocab_size == self.vocab_size
 
     @property
@@ -129,7 +128,7 @@ class DrafterConfig:
 def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
     """A drafter for this policy: one layer of its shape, EAGLE-3.1 for eagle3.
 
-    `changes` replace fields of it.
+    `changes` replace fields of the config.
     """
     eagle = kind == "eagle"
     base = DrafterConfig(
@@ -156,7 +155,7 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
 
 
 def default_captures(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last."""
+    """EAGLE-3's (2, L // 2, L - 3) where these differ; else the second, a middle and the last layer."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
     return (
@@ -184,11 +183,10 @@ def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
 class DrafterParams:
     """A drafter, in the "train" or the "rollout" layout (KV heads repeated); None: absent.
 
-    Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3;
-    the layer's q, k and v read 2 Z for eagle3, and its `attention_norm` is then that of the token
-    embedding. `ids`: the token of each of the U logits, ascending; None when they are those of the
-    policy, padding included. It is not trained: `params.replace(ids=None)` has trainable leaves
-    only.
+    Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3. For eagle3, the layer's
+    q, k and v read 2 Z, and its `attention_norm` is that of the token embedding. `ids`: the token of each of the U
+    logits, ascending; None when they are the policy's, padding included. `ids` are not trained:
+    `params.replace(ids=None)` has trainable leaves only.
     """
 
     fuse: Float[Array, "Z I"]
@@ -210,7 +208,7 @@ class Shared:
 
 
 def shared(params: Params) -> Shared:
-    """The policy's part of a drafter, from Params of either layout."""
+    """The part of a drafter that is the policy's, from Params of either layout."""
     return Shared(embed=params.embed, head=head(params))
 
 
@@ -266,7 +264,7 @@ def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -
 def frequent_ids(
     texts: Iterable[np.ndarray], size: int, vocab_size: int
 ) -> Int32[np.ndarray, " U"]:
-    """The `size` token ids that stand in the texts int32[n] most often (of equals the lower), ascending: a draft vocabulary."""
+    """The `size` most frequent token ids of the texts int32[n] (of equals the lower), ascending: a draft vocabulary."""
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
         counts += np.bincount(text, minlength=vocab_size)
@@ -274,7 +272,7 @@ def frequent_ids(
 
 
 def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> Int32[np.ndarray, " U"] | None:
-    """Token ids of the draft vocabulary; None when that is the whole one.
+    """The token ids of the draft vocabulary; None when that is the whole one.
 
     Raises ValueError unless they are ascending tokens of the policy, `draft_vocab_size` of them.
     """
@@ -304,7 +302,7 @@ def init(
 ) -> DrafterParams:
     """New random DrafterParams in the "train" layout, the same on every mesh.
 
-    `ids` are the draft vocabulary, None when that is the whole one.
+    `ids`: the draft vocabulary; None: the whole one.
     """
     ids = check_ids(config, ids)
     check_mesh(config.block, mesh)
@@ -323,7 +321,7 @@ def to_rollout(
 
 
 def cast(params: DrafterParams, dtype: DTypeLike) -> DrafterParams:
-    """The same drafter in this dtype; ids stay what they are."""
+    """The same drafter in this dtype; ids keep theirs."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params.replace(ids=None)).replace(
         ids=params.ids
     )

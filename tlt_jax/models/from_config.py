@@ -1,4 +1,4 @@
-"""The policy and the drafter that a configuration names: their sizes and weights, new or read."""
+"""The policy and the drafter of a configuration: their sizes and weights, new or loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt_jax.models import eagle, hf, hf_drafter, hf_drafter_config, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 
-DRAFT_VOCAB = 32_000  # tokens that a new eagle3 drafter proposes at most, unless told otherwise: as published ones
+DRAFT_VOCAB = 32_000  # default draft vocabulary of a new eagle3 drafter, as that of published ones
 
 
 def model_config(config: Config, tokenizer: Any) -> ModelConfig:
@@ -58,9 +58,8 @@ def load_drafter(
 ) -> tuple[DrafterConfig | None, DrafterParams | None]:
     """The learned drafter of speculation.drafter in the "train" layout; None when it names no directory.
 
-    Of an adaptive one what its training begins with: the drafter of drafter_training.start, or the
-    configuration of a new one alone. Raises ModelError, naming what does not fit, when the drafter
-    was made for another policy.
+    For an adaptive one: the drafter of drafter_training.start, or only the configuration of a new one. Raises ModelError,
+    naming what does not fit, when the drafter was made for another policy.
     """
     path = drafter_directory(config) or start_directory(config)
     if path is None:
@@ -72,11 +71,10 @@ def load_drafter(
 
 
 def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
-    """The learned drafter of speculation.drafter, without its weights; None when it names no directory.
+    """The config of the learned drafter of speculation.drafter; None when it names no directory.
 
-    Reads config.json alone. Before the directory exists, it is the drafter that train.drafter would
-    write, and with speculation.drafter adaptive the one that training would begin with. Raises
-    ModelError as `load_drafter` does.
+    Reads config.json only. If the directory does not exist yet, it is the drafter that train.drafter would write; with
+    speculation.drafter adaptive, it is the one that training starts from. Raises ModelError as `load_drafter` does.
     """
     path = drafter_directory(config)
     if path is None and config.speculation.drafter != ADAPTIVE:
@@ -89,7 +87,7 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
 
 
 def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
-    """A new drafter, as `drafter_training` wants it. Raises ConfigError when its knobs clash."""
+    """The config of a new drafter of `drafter_training`. Raises ConfigError when its knobs conflict."""
     check_drafter_training(config)
     knobs = config.drafter_training
     if knobs.kind == "eagle":
@@ -104,7 +102,7 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
 
 
 def check_drafter_training(config: Config) -> None:
-    """Raises ConfigError when the knobs of `drafter_training` clash."""
+    """Raises ConfigError when the knobs of `drafter_training` conflict."""
     knobs = config.drafter_training
     if knobs.vocab and (knobs.start or knobs.kind == "eagle"):
         reason = "an eagle drafter proposes every token"
@@ -118,7 +116,7 @@ def check_drafter_training(config: Config) -> None:
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:
-    """What the directory of the run's drafter says of its acceptance by depth; empty where there is none, or it says nothing.
+    """Acceptance by depth that the directory of the run's drafter records; empty without a directory or a record.
 
     Raises ModelError for a record that cannot be read.
     """
@@ -127,7 +125,7 @@ def drafter_acceptance(config: Config) -> tuple[float, ...]:
 
 
 def start_directory(config: Config) -> Path | None:
-    """The directory that the training of an adaptive drafter begins with; None when there is none."""
+    """The directory that the training of an adaptive drafter starts from; None without one."""
     start = config.drafter_training.start
     if not start or config.speculation.drafter != ADAPTIVE:
         return None
@@ -142,11 +140,11 @@ def drafter_directory(config: Config) -> Path | None:
     if close := get_close_matches(name, words, 1):
         if not Path(name).exists():
             raise ConfigError(
-                f"speculation.drafter {name!r} is no directory: did you mean {close[0]}?"
+                f"speculation.drafter {name!r} is not a directory: did you mean {close[0]}?"
             )
     return Path(parse.expand(name, "speculation.drafter"))
 
 
 def longest_sequence(config: Config, model: ModelConfig) -> int:
-    """The length of the longest sequence that a drafter has to draft for."""
+    """The length of the longest sequence that a drafter may have to draft for."""
     return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, model.max_positions)

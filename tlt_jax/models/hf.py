@@ -1,4 +1,4 @@
-"""Hugging Face model directories: names of tensors, loading shard by shard, saving tensor by tensor."""
+"""Hugging Face model directories: tensor names, loading shard by shard, saving tensor by tensor."""
 
 from __future__ import annotations
 
@@ -59,12 +59,10 @@ IN_LAYER = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
-DERIVED = re.compile(
-    r".*rotary_emb\.inv_freq"
-)  # some old files hold it; it follows from the config
+DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # in some old files; the config determines it
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
-SHOWN = 5  # names in an error
+SHOWN = 5  # names that an error lists
 SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "bool": "BOOL",
 }  # fmt: skip
@@ -77,7 +75,7 @@ TOKENIZER_FILES = (
 class Tensor(NamedTuple):
     """One tensor of the files: its name and shape, its place in Params, and its dtype.
 
-    layer None: it is in no layer; dtype None: that of the weights.
+    layer None: a tensor outside the layers; dtype None: the dtype of the weights.
     """
 
     name: str
@@ -108,7 +106,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
 
 
 def resolve(path: str | Path) -> Path:
-    """The local directory of a model: the path itself, or a hub id, downloaded once."""
+    """The local directory of a model: the path itself, or the download of a hub id, made once."""
     if Path(path).is_dir():
         return Path(path)
     if not HUB_ID.fullmatch(str(path)):
@@ -122,7 +120,7 @@ def resolve(path: str | Path) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"model {str(path)!r} is no local directory, and the hub did not give it: {reason}"
+            f"model {str(path)!r} is not a local directory, and its download failed: {reason}"
         ) from error
 
 
@@ -168,10 +166,12 @@ def read(
 ) -> np.ndarray:
     """This part of a stored tensor; zeros where `shape` exceeds it (vocabulary padding)."""
     bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-    there = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, stored.get_shape(), strict=True)]
+    stored_range = [
+        (min(a, n), min(b, n)) for (a, b), n in zip(bounds, stored.get_shape(), strict=True)
+    ]
     part = np.zeros([b - a for a, b in bounds], dtype)
-    if all(a < b for a, b in there):
-        found = stored[tuple(slice(a, b) for a, b in there)]
+    if all(a < b for a, b in stored_range):
+        found = stored[tuple(slice(a, b) for a, b in stored_range)]
         part[tuple(slice(0, size) for size in found.shape)] = found
     return part
 
@@ -183,20 +183,20 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(safe_open(path, framework="np"))
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is no safetensors file: {error}") from error
+            raise ModelError(f"{path} is not a safetensors file: {error}") from error
         stored |= {name: file.get_slice(name) for name in file.keys()}
     return stored
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The weight files of a model directory, whole or indexed."""
+    """The weight files of a model directory: one file, or those of the index."""
     index = read_json(directory / INDEX)
     if index is not None:
         names = sorted(set(index.get("weight_map", {}).values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
             raise ModelError(
-                f"{directory / INDEX} names {', '.join(missing) or 'no files'}, which are not there"
+                f"{directory / INDEX} names {', '.join(missing) or 'no files'}, which do not exist"
             )
         return [directory / name for name in names]
     if not (directory / "model.safetensors").is_file():
@@ -209,7 +209,7 @@ def shard_files(directory: Path) -> list[Path]:
 def check_tensors(
     directory: Path, wanted: Iterable[Tensor], found: dict[str, Any], ignored: Collection[str]
 ) -> None:
-    """Raises ModelError that names the tensors that are missing, extra (but not `ignored`) or of another shape."""
+    """Raises ModelError that names tensors that are missing, unknown (and not in `ignored`) or of another shape."""
     expected = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in expected if name not in found]
     extra = [
@@ -248,8 +248,8 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads: weights in this dtype, configs, tokenizer files.
 
-    `tokenizer` is a directory to copy the files from, an object with save_pretrained, or None. One tensor at a time is
-    on the host. Every process takes part; the first one writes.
+    `tokenizer`: a directory to copy the files from, an object with save_pretrained, or None. Only one tensor at a time is
+    on the host. Every process takes part; process 0 writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
     writes = jax.process_index() == 0
@@ -291,7 +291,7 @@ def save_whole(
     dtype: DTypeLike = "float32",
     made_from: Mapping[str, Any] | None = None,
 ) -> None:
-    """As `save`, but the directory is there whole or not at all; it says what it is `made_from`."""
+    """`save`, atomically: the directory exists whole or not at all. It records what it is `made_from`."""
     is_owner = jax.process_index() == 0
     atomic.write_directory(
         directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner, made_from
@@ -299,7 +299,7 @@ def save_whole(
 
 
 def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding; no device is still at work on it."""
+    """One tensor on the host, without vocabulary padding; the devices have finished computing it."""
     if tensor.layer is not None:
         array = fetch(getattr(params.layers, tensor.leaf), jnp.int32(tensor.layer))
     else:
@@ -324,7 +324,7 @@ def plan_shards(config: ModelConfig, itemsize: int, shard_bytes: int) -> list[li
 def write_shard(
     path: Path, shard: list[Tensor], dtype: np.dtype, arrays: Iterable[np.ndarray]
 ) -> int:
-    """Writes a safetensors file tensor by tensor; its bytes of weights."""
+    """Writes a safetensors file tensor by tensor; returns its bytes of weights."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face, in both its dialects, to a ModelConfig and back; refuses by name what is unsupported."""
+"""Converts config.json of Hugging Face, in both dialects, to a ModelConfig and back; rejects unsupported features by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def from_hf_config(
     generation: Mapping[str, Any] | None = None,
     tokenizer_eos: Iterable[int] = (),
 ) -> ModelConfig:
-    """The ModelConfig of a config.json; EOS is every id that it, generation_config.json and the tokenizer name."""
+    """The ModelConfig of a config.json; EOS: all ids that config.json, generation_config.json and the tokenizer name."""
     refuse_unsupported(raw)
     missing = [name for name in REQUIRED if raw.get(name) is None]
     if missing:
@@ -110,7 +110,7 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Raises ModelError for a size that is no whole number of at least 1, and for other numbers that are not positive."""
+    """Raises ModelError for a size that is not an integer of at least 1, and for other numbers that are not positive."""
     for name in (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         size = raw.get(name)
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -124,7 +124,7 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
-    """The rotary embedding of either dialect: rope_theta + rope_scaling, or rope_parameters."""
+    """The rotary embedding in either dialect: rope_theta + rope_scaling, or rope_parameters."""
     scaling = dict(raw.get("rope_parameters") or {}) | dict(raw.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ModelError(
@@ -182,7 +182,7 @@ def read_rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
 
 
 def yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """What yarn multiplies cosine and sine with: given, or from the factor (arXiv 2309.00071, eq. 22)."""
+    """YaRN's factor of cosine and sine: given, or from the scaling factor (arXiv 2309.00071, eq. 22)."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
@@ -229,7 +229,7 @@ def to_hf_config(config: ModelConfig, dtype: Any) -> dict[str, Any]:
 
 
 def eos_entry(config: ModelConfig) -> dict[str, Any]:
-    """EOS as config.json and generation_config.json name it: one id, a list, or absent."""
+    """EOS for config.json and generation_config.json: one id, a list, or absent."""
     if not config.eos_ids:
         return {}
     return {"eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids)}
@@ -259,11 +259,11 @@ def write_rope(rope: Rope) -> dict[str, Any] | None:
 
 
 def new_config(init: Mapping[str, Any], vocab_size: int, eos_ids: Iterable[int]) -> ModelConfig:
-    """The ModelConfig of `model.init`; vocabulary and EOS are those given, unless init names its own."""
+    """The ModelConfig of `model.init`, with this vocabulary and EOS unless `init` has its own."""
     unknown = sorted(set(init) - set(INIT_FIELDS))
     if unknown:
         raise ModelError(
-            f"model.init names {', '.join(unknown)}, which it does not know: use {', '.join(INIT_FIELDS)}"
+            f"model.init has unknown fields {', '.join(unknown)}: use {', '.join(INIT_FIELDS)}"
         )
     if init.get("vocab_size", vocab_size) < vocab_size:
         raise ModelError(
@@ -277,7 +277,7 @@ def read_config(
     tokenizer_eos: Iterable[int] = (),
     claimed: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """The ModelConfig of a model directory. Raises ModelError when `claimed`, fields of a config.json, says otherwise."""
+    """The ModelConfig of a model directory. Raises ModelError when `claimed`, fields of a config.json, contradicts it."""
     directory = Path(directory)
     raw = read_json(directory / "config.json")
     if raw is None:
@@ -302,7 +302,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}") from error
+        raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path} is not a JSON object")
     return value

@@ -1,9 +1,8 @@
-"""Drafter directories as SGLang and vLLM load them: their tensors; config.json is hf_drafter_config's.
+"""Drafter directories as SGLang and vLLM load them: their tensors. hf_drafter_config handles config.json.
 
-EAGLE-3: one `midlayer`, a norm and a head of its own, the draft vocabulary as offsets `d2t` unless
-it is the whole one.
-EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter that has
-none. The embedding is the policy's: it is never written, and one in a directory is not read.
+EAGLE-3: one `midlayer`, its own norm and head, and the draft vocabulary as offsets `d2t` unless it is the whole one.
+EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter without one. The embedding is
+the policy's: it is neither written nor read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids,
 from tlt_jax.models.hf_config import read_json
 
 WEIGHTS = "model.safetensors"
-ACCEPTANCE = "acceptance.json"  # what is known of the drafter's speed; other engines do not read it
+ACCEPTANCE = "acceptance.json"  # acceptance by depth; other engines do not read it
 PREFIX = {"eagle": "layers.0.", "eagle3": "midlayer."}
 TOP = {
     "fuse": "fc.weight", "fuse_bias": "fc.bias", "hidden_norm": "midlayer.hidden_norm.weight",
@@ -40,7 +39,7 @@ TOP = {
 
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """Every tensor that a drafter's file may hold, in the order of the network; `layer` 0 marks DrafterParams.layer's."""
+    """Every tensor that a drafter's file may hold, in network order; `layer` 0 marks those of DrafterParams.layer."""
     spec = weights(config, 1)
     yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
     if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
@@ -70,8 +69,8 @@ def load(
 ) -> tuple[DrafterConfig, DrafterParams]:
     """The drafter of a directory, for this policy, in the "train" layout; each process reads the bytes of its own shards.
 
-    `positions` is the length of the longest sequence that it has to draft for. A bias of zeros in `fc` is none, unless the
-    config says that it is one. Raises ModelError, in one line that names what does not fit: the config, the policy, the
+    `positions`: length of the longest sequence that it has to draft for. An all-zero bias in `fc` is ignored, unless the
+    config declares it. Raises ModelError, in one line that names what does not fit: the config, the policy, the
     positions, the draft vocabulary or the tensors.
     """
     directory, config = Path(directory), hf_drafter_config.read_config(directory, policy, positions)
@@ -85,7 +84,7 @@ def load(
                 if tensor.name in stored or tensor.name not in optional
             ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
-            bias = stored.get(TOP["fuse_bias"])  # config.json may not tell whether it is one
+            bias = stored.get(TOP["fuse_bias"])  # config.json may not declare it
             has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
             config = replace(config, fc_bias=has_bias)
             return config, read_params(config, stored, mesh, dtype)
@@ -96,7 +95,7 @@ def load(
 def read_params(
     config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
 ) -> DrafterParams:
-    """DrafterParams from open tensors. Raises ValueError for a draft vocabulary that is none."""
+    """DrafterParams from open tensors. Raises ValueError for an invalid draft vocabulary."""
     target = eagle_config.abstract(config, mesh, "train", dtype)
 
     def whole(spec: jax.ShapeDtypeStruct | None, name: str) -> jax.Array | None:
@@ -127,7 +126,7 @@ def read_params(
 
 
 def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | None:
-    """Ids of the draft vocabulary, None: all. Raises ModelError unless d2t and t2d hold one."""
+    """Ids of the draft vocabulary; None: all. Raises ModelError unless d2t and t2d describe one."""
     if config.kind == "eagle":
         return None
     known = np.arange(config.draft_vocab_size)
@@ -144,9 +143,9 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
 
 
 def read_acceptance(directory: str | Path) -> tuple[float, ...]:
-    """Probabilities that the policy accepts its draft at depth 1, 2, ..., each given the depth before; empty where unknown.
+    """Probabilities that the policy accepts the draft at depth 1, 2, ..., each given the depths before; empty if unknown.
 
-    Raises ModelError for a file that does not say so.
+    Raises ModelError for an invalid file.
     """
     path = Path(directory) / ACCEPTANCE
     raw = read_json(path)
@@ -166,13 +165,13 @@ def save(
     dtype: DTypeLike,
     acceptance: Sequence[float] = (),
 ) -> None:
-    """Writes a directory that SGLang and vLLM load, but for `hf_drafter_config.caveat`.
+    """Writes a directory that SGLang and vLLM load, except for `hf_drafter_config.caveat`.
 
-    Weights are in this dtype, `params` in the "train" layout.
+    Weights are in this dtype; `params`: "train" layout.
 
-    `acceptance`: as `read_acceptance` gives it; a depth that was not measured (nan), and those behind it, are left out.
-    Layer ids that begin with 1, as those of policies of 7 layers or more do, mean the same to all their versions. Every
-    process takes part; the first one writes.
+    `acceptance`: as `read_acceptance` returns it; cut at the first depth that was not measured (nan). Layer ids that
+    begin with 1, as those of policies of 7 layers or more do, mean the same to all versions of SGLang and vLLM. Every
+    process takes part; process 0 writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
     # vLLM refuses a d2t of the whole vocabulary; SGLang needs none.
@@ -217,7 +216,7 @@ def host_copy(
 
 @cache
 def fetcher(mesh: Mesh, dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    """Gives a copy in this dtype to every device."""
+    """A jitted copy of a leaf in this dtype to every device."""
     return jax.jit(
         lambda leaf: leaf.astype(dtype), out_shardings=NamedSharding(mesh, PartitionSpec())
     )

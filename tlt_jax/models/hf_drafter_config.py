@@ -1,4 +1,4 @@
-"""config.json of drafter directories, as SGLang and vLLM read it."""
+"""config.json of drafter directories, in the format of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHITECTURES = {  # name -> kind, model_type
     "LlamaForCausalLMEagle": ("eagle", "llama"),
     "Qwen2ForCausalLMEagle": ("eagle", "qwen2"),
 }
-VLLM_EAGLE = {"llama"}  # the families of which vLLM has an EAGLE class
+VLLM_EAGLE = {"llama"}  # families with an EAGLE class in vLLM
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 READ = {
     "architectures", "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -37,7 +37,7 @@ HARMLESS = {
 
 
 def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) -> DrafterConfig:
-    """The drafter of a directory as its config.json alone describes it, for this policy and sequences of this length.
+    """The config of a drafter directory, for this policy and sequences of this length; reads config.json only.
 
     Raises ModelError, in one line that names what does not fit: the config, the policy or the positions.
     """
@@ -56,12 +56,12 @@ def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) 
 
 
 def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-    """The DrafterConfig of a config.json. Raises ModelError, or ValueError, that names what is not supported."""
+    """The DrafterConfig of a config.json. Raises ModelError or ValueError that names what is unsupported."""
     named = raw.get("architectures") or [None]
     kind, family = ARCHITECTURES.get(named[0], (None, None))
     if kind is None or named[1:] not in ([], [hf_config.ARCHITECTURES[family]]):
         raise ModelError(
-            f"architectures {named} are no drafter that is supported: use {', '.join(ARCHITECTURES)}"
+            f"architectures {named} are not a supported drafter: use {', '.join(ARCHITECTURES)}"
         )
     refuse_unsupported(raw, kind, family)
     layer = from_hf_config(dict(raw) | {"model_type": family})
@@ -122,12 +122,12 @@ def refuse_unsupported(raw: Mapping[str, Any], kind: str, family: str) -> None:
 
 
 def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...]:
-    """Which of the policy's hidden states an EAGLE-3 drafter reads; without ids, SGLang's and vLLM's default.
+    """The policy's hidden states that an EAGLE-3 drafter reads; without ids, SGLang's and vLLM's default.
 
-    Two conventions are in use. vLLM's ids, at the top level, count the layers before the state, as ours do; SGLang's, in
-    eagle_config, name the layer whose output it is, one less. Alone, either place may hold either: SGLang (since May 2026,
-    its pull request 25454) takes ids that begin with 1 for outputs, and others for counts. Raises ModelError when the two
-    places disagree.
+    Two conventions exist. vLLM's ids, at the top level, count the layers before the state, as ours do. SGLang's, in
+    eagle_config, name the layer whose output it is: one less. Each place alone may hold either convention: SGLang (since
+    May 2026, its pull request 25454) reads ids that begin with 1 as outputs, and others as counts. Raises ModelError when
+    the two places disagree.
     """
     nested = dict(raw.get("eagle_config") or {})
     outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
@@ -143,7 +143,7 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
         if ids is not None and not (
             isinstance(ids, list) and ids and all(isinstance(one, int) for one in ids)
         ):
-            raise ModelError(f"{LAYER_IDS} {ids!r} is no list of layer ids")
+            raise ModelError(f"{LAYER_IDS} {ids!r} is not a list of layer ids")
     if outputs is None and counts is None:
         return 2, policy.num_layers // 2, policy.num_layers - 3
     after = tuple(one + 1 for one in outputs or ())
@@ -167,11 +167,11 @@ def check_positions(config: DrafterConfig, positions: int) -> None:
 
 
 def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
-    """The config.json of a drafter. `bias` is never true: SGLang and vLLM take it for that of the attention."""
+    """The config.json of a drafter. `bias` is never true: SGLang and vLLM read it as the attention's."""
     raw = to_hf_config(config.block, dtype)
     if config.kind == "eagle":
         plain = raw["architectures"]
-        # SGLang takes the first name, vLLM the one that it knows with "Eagle" in front.
+        # SGLang reads the first name; vLLM prefixes "Eagle" and takes the name that it knows.
         names = [plain[0] + "Eagle"]
         if config.block.family in VLLM_EAGLE:
             names += plain
@@ -190,7 +190,7 @@ def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
 
 
 def caveat(config: DrafterConfig) -> str | None:
-    """One line on what vLLM does not do with the directory of this drafter; None: it loads all of it."""
+    """One line on what vLLM does not load of this drafter's directory; None: it loads all of it."""
     if config.kind == "eagle" and config.block.family not in VLLM_EAGLE:
         return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
     if config.fc_bias:

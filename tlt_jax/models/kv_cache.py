@@ -1,7 +1,4 @@
-"""The KV cache of a rollout: one array per layer, committed slots first, scratch slots last.
-
-It holds keys, values and features of any network.
-"""
+"""The KV cache of a rollout, of any network: one array per layer, committed slots first, scratch slots last."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ AXES = {"keys": ("batch", "kv_heads", None, None), "values": ("batch", "kv_heads
 class KVCache:
     """Keys and values per layer, never stacked, and drafter features, of the committed tokens of each sequence.
 
-    Keys hold slots on their last axis: the products with them then read the cache in order. Values hold them there on
-    TPUs alone, where heads narrower than 128 lanes would be widened, a copy of the cache in every chunk; elsewhere they are
-    [B, K, S, E], which a CPU reads 3 times faster. Slots past a sequence's length hold junk. S is the bucket plus the
-    widest path that `commit` writes. `states` are the normed last hidden states, None when they are not captured.
+    Keys have slots on their last axis, so products with them read the cache in order. Values do so on TPUs only: there,
+    heads narrower than 128 lanes would be padded, with a copy of the cache in every chunk. Elsewhere values are [B, K, S,
+    E], which a CPU reads 3 times faster. Slots past a sequence's length are undefined. S is the bucket plus the widest
+    path that `commit` writes. `states`: the normed last hidden states; None when not captured.
     """
 
     keys: tuple[Float[Array, "B K E S"], ...]
@@ -46,7 +43,7 @@ class KVCache:
 
 @struct.dataclass
 class Scratch:
-    """What a cache holds, of the nodes of trees before `commit` keeps some, or of the N tokens of whole prompts."""
+    """Keys, values, features and states of tree nodes before `commit` selects some, or of the N tokens of whole prompts."""
 
     keys: tuple[Float[Array, "B K E N"], ...]
     values: tuple[Float[Array, "B K N E"], ...]
@@ -55,7 +52,7 @@ class Scratch:
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
-    """The cache with function(name, its leaf, leaf of each other, turned alike) for every leaf."""
+    """The cache with function(name, its leaf, the leaves of the others in its layout) for every leaf."""
 
     def turned(name: str, leaf: Array) -> Array:
         return jnp.swapaxes(leaf, 2, 3) if cache.slots_last and name == "values" else leaf
@@ -63,7 +60,7 @@ def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KV
     def of(name: str) -> Any:
         leaves = [getattr(other, name) for other in others]
         return jax.tree.map(
-            lambda own, *leaf: function(name, own, *(turned(name, one) for one in leaf)),
+            lambda old, *leaf: function(name, old, *(turned(name, one) for one in leaf)),
             getattr(cache, name),
             *leaves,
         )
@@ -113,7 +110,7 @@ def commit(
 ) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
-    Rows past the accepted ones lie past the new length: the next commit overwrites them.
+    Nodes past the accepted ones are written past the new length, where the next commit overwrites them.
     """
 
     def write(name: str, rows: Array, nodes: Array) -> Array:
@@ -134,7 +131,7 @@ def commit(
 def write(
     cache: KVCache, scratch: Scratch, rows: Int[Array, " R"], starts: Int[Array, " R"]
 ) -> KVCache:
-    """The cache with all nodes of R trees, tree r written to row rows[r] from slot starts[r] on."""
+    """The cache with all nodes of R trees; tree r is written to row rows[r] from slot starts[r] on."""
 
     def put(name: str, array: Array, new: Array) -> Array:
         axis = cache.slot_axis(name)
@@ -160,8 +157,7 @@ def insert(
 ) -> KVCache:
     """The cache with row source[r] of the prefilled prompts in slots [0, P) of sequence rows[r].
 
-    Other slots and sequences stay as they are. The rows are distinct; nothing is written for those
-    from B on, which fill the argument up to R.
+    Other slots and sequences are unchanged. The rows are distinct; entries with rows >= B are padding and are dropped.
     """
     P, S = prefilled.features.shape[1], cache.features.shape[1]
     if P > S:

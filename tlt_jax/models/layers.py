@@ -1,8 +1,8 @@
-"""The arithmetic of a transformer layer beside attention: projections, norms, rotary embedding, heads.
+"""The operations of a transformer layer except attention: projections, norms, rotary embedding, heads.
 
 Features lie on the last axis (training, prefill: [B, T, D]) or on the first (decoding: [D, nodes], where `weight @ x`
-reads every weight once, in order; on a CPU that is 1.1 to 1.5 times faster for 2 to 32 nodes). `axis` says which;
-where a function takes it, shapes are written for axis -1: "*A D" is [D, *A] for axis 0.
+reads every weight once, in order; on a CPU that is 1.1 to 1.5 times faster for 2 to 32 nodes). `axis` says which; in
+functions that take it, shapes are written for axis -1: "*A D" is [D, *A] for axis 0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tlt_jax.shapes import shaped
 
 @jax.custom_vjp
 def linear(x: Float[Array, "*A In"], weight: Float[Array, "*Out In"]) -> Float[Array, "*A *Out"]:
-    """weight @ x for features on the last axis; its gradients are those that JAX would derive.
+    """weight @ x for features on the last axis; its gradients equal those that JAX derives.
 
-    XLA turns the first operand of a product over tokens round. For the weight's gradient that is x
-    here; a CPU would compute the other operand, y's gradient, in turned order, which is slow.
+    XLA transposes the first operand of a product over tokens. Here that is x for the weight's gradient; otherwise a CPU
+    would compute y's gradient in transposed order, which is slow.
     """
     return jnp.tensordot(x, weight, (-1, -1))
 
@@ -47,7 +47,7 @@ def project(
     bias: Float[Array, "*Out"] | None,
     axis: int,
 ) -> Float[Array, "*A *Out"]:
-    """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many features."""
+    """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many feature axes."""
     if axis == -1:
         y = linear(x, weight)
         return y if bias is None else y + bias
@@ -70,7 +70,7 @@ def rms_norm(
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
-    """Angle per position of each of the head_dim / 2 rotating pairs, in float64."""
+    """Angle per position of each of the head_dim / 2 rotated pairs, in float64."""
     frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
         return frequency / rope.factor
@@ -99,7 +99,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, " half"]:
 def rope_angles(
     rope: Rope, head_dim: int, positions: Int[Array, "*batch"], dtype: DTypeLike
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Cosine and sine of every rotating pair at these positions, with the attention factor folded in."""
+    """Cosine and sine of every rotated pair at these positions, times the attention factor."""
     frequency = jnp.asarray(rope_frequencies(rope, head_dim), widen(dtype))
     angle = positions[..., None].astype(frequency.dtype) * frequency
     cos, sin = rope.attention_factor * jnp.cos(angle), rope.attention_factor * jnp.sin(angle)
@@ -118,7 +118,7 @@ def rotate(
 def by_node(
     q: Float[Array, "H E BN"], k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E M"], Float[Array, "B K M E"]]:
-    """Heads of the nodes of B trees, features first, as attend_tree takes them."""
+    """Heads of the nodes of B trees, from features first to the layout of tree_attention.attend."""
     K, E = k.shape[:2]
     q = jnp.moveaxis(q.reshape(K, -1, E, batch, q.shape[-1] // batch), (3, 0, 1, 4, 2), range(5))
     return q, *kv_by_node(k, v, batch)
@@ -128,16 +128,16 @@ def by_node(
 def kv_by_node(
     k: Float[Array, "K E BM"], v: Float[Array, "K E BM"], batch: int
 ) -> tuple[Float[Array, "B K E M"], Float[Array, "B K M E"]]:
-    """Keys and values of the nodes of B trees, features first, as attend_tree takes them."""
+    """Keys and values of the nodes of B trees, from features first to the layout of tree_attention.attend."""
     kv = jnp.stack(
         [k, v], axis=1
-    )  # XLA would turn a lone transposed product round, and lose what axis 0 gains
+    )  # XLA would transpose a single product back, and lose the speed of axis 0
     kv = jnp.moveaxis(kv.reshape(*kv.shape[:3], batch, kv.shape[-1] // batch), 3, 0)
     return kv[:, :, 0], jnp.swapaxes(kv[:, :, 1], 2, 3)
 
 
 @shaped
 def by_feature(attended: Float[Array, "B K G N E"]) -> Float[Array, "HE BN"]:
-    """What attend_tree returns, features first."""
+    """The result of tree_attention.attend, features first."""
     B, _, _, N, _ = attended.shape
     return jnp.moveaxis(attended, (1, 2, 4, 0, 3), range(5)).reshape(-1, B * N)

@@ -1,4 +1,4 @@
-"""Weights before they are drawn: trees of Weights give shardings, abstract arrays and initial values of any network."""
+"""Descriptions of weights (trees of Weight), and their shardings, abstract arrays and initial values, for any network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PyTree = Any
 class Weight:
     """Shape, logical axes and initializer (normal | ones | zeros | ids) of one weight.
 
-    "ids" are token ids: int32 whatever the dtype of the network, and handed to `init`.
+    "ids" are token ids: int32 whatever the dtype of the network, and passed to `init`.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ def init(
 ) -> PyTree:
     """An array for every Weight of the tree, in the "train" layout; the same numbers on every mesh.
 
-    The key is split once, a part for every Weight in the order of the tree, whatever its initializer.
+    The key is split once, into one part per Weight in the order of the tree, whatever its initializer.
     """
     leaves, structure = jax.tree.flatten(weights)
     program = initializer(tuple(leaves), structure, mesh, np.dtype(dtype), std)
@@ -77,7 +77,7 @@ def initializer(
     dtype: np.dtype,
     std: float,
 ) -> Callable[[jax.Array, jax.Array | None], PyTree]:
-    """The program of `init`: of a key, and the ids where there are some."""
+    """The program of `init`: initialize(key, ids or None)."""
 
     def draw(weight: Weight, key: jax.Array, ids: jax.Array | None) -> jax.Array:
         if weight.init == "ids":

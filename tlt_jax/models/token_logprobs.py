@@ -1,4 +1,4 @@
-"""Log-probability and entropy of target tokens, from the logits of a chunk of tokens at a time."""
+"""Log-probability and entropy of target tokens, from the logits of one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ def token_scores(
     chunk: int,
     entropy_learns: bool,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of the targets and entropy from the last hidden states.
+    """Log-probability of the targets and entropy, from the last hidden states.
 
-    Each data group holds the logits of `chunk` tokens at once. Those of several chunks are computed
-    again in the backward pass.
+    Each data group holds the logits of `chunk` tokens at once. With several chunks, the backward pass recomputes the
+    logits.
     """
-    # One copy of the head per data group: its gradient is then summed over chunks within the group,
-    # and over groups once.
+    # One copy of the head per data group: its gradient is summed over chunks within the group, and only then over groups.
     name = "embed" if params.head is None else "head"
     axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
     copies = group_copies(getattr(params, name), axes, mesh)
@@ -95,10 +94,10 @@ def in_chunks(
     mesh: Mesh,
     chunk: int,
 ) -> PyTree:
-    """one(*rows), where `one` treats each token alone, on `chunk` tokens of each data group at once.
+    """one(*rows), where `one` treats each token independently, on `chunk` tokens of each data group at once.
 
-    `one` takes and gives arrays [groups, R / groups, t, ...]. The backward pass runs it again, unless
-    there is one chunk alone, which would not be freed before that.
+    `one` takes and returns arrays [groups, R / groups, t, ...]. The backward pass recomputes it, unless there is only one
+    chunk, whose memory would not be freed earlier anyway.
     """
     R, T = rows[0].shape[:2]
     groups = mesh.shape["data"]

@@ -1,6 +1,6 @@
 """The policy network: packed forward for training, prefill and tree forward for rollout; arrays in, arrays out.
 
-Features lie on `axis`, as in layers.py: shapes are written for axis -1 where a function takes it.
+Features lie on `axis`, as in layers.py; shapes are written for axis -1 in functions that take it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def heads(
     sin: Float[Array, "*A 1 half"],
     axis: int,
 ) -> tuple[Float[Array, "*A H E"], Float[Array, "*A K E"], Float[Array, "*A K E"]]:
-    """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, angles then [E/2, *A]."""
+    """Rotated queries and keys, and values, as heads: [H, E, *A] for axis 0, with angles [E/2, *A]."""
     if isinstance(layer, Layer):
         q = queries(layer, config, x, cos, sin, axis)
         return q, *keys_values(layer, config, x, cos, sin, axis)
@@ -89,7 +89,7 @@ def queries(
     sin: Float[Array, "*A 1 half"],
     axis: int,
 ) -> Float[Array, "*A H E"]:
-    """Rotated queries, as `heads` gives them."""
+    """Rotated queries, as of `heads`."""
     q = by_head(ops.project(x, layer.q, layer.q_bias, axis), config, axis)
     return rotated(q, layer.q_norm, config, cos, sin, axis)
 
@@ -103,7 +103,7 @@ def keys_values(
     sin: Float[Array, "*A 1 half"],
     axis: int,
 ) -> tuple[Float[Array, "*A K E"], Float[Array, "*A K E"]]:
-    """Rotated keys, and values, as `heads` gives them."""
+    """Rotated keys, and values, as of `heads`."""
     k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
     v = by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
     return rotated(k, layer.k_norm, config, cos, sin, axis), v
@@ -125,7 +125,7 @@ def rotated(
     sin: Float[Array, "*A 1 half"],
     axis: int,
 ) -> Float[Array, "*A H E"]:
-    """Queries or keys, normed where the policy has such a norm, then rotated."""
+    """Queries or keys, normed if the policy has that norm, then rotated."""
     width = 1 if axis == 0 else -1
     x = x if norm is None else ops.rms_norm(x, norm, config.rms_eps, width)
     return ops.rotate(x, cos, sin, width)
@@ -138,7 +138,7 @@ def finish(
     attended: Float[Array, "*A HE"],
     axis: int,
 ) -> Float[Array, "*A D"]:
-    """The layer's output: attention's result projected and added, then the MLP added."""
+    """The layer's output: the projection of attention's result is added, then the MLP."""
     with jax.named_scope("attention"):
         x = x + ops.project(attended, layer.o, layer.o_bias, axis)
 
@@ -151,10 +151,10 @@ def finish(
 def gate_up(
     layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int
 ) -> tuple[Float[Array, "*A F"], Float[Array, "*A F"]]:
-    """The two products of the MLP's input.
+    """The gate and up projections of the MLP's input.
 
-    Joined matrices are read in one product for tree nodes (axis 0) alone: for all tokens of prompts
-    its result would be a large array more, and it saves no time.
+    For tree nodes (axis 0), joined matrices are one product. For all tokens of prompts that product's result would be one
+    more large array, and it saves no time.
     """
     if isinstance(layer, Layer):
         gate = ops.project(y, layer.gate, layer.gate_bias, axis)
@@ -190,7 +190,7 @@ def packed_layer(
 def packed_angles(
     config: ModelConfig, positions: Int[Array, "B T"], dtype: DTypeLike
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-    """Cosine and sine of the rotary embedding, alike for every head."""
+    """Cosine and sine of the rotary embedding, the same for every head."""
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, dtype)
     return cos[:, :, None], sin[:, :, None]
 
@@ -212,10 +212,9 @@ def hidden(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T F"]]:
     """Normed last hidden states of packed rows, and the captured features.
 
-    A token attends to itself and the earlier tokens of its segment; segment 0 is padding. No segment
-    has more than `longest` tokens. `params`
-    are in the "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered
-    layer by layer.
+    A token attends to itself and to the earlier tokens of its segment; segment 0 is padding. No segment has more than
+    `longest` tokens. `params`: "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer
+    by layer.
     """
 
     def rows(x: Array) -> Array:
@@ -254,7 +253,7 @@ def gathered(
     normed: Float[Array, "*A D"],
     axis: int,
 ) -> Float[Array, "*A F"]:
-    """The captured hidden states, concatenated on `axis`; of width 0 when nothing is captured."""
+    """The captured hidden states, concatenated on `axis`; of width 0 without captures."""
     if not captures:
         return jax.lax.slice_in_dim(normed, 0, 0, axis=axis % normed.ndim)
     chosen = [normed if capture == NORMED else x for capture, x in zip(captures, kept, strict=True)]
@@ -283,9 +282,9 @@ def prefill(
     captures_states: bool = False,
     mesh: Mesh | None = None,
 ) -> Scratch:
-    """Keys, values, features and states of whole prompts; those past a prompt's length are junk.
+    """Keys, values, features and states of whole prompts; those past a prompt's length are undefined.
 
-    `params` are in the "rollout" layout.
+    `params`: "rollout" layout.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -317,8 +316,8 @@ def tree_layer(
 ) -> tuple[Float[Array, "D BN"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """The layer's output, and the keys and values of tree nodes.
 
-    `past` are the cached keys and values, how many of their slots each sequence has committed, and whether the values'
-    slots are last.
+    `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
+    on their last axis.
     """
     q, k, v = ops.by_node(*qkv(layer, config, x, *angles, axis=0), ancestors.shape[0])
     attended = tree_attention.attend(q, k, v, ancestors, *past, mesh)
@@ -338,7 +337,7 @@ def tree_forward(
     captures_states: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B N V"], Scratch]:
-    """Logits of tree nodes, and their keys, values and features, from which `commit` takes a path.
+    """Logits of tree nodes, and the Scratch from which `commit` takes a path.
 
     A node attends to the committed slots, its ancestors and itself. `params`: "rollout" layout.
     """
@@ -361,7 +360,7 @@ def tree_forward(
         B, N, -1
     )
 
-    # The scratch depends on the end of the pass: XLA would copy a cache written before it is read.
+    # Make the scratch depend on the end of the pass: XLA would copy a cache that may be written before it is read.
     sound = (x[0] == x[0]).reshape(B, 1, 1, N)
     scratch = Scratch(
         keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),

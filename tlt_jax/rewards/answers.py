@@ -1,4 +1,4 @@
-"""Extraction of the final answer of a text, without evaluating it; knows no reward."""
+"""Extracts the final answer of a text, without evaluating it; knows no reward."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ CURRENCY = "$€£¥\\ "
 
 
 def visible(prompt: str, completion: str) -> str:
-    """The completion after its reasoning: what follows the last </think>, or all of it.
+    """The completion after its reasoning: the text after the last </think>, or all of it without one.
 
-    Nothing when a reasoning that the completion or the end of the prompt opens is not closed.
+    Empty when the completion or the end of the prompt opens a <think> that is never closed.
     """
     _, is_closed, answer = completion.rpartition(CLOSE_THINK)
     is_open = OPEN_THINK in completion or prompt.rstrip().endswith(OPEN_THINK)
@@ -27,12 +27,12 @@ def visible(prompt: str, completion: str) -> str:
 
 
 def after_thoughts(completion: str) -> str:
-    """What follows the last </think>, or all of the completion, though it may be reasoning that never ends."""
+    """The text after the last </think>; without one the whole completion, even if it is unclosed reasoning."""
     return completion.rpartition(CLOSE_THINK)[2]
 
 
 def marked(text: str) -> str | None:
-    """The last answer that a text marks: by "####", the rest of its line, or by \\boxed{...}; None without one."""
+    """The last answer that a text marks, by \\boxed{...} or as the rest of a line after "####"; None without one."""
     _, mark, tail = text.rpartition(MARK)
     found = boxed(tail if mark else text)
     if found is None and mark:
@@ -63,7 +63,7 @@ def numbers(text: str) -> list[Decimal]:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """The number that a text marks as its answer; None when it marks none, or several in one place."""
+    """The number that a text marks as its answer; None when it marks none, or the mark holds several."""
     found = numbers(marked(text) or "")
     return found[0] if len(found) == 1 else None
 
@@ -71,8 +71,8 @@ def marked_number(text: str) -> Decimal | None:
 def final_number(text: str) -> Decimal | None:
     """The final number of a text, marked or not; None without one.
 
-    The first number after the last "####", else the last one of the last \\boxed{...}, else the
-    last of the text.
+    The first number after the last "####", else the last number in the last \\boxed{...}, else the
+    last number of the text.
     """
     _, mark, tail = text.rpartition(MARK)
     if mark:

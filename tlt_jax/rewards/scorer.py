@@ -25,7 +25,7 @@ from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 
 START_S = 120.0  # seconds a worker may take to import its rewards
-LONGEST = 2**20  # bytes of a worker's message
+LONGEST = 2**20  # most bytes of a worker's message
 # Environment variables that workers get; names that end in * are prefixes.
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
           "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
@@ -36,7 +36,7 @@ MAX_FAILED_STARTS = 5
 class Score:
     """The weighted sum of the reward terms, and the terms; or a failure.
 
-    On failure `value` is reward.failure_score, `failure` the kind and `detail` the reason.
+    On failure `value` is reward.failure_score, `failure` its kind and `detail` its reason.
     """
 
     value: float
@@ -47,9 +47,9 @@ class Score:
 
 @dataclass
 class Worker:
-    """One process and its job.
+    """A worker process and its current job.
 
-    `deadline` (time.monotonic): until it is ready, that of its start; then that of its job.
+    `deadline` (time.monotonic): of its start until it is ready, then of its job.
     """
 
     process: subprocess.Popen
@@ -57,16 +57,16 @@ class Worker:
     deadline: float
     is_ready: bool = False
     job: tuple[Hashable, bytes] | None = None
-    term: str = ""  # the reward that runs; empty before the first one starts
+    term: str = ""  # the reward that is running; empty before the first one starts
 
 
 class Scorer:
     """Scores completions in reward.workers processes while the caller does other work.
 
     A context manager. The workers are new interpreters that import this package and the rewards,
-    never the caller's main module, so they import no JAX. A thread of its own moves jobs and
-    scores; it never calls JAX. Raises RewardError when reward.terms is empty, a reward cannot be
-    loaded, or workers repeatedly fail to start.
+    never the caller's main module, so they import no JAX. A background thread exchanges jobs and
+    scores with them; it never calls JAX. Raises RewardError when reward.terms is empty, a reward
+    cannot be loaded, or workers repeatedly fail to start.
     """
 
     def __init__(self, config: Config):
@@ -83,9 +83,7 @@ class Scorer:
         self._is_closing = False
         self._failed_starts = 0
 
-        self._alive = (
-            os.pipe()
-        )  # the other end is closed when this process is gone, however it ends
+        self._alive = os.pipe()  # the write end closes when this process ends, however it ends
         self._awake, self._wake = Pipe(duplex=False)
         self._workers = [self._start() for _ in range(config.reward.workers)]
 
@@ -106,9 +104,9 @@ class Scorer:
         self.close()
 
     def submit(self, key: Hashable, prompt: str, completion: str, row: dict[str, Any]) -> None:
-        """Queues one completion, to be scored under `key`.
+        """Queues one completion for scoring under `key`.
 
-        Raises ValueError when the key has a score that was not collected, or is being scored.
+        Raises ValueError when the key is being scored, or has a score that was not collected.
         """
         job = pickle.dumps((prompt, completion, row))
         with self._changed:
@@ -121,8 +119,8 @@ class Scorer:
     def collect(self, interrupted: Callable[[], bool] = lambda: False) -> dict[Hashable, Score]:
         """The scores of all completions submitted since the last call, by key; waits for them.
 
-        Once `interrupted`, asked every second, those that are there. Raises RewardError when
-        workers cannot run.
+        `interrupted` is called about every second; when true, returns the scores computed so far.
+        Raises RewardError when workers cannot run.
         """
         with self._changed:
             while self._unfinished and not self._fatal and not interrupted():
@@ -149,10 +147,7 @@ class Scorer:
             os.close(end)
 
     def _wait(self) -> None:
-        """Waits for a change, with the lock held.
-
-        At most one second, so that the death of the scoring thread is noticed.
-        """
+        """Waits for a change, with the lock held; at most one second, to notice that the scoring thread died."""
         self._changed.wait(1.0)
         if not (self._thread.is_alive() or self._is_closing or self._fatal):
             raise RuntimeError("the scoring thread died: its error is printed above")
@@ -172,15 +167,12 @@ class Scorer:
                 env=environment(self.config.reward.environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                process_group=0,  # so that what a reward starts can be killed with it
+                process_group=0,  # so that processes started by a reward are killed with it
             )
         return Worker(process, ours, time.monotonic() + START_S)
 
     def _serve(self) -> None:
-        """The scoring thread: assigns jobs to idle workers and receives their results.
-
-        Until `close` or a fatal error.
-        """
+        """The scoring thread: assigns jobs to idle workers and receives results until `close` or a fatal error."""
         while not self._is_closing and not self._fatal:
             pipes = {worker.pipe: i for i, worker in enumerate(self._workers)}
             nearest = min((worker.deadline for worker in self._workers), default=math.inf)
@@ -190,16 +182,16 @@ class Scorer:
                 if pipe is self._awake:
                     self._awake.recv_bytes()
                 else:
-                    self._hear(pipes[pipe])
+                    self._receive(pipes[pipe])
 
             now = time.monotonic()
             for i, worker in enumerate(self._workers):
                 if worker.deadline <= now:
                     self._replace(i, "timeout")
 
-            self._deal()
+            self._assign()
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         for i, worker in enumerate(self._workers):
             with self._changed:
                 if not (self._waiting and worker.is_ready and worker.job is None):
@@ -211,7 +203,7 @@ class Scorer:
             except OSError:
                 self._replace(i, "crash")
 
-    def _hear(self, i: int) -> None:
+    def _receive(self, i: int) -> None:
         """Receives one message of worker i."""
         worker = self._workers[i]
         try:
@@ -289,35 +281,35 @@ class Scorer:
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """The environment of a worker: what every program needs, and these names."""
+    """The environment of a worker: the variables of PASSED, and these names."""
     prefixes = tuple(name[:-1] for name in PASSED if name.endswith("*"))
-    kept = {
+    passed = {
         name: value
         for name, value in os.environ.items()
         if name in PASSED or name in names or name.startswith(prefixes)
     }
-    return kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    return passed | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def read(message: bytes) -> list[Any]:
-    """A worker's message: its kind and content. Raises ValueError for what a worker does not say."""
+    """A worker's message: its kind and content. Raises ValueError for any other form."""
     found = json.loads(message)
     match found:
         case ["ready"] | ["refused" | "term" | "error", str()]:
             return found
         case ["score", dict(parts)] if all(isinstance(part, float) for part in parts.values()):
             return found
-    raise ValueError("no message of a worker")
+    raise ValueError("not a message of a worker")
 
 
 def _end(worker: Worker, grace_s: float = 0.0) -> int:
-    """Kills the process and its children; the exit code.
+    """Kills the process and its children; returns the exit code.
 
-    A process that ends by itself within `grace_s` seconds keeps its own exit code.
+    Waits `grace_s` seconds first, in which the process may exit by itself.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(grace_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing of the group is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group is gone
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.pipe.close()
     return worker.process.wait()

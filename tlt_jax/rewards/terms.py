@@ -14,32 +14,32 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.rewards import answers
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
-SAID = re.compile(r"(?i)answer\W{0,4}(?:is\b|:|=)")
+ANSWER_IS = re.compile(r"(?i)answer\W{0,4}(?:is\b|:|=)")
 WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-# A number with a unit in words, and words that change a number's value.
+# A number with a unit in words; words that are no unit, since they change the value.
 AMOUNT = re.compile(r"([$€£¥]?\s*-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*%?((?:\s+[A-Za-z]{2,})*)")
 VALUES = frozenset(
     "hundred thousand million billion trillion dozen half pi sqrt log ln sin cos tan or and".split()
 )
-KEY = re.compile(r"[\w./-]+")  # of the numbers in a reward's dict, which become names of metrics
-LARGEST = 1e6  # what a score may be: advantages and losses stay finite in float32
+KEY = re.compile(r"[\w./-]+")  # keys of a reward's dict: they become names of metrics
+LARGEST = 1e6  # limit of a score: advantages and losses stay finite in float32
 PLAIN_ANSWER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 
 
 def gsm8k(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 when the completion marks one number as its answer, and it is that of the reference ("... #### 1,234").
+    """1 when the completion marks one number as its answer, equal to that of the reference ("... #### 1,234").
 
-    Marked is what follows the last "####" in its line, else the last \\boxed{...}; not inside reasoning, and not in reasoning
-    that never ends. Raises ValueError for a reference without a number.
+    The marked answer is the rest of the line after the last "####", else the last \\boxed{...}. Marks inside reasoning do not
+    count, nor any in unclosed reasoning. Raises ValueError for a reference without a number.
     """
     return float(answers.marked_number(answers.visible(prompt, completion)) == _number_of(row))
 
 
 def gsm8k_flexible(prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """1 when the last number of the completion is that of the reference, marked as its answer or not.
+    """1 when the final number of the completion, marked or not, is that of the reference.
 
-    For evaluation of models that do not mark their answers; in training it rewards whoever ends with a guess. Raises
-    ValueError for a reference without a number.
+    For evaluating models that do not mark their answers; in training it rewards a guess at the end. Raises ValueError
+    for a reference without a number.
     """
     return float(answers.final_number(answers.after_thoughts(completion)) == _number_of(row))
 
@@ -87,13 +87,13 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
 def math_reward(is_flexible: bool = False) -> Reward:
     """The reward 1 when math-verify finds the answer equal to the reference.
 
-    The answer is the last \\boxed{...} outside of reasoning, else what follows "####" in its line; if flexible, whatever comes
-    last. Only its LaTeX grammar is used: its plain expressions go to sympy's parse_expr, which evaluates
-    text as Python.
+    The answer is the last \\boxed{...} outside of reasoning, else the rest of the line after "####"; if `is_flexible`,
+    see `_final`. Only math-verify's LaTeX grammar is used: sympy's parse_expr, which reads its plain expressions,
+    evaluates text as Python.
     """
     import math_verify
 
-    # It warns that its own timeouts are off; the scorer has timeouts.
+    # It warns that its timeouts are off; the scorer has its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     grammar = [math_verify.LatexExtractionConfig()]
 
@@ -114,15 +114,15 @@ def math_reward(is_flexible: bool = False) -> Reward:
 
 
 def _reference(text: str) -> str:
-    """A reference answer as LaTeX: its \\boxed{...}, what follows "####", or all of it."""
+    """A reference answer as LaTeX: its \\boxed{...}, else the text after "####", else all of it."""
     return _formula(_marked(text) or text)
 
 
 def _final(text: str) -> str:
     """The final answer of a completion as LaTeX, "" for none.
 
-    First of: \\boxed{...}, what follows "####", the whole text if it is one formula, what follows "answer is" or
-    "answer:", the text's last formula, its last number.
+    The first that exists of: \\boxed{...}, the text after "####", the whole text if it is one formula, the text after
+    "answer is" or "answer:", the last formula, the last number.
     """
     marked = _marked(text)
     if marked is not None:
@@ -130,24 +130,24 @@ def _final(text: str) -> str:
     if "\n" not in text.strip() and not WORD.search(text):
         return _formula(text)
 
-    said = [match.end() for match in SAID.finditer(text)]
-    tail = text[said[-1] :] if said else text
+    ends = [match.end() for match in ANSWER_IS.finditer(text)]
+    tail = text[ends[-1] :] if ends else text
     if "\\(" in tail or "\\[" in tail or tail.replace("\\$", "").count("$") >= 2:
         return tail
     plain = PLAIN_ANSWER.findall(tail)
-    return f"${plain[0 if said else -1]}$" if plain else ""
+    return f"${plain[0 if ends else -1]}$" if plain else ""
 
 
 def _marked(text: str) -> str | None:
-    """The last \\boxed{...}, else what follows "####": some models write "#### Step 2" as a heading."""
+    """The last \\boxed{...}, else the text after "####": some models write "#### Step 2" as a heading."""
     return answers.boxed(text) or answers.marked(text)
 
 
 def _formula(text: str) -> str:
     """The text as inline LaTeX.
 
-    Unchanged when it contains $...$, else between dollars, without currency signs, full stop, Markdown around it and a unit
-    in words after a number.
+    Unchanged when it contains $...$, else put between dollars, without currency signs, full stop, surrounding Markdown, and
+    the unit in words after a number.
     """
     text = text.strip().lstrip("#").strip("*_` ").removesuffix(".").strip("*_` ")
     text = answers.LATEX_COMMA.sub(",", text)
@@ -160,7 +160,7 @@ def _formula(text: str) -> str:
 
 
 def resolve(name: str, config: Config) -> Reward:
-    """The reward of this name. Raises ConfigError without one."""
+    """The reward of this name. Raises ConfigError when none has it."""
     plain = {"gsm8k": gsm8k, "gsm8k_flexible": gsm8k_flexible, "exact": exact, "format": tagged}
     if name in plain:
         return plain[name]
@@ -188,7 +188,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The numbers of one reward: the score as `name`, other entries of a dict as name/key.
 
-    Raises ValueError for a result that is not numbers of a sane size, or has odd keys, and whatever the reward raises.
+    Raises ValueError for values that are no numbers or too large, and for invalid keys; and whatever the reward raises.
     """
     result = reward(prompt, completion, row)
     if not isinstance(result, dict):

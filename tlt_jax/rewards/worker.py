@@ -1,6 +1,6 @@
-"""The process that scores: receives jobs and sends results, as JSON, over a socket. No JAX.
+"""The worker process: receives pickled completions and sends scores as JSON, over a socket. No JAX.
 
-It ends when its parent does, and what its rewards have started with it.
+It ends with its parent, together with the processes that its rewards started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlt_jax.rewards import terms
 def main(descriptor: int, alive: int) -> None:
     """Serves jobs until the parent closes its end of the socket.
 
-    `alive`: a pipe's end that closes with the parent.
+    `alive`: read end of a pipe that the parent holds open.
 
     Messages to the parent: ["ready"] or ["refused", reason]; then for each job ["term", name] as
     each reward starts, and one of ["score", parts] and ["error", reason].
@@ -30,7 +30,7 @@ def main(descriptor: int, alive: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     guard(alive, descriptor)
-    os.dup2(2, 1)  # what a reward prints must not enter the program's output
+    os.dup2(2, 1)  # prints of a reward go to standard error
 
     pipe = Connection(descriptor)
     try:
@@ -56,12 +56,12 @@ def main(descriptor: int, alive: int) -> None:
 
 
 def guard(alive: int, descriptor: int) -> None:
-    """Starts a process that kills this one's group, whatever rewards have started in it too, when the parent is gone."""
+    """Forks a guard that kills this process group, including processes that rewards started, once the parent is gone."""
     if os.fork():
         os.close(alive)
         return
-    os.close(descriptor)  # so that the parent sees when this worker is gone
-    os.read(alive, 1)  # nothing is written there: it returns when the parent's end is closed
+    os.close(descriptor)  # so that the parent notices the end of this worker
+    os.read(alive, 1)  # nobody writes to it: it returns when the parent's end closes
     os.killpg(0, signal.SIGKILL)
 
 
@@ -71,7 +71,7 @@ def tell(pipe: Connection, *message: Any) -> None:
 
 
 def _serve(pipe: Connection, rewards: dict[str, terms.Reward]) -> None:
-    """Scores the next job. An exception of a reward is this score's error; the worker goes on."""
+    """Scores the next job. An exception of a reward fails this score; the worker continues."""
     job = pipe.recv_bytes()
     parts: dict[str, float] = {}
     try:

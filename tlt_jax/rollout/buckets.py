@@ -1,4 +1,4 @@
-"""Which sizes programs are compiled for: rows, cache slots, prompts of a prefill, rows of an admission."""
+"""The sizes that programs are compiled for: rows, cache slots, prompts of a prefill, rows of an admission."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FIRST_CACHE_BUCKET = 256
 
 
 def batch_buckets(slots: int) -> list[int]:
-    """Powers of two below the slots, and the slots. Which of them are compiled is decided by what they save."""
+    """Powers of two below `slots`, and `slots`; the planner compiles those that pay off."""
     return doubling(1, slots)
 
 
@@ -33,8 +33,8 @@ def block_size(prompts: int, width: int) -> int:
 
 
 def admission_size(batch: int) -> int:
-    """Sequences that one admission brings to so many rows.
+    """Sequences that one admission program adds to a batch of this size.
 
-    It writes, and holds twice, as many prompts: few beside the cache. Eight of them fill all rows.
+    The program writes their prompts and holds these twice: little memory next to the cache. Eight admissions fill all rows.
     """
     return min(batch, max(16, -(-batch // 8)))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tlt_jax.rollout.executables.compilation import Executables
 from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 TIMED_ROUNDS = 8

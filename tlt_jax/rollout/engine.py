@@ -37,7 +37,7 @@ from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import deterministic
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import goodput, make

@@ -1,4 +1,4 @@
-"""What happens in a rollout, as data: looks at the groups, decisions, programs dispatched and read, tokens."""
+"""The events of a rollout, as data: polls of the groups, decisions, programs dispatched and read, tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tlt_jax.tuner.interface import MOST_ROUNDS
 class Decision:
     """Shape of the next chunk, and the samples that join before it; taken after `retired` chunks were read.
 
-    The chunk ends once fewer than `min_live` sequences are live, as others may then take their
-    rows, or fewer rows do, and after `rounds` if those are fewer than the request's. It is data: a
-    rollout can be replayed from its decisions. `predicted`: tokens per second with `live` rows, nan
-    when unknown. `least_slots`: of the smallest cache bucket that would do.
+    The chunk ends once fewer than `min_live` sequences are live, since waiting samples can then take
+    their rows or a smaller batch holds them, and after at most `rounds` rounds. A rollout can be
+    replayed from its decisions. `predicted`: tokens per second with `live` rows, nan when unknown.
+    `least_slots`: slots of the smallest cache bucket that fits.
     """
 
     group: int
@@ -51,8 +51,8 @@ class Decided:
 class Dispatched:
     """A program was queued on the group's devices: "prefill", "catch_up", "decode", "harvest", or a kind of idle work.
 
-    `decision` is that of a chunk, and `is_moved` whether its rows were moved to other numbers of
-    rows or slots before.
+    `decision`: the chunk's, None for other programs; `is_moved`: whether the state was resized before
+    the chunk.
     """
 
     number: int
@@ -71,8 +71,8 @@ class Dispatched:
 class Retired:
     """A program is done and was read.
 
-    Of a chunk: its rounds, the tokens that it emitted, what its trees were worth, and whether its time tells nothing: no round
-    of it had run before, or something was compiled on its processors.
+    For a chunk: its rounds, emitted tokens and acceptance statistics. `is_untimed`: its time is unreliable, since it is the
+    program's first run or a compilation took cores from its devices.
     """
 
     number: int
@@ -85,7 +85,7 @@ class Retired:
 
 @dataclass(frozen=True)
 class Emitted:
-    """New tokens int32[n] of a sequence, their log-probs, and RUNNING or why it ended."""
+    """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended."""
 
     uid: int
     tokens: np.ndarray
@@ -95,10 +95,10 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Ended:
-    """A sequence is finished; only where there is a harvester.
+    """A sequence has ended; emitted only with a harvester.
 
-    `row` is where it lies now, `length` its tokens, those of the prompt too: features are of
-    positions 0 to length - 2.
+    `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0
+    to length - 2.
     """
 
     uid: int
@@ -110,8 +110,8 @@ class Ended:
 class Harvested:
     """Windows of ended sequences, (uid, first position) of each in order, were copied out of the decoding state.
 
-    `values` may hold more, which is nobody's. They are the listener's from here on; `marker`, one
-    of them, is ready.
+    `values` may hold padding after them. The listener owns them from here on; `marker`, one of
+    them, is ready.
     """
 
     windows: tuple[tuple[int, int], ...]
@@ -121,7 +121,7 @@ class Harvested:
 
 @dataclass(frozen=True)
 class WentIdle:
-    """The group has nothing left to do in this rollout; its decoding state is released."""
+    """The group has finished its part of the rollout; its decoding state is released."""
 
 
 Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
@@ -129,9 +129,9 @@ Event = Decided | Dispatched | Retired | Emitted | Ended | Harvested | WentIdle
 
 @dataclass(frozen=True)
 class Look:
-    """One pass over one group, in seconds of the rollout's clock; looks without events are reported too.
+    """One poll of one group, in seconds of the rollout's clock; polls without events are reported too.
 
-    How far a measurement may be off is the time since the look before.
+    The time since the previous look bounds the error of a measurement.
     """
 
     group: int

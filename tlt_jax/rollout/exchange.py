@@ -1,7 +1,7 @@
-"""Results of a rollout as bytes, and one result of those of several processes.
+"""Packs rollout results as bytes, and merges those of several processes into one.
 
-All processes need to know of every answer how long it is, and why it ended; its tokens and log-probs only those that
-train on it. So the first are told all, and the second by answer.
+Every process needs the length and the finish reason of every answer; only processes that train on an answer need its
+tokens and log-probs. So lengths and reasons go to all processes, tokens and log-probs to those that want them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tlt_jax.rollout.recorder import Completion, RolloutResult, Span
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.tuner.interface import Measurement
 
-# Of the numbers in RolloutResult.stats: those of the whole, when every process tells its own.
+# The RolloutResult.stats that merge to the largest of the processes' values; others are summed.
 LARGEST = ("seconds", "programs", "pool_programs", "pool_bytes", "compile_seconds", "idle_delay")
 
 
 def packed(result: RolloutResult) -> bytes:
-    """The result as msgpack, without tokens and log-probs: data alone, no code."""
+    """The result as msgpack (data, no code), without tokens and log-probs."""
     return serialization.msgpack_serialize(
         {
             "completions": [
@@ -53,7 +53,7 @@ def packed(result: RolloutResult) -> bytes:
 
 
 def unpacked(data: bytes) -> RolloutResult:
-    """The result that was packed; tokens and log-probs are as many zeros, which take no memory."""
+    """The packed result; tokens and log-probs are zeros of the right length, which take no memory."""
     found = serialization.msgpack_restore(data)
     return RolloutResult(
         [absent(one) for one in found["completions"]],
@@ -74,7 +74,7 @@ def unpacked(data: bytes) -> RolloutResult:
 
 
 def absent(fields: dict[str, Any]) -> Completion:
-    """An answer that is not here: its length is right."""
+    """An answer whose content another process has: zeros of the right length."""
     length = (fields["tokens"],)
     tokens = np.broadcast_to(np.int32(0), length)
     logprobs = np.broadcast_to(np.zeros((), np.dtype(fields["logprobs"])), length)
@@ -82,12 +82,12 @@ def absent(fields: dict[str, Any]) -> Completion:
 
 
 def everything(answers: Sequence[Completion]) -> set[int]:
-    """The uids of all answers."""
+    """Wants all answers: their uids."""
     return {one.uid for one in answers}
 
 
 def nothing(answers: Sequence[Completion]) -> set[int]:
-    """No answer is needed by a process that has not decoded it."""
+    """Wants no answer that another process has decoded."""
     return set()
 
 
@@ -96,9 +96,9 @@ def exchanged(
     result: RolloutResult,
     wanted: Callable[[Sequence[Completion]], set[int]] = everything,
 ) -> RolloutResult:
-    """One result of those of all processes; of the answers that others have decoded this one has those that are `wanted`.
+    """Merges the results of all processes; of the answers that others have decoded, the `wanted` ones have their content.
 
-    All processes call it, with functions that are `nothing` for all or for none.
+    All processes call it together; `wanted` is `nothing` in all of them or in none.
     """
     parts = [unpacked(part) for part in job.gather(packed(result))]
     parts[job.index] = result
@@ -116,7 +116,7 @@ def exchanged(
 
 
 def content_of(answer: Completion) -> bytes:
-    """Tokens and log-probs of an answer."""
+    """Tokens and log-probs of an answer, as bytes."""
     return np.asarray(answer.tokens, np.int32).tobytes() + answer.logprobs.tobytes()
 
 
@@ -126,7 +126,7 @@ def size_of(answer: Completion) -> int:
 
 
 def spans(answers: Sequence[Completion], uids: set[int]) -> list[tuple[int, int]]:
-    """From where to where the wanted answers lie in the contents of all, one behind the other."""
+    """Start and end of each wanted answer in the concatenated contents of all."""
     ends = np.cumsum([size_of(one) for one in answers], dtype=np.int64).tolist()
     return [
         (end - size_of(one), end) for one, end in zip(answers, ends, strict=True) if one.uid in uids
@@ -134,7 +134,7 @@ def spans(answers: Sequence[Completion], uids: set[int]) -> list[tuple[int, int]
 
 
 def filled(answers: Sequence[Completion], uids: set[int], data: bytes) -> list[Completion]:
-    """The answers, of which the wanted ones have their contents, which are `data` one behind the other."""
+    """The answers, with the contents of the wanted ones read from the concatenated `data`."""
     found, start = [], 0
     for one in answers:
         if one.uid in uids:
@@ -147,12 +147,12 @@ def filled(answers: Sequence[Completion], uids: set[int], data: bytes) -> list[C
 
 
 def named(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with the strategy of which they have the name."""
+    """The fields, with the strategy parsed from its name."""
     return fields | {"strategy": strategies.parse(fields["strategy"])}
 
 
 def merged(results: Sequence[RolloutResult]) -> RolloutResult:
-    """One result of those of all processes: everything in order of uid, or of data group."""
+    """Merges the results of all processes: everything in order of uid, or of data group."""
     if len(results) == 1:
         return results[0]
 
@@ -173,7 +173,7 @@ def merged(results: Sequence[RolloutResult]) -> RolloutResult:
 
 
 def merged_stats(results: Sequence[RolloutResult]) -> dict[str, float]:
-    """The sums, but for the largest of what is no sum, and the quotients of these."""
+    """Merges the stats: the largest for LARGEST, sums for the others, and quotients of the merged values."""
     found = {}
     for name in results[0].stats:
         values = [result.stats[name] for result in results]

@@ -1,4 +1,4 @@
-"""Bounded host memory of answers by prompt, the source of n-gram drafts; it affects speed, no token."""
+"""A bounded host memory of answers by prompt, the source of n-gram drafts; affects speed, but no token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlt_jax.spec_decode.ngram import SEPARATOR, Settings
 
 @dataclass
 class Text:
-    """An answer as it grows; uid None: one of an earlier rollout."""
+    """An answer, possibly incomplete; uid None: from an earlier rollout."""
 
     uid: int | None
     parts: list[np.ndarray]
@@ -27,11 +27,11 @@ class Text:
 
 
 class NGramMemory:
-    """Answers by prompt, oldest first: those of earlier rollouts, and those that are being decoded, finished or not.
+    """Answers by prompt, oldest first: those of earlier rollouts and of this one, finished or not.
 
-    A text begins with the last `context` tokens of its prompt, so that an answer's first tokens find their like. At most
-    `capacity` tokens are kept (the prompts unused for longest go first), of earlier rollouts `budget` for each prompt.
-    Without `keeps_earlier` those of earlier rollouts are not kept, and prompts of the same text share nothing.
+    A text starts with the last `context` tokens of its prompt, so that an answer's first tokens have matches too. At most
+    `capacity` tokens are stored (the least recently used prompts are dropped), from earlier rollouts `budget` per prompt.
+    Without `keeps_earlier` answers of earlier rollouts are dropped, and equal prompts share no answers.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class NGramMemory:
         self.begin((), 1)
 
     def begin(self, prompts: Sequence[np.ndarray], samples: int) -> None:
-        """Starts a rollout of `samples` answers to each prompt int32[P]; earlier answers are kept, if they are to be."""
+        """Starts a rollout of `samples` answers to each prompt int32[P]; keeps earlier answers with `keeps_earlier`."""
         if not self.keeps_earlier:
             self.by_prompt.clear()
             self.size, self.keys = 0, []
-        for key in self.by_prompt.keys() & self.keys:  # those of the rollout before
+        for key in self.by_prompt.keys() & self.keys:  # the prompts of the last rollout
             texts = self.by_prompt[key]
             kept = [Text(None, [part.copy()]) for part in newest(texts, self.budget)]
             self.size += sum(len(text.tokens) for text in kept)
@@ -82,14 +82,14 @@ class NGramMemory:
                 self.reserve(len(tokens))
 
     def reserve(self, tokens: int) -> None:
-        """Counts new tokens, and drops the prompts unused for longest until they fit."""
+        """Counts new tokens, and drops the least recently used prompts until they fit."""
         self.size += tokens
         while self.size > self.capacity:
             _, texts = self.by_prompt.popitem(last=False)
             self.size -= sum(len(text.tokens) for text in texts)
 
     def siblings(self, uids: Sequence[int | None]) -> np.ndarray:
-        """int32 [B, budget]: for each row the newest texts of its prompt but its own, the newest last; SEPARATORs elsewhere."""
+        """int32 [B, budget]: for each row the newest texts of its prompt except its own, newest last; padded with SEPARATOR."""
         pools = np.full((len(uids), self.budget), SEPARATOR, np.int32)
         for row, uid in enumerate(uids):
             texts = () if uid is None else self.by_prompt.get(self.keys[uid // self.samples], ())

@@ -1,4 +1,4 @@
-"""Completions, timeline and measurements of a rollout, from its looks; the only part that reads times."""
+"""Records completions, timeline and measurements from the looks of a rollout; the only part that reads times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Measurement, is_timed
 
-# Why an answer ended: it is whole, was cut, or the policy's logits were not finite.
+# Finish reasons: the answer is complete, was cut at its limit, or the policy's logits were not finite.
 STOP, LENGTH, NONFINITE = "stop", "length", "nonfinite"
 FINISH = {STOPPED: STOP, TRUNCATED: LENGTH, BROKEN: NONFINITE}
 IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
@@ -25,7 +25,7 @@ IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer: its tokens (the EOS or stop sequence too), their log-probs, and why it ended, of FINISH."""
+    """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH."""
 
     uid: int
     prompt: int
@@ -37,9 +37,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Span:
-    """What a group's devices did, in seconds since the rollout began.
+    """A span of the timeline of a group's devices, in seconds since the start of the rollout.
 
-    `kind` is that of a program, and "speculate" of a chunk that drafts.
+    `kind` is the program's, or "speculate" for a chunk that drafts.
     """
 
     group: int
@@ -53,10 +53,10 @@ class Span:
 class RolloutResult:
     """All completions, ordered by uid, with the timeline, the decisions, and totals.
 
-    `partial`: uid -> int32[n], the tokens so far of the sequences that a stopped rollout did not finish.
-    `measurements` are of the chunks that ran a round. `reliability` is float[3, bins]: drafted nodes by the probability that
-    their score promises, the sum of those probabilities, and how many of the nodes were accepted (see Stats).
-    `compile_waits`: by data group, from when to when, on the clock of the spans, its host waited for a compilation.
+    `partial`: uid -> int32[n], the tokens so far of the sequences that a stopped rollout did not finish. `measurements`: one
+    for each chunk that ran a round. `reliability`: float[3, bins], by bins of the acceptance probability that scores
+    predict: drafted nodes, the sum of their predicted probabilities, and accepted nodes (see Stats). `compile_waits`: by
+    data group, start and end of its host's waits for a compilation, on the clock of the spans.
     """
 
     completions: list[Completion]
@@ -71,10 +71,10 @@ class RolloutResult:
 
 @dataclass
 class RolloutRecorder:
-    """Collects every look; `begin` is the time at which the rollout began, in seconds of its clock.
+    """Records every look; `begin`: start of the rollout, in seconds of its clock.
 
-    `observe` gets what every chunk measured, `on_finish` every sequence that is complete. Programs of kinds that it does not
-    know make spans of the timeline.
+    `observe` is called with every measurement, `on_finish` with every complete sequence. Programs of unknown kinds become
+    spans of the timeline.
     """
 
     samples: int
@@ -83,7 +83,9 @@ class RolloutRecorder:
     observe: Callable[[Measurement], None] = lambda measurement: None
     parts: dict[int, list[Emitted]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)  # tokens of answers, as they ended
+    lengths: list[int] = field(
+        default_factory=list
+    )  # tokens of each answer, in the order in which they ended
     spans: list[Span] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
@@ -97,7 +99,7 @@ class RolloutRecorder:
         )  # by group
 
     def record(self, look: Look) -> None:
-        """Adds one look, which read what was ready at `began`, and dispatched programs until `ended`."""
+        """Adds one look, which read the programs that were ready at `began`, and dispatched others until `ended`."""
         group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
         retired = [event for event in look.events if isinstance(event, Retired)]
         times, uncertainty = self.shares(group, retired, looked)
@@ -120,10 +122,10 @@ class RolloutRecorder:
     def shares(
         self, group: int, retired: Sequence[Retired], looked: float
     ) -> tuple[dict[int, tuple[float, float]], float]:
-        """Start and end of the programs that were read in one look: they share its time as their work is expected to.
+        """Start and end of the programs that were read in one look, which share its time in proportion to their expected work.
 
-        Also how many seconds these may be off by. They were queued at some time of an advance, and ended, as did what they
-        waited for, at some time since the look before: long ones when the host was compiling.
+        Also the uncertainty of these, in seconds. A program was queued at some time during a look, and it and its predecessor
+        ended at some time since the look before: long times when the host was compiling.
         """
         before, self.looked[group] = self.looked[group], looked
         if not retired:
@@ -156,7 +158,7 @@ class RolloutRecorder:
         end: float,
         uncertainty: float,
     ) -> None:
-        """The program is done: a span of the timeline, and a measurement when it was a chunk."""
+        """Records a finished program: a span of the timeline, and a measurement for a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
         self.spans.append(Span(group, label, start, end, dispatched.batch))
@@ -199,7 +201,7 @@ class RolloutRecorder:
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
-        """The sequence is complete: reports it."""
+        """Records and reports a complete sequence."""
         parts = self.parts.pop(uid)
         completion = Completion(
             uid,
@@ -214,7 +216,7 @@ class RolloutRecorder:
             self.on_finish(completion)
 
     def result(self, end: float) -> RolloutResult:
-        """Everything until `end` on the rollout's clock, in order of uid."""
+        """The result at `end` on the rollout's clock; completions in order of uid."""
         seconds = end - self.begin
         speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
         drafted = sum(measured.tokens for measured in speculated)
@@ -249,7 +251,7 @@ class RolloutRecorder:
 def expected_work(dispatched: Dispatched, retired: Retired) -> float:
     """Expected time of a program, up to a common factor.
 
-    A prefill counts as a round with as many nodes as it has tokens, catching up as a plain round.
+    A prefill counts as a round with as many nodes as it has tokens, a catch-up as a plain round.
     """
     strategy, rounds = dispatched.strategy, retired.rounds + IDLE_ROUND
     if retired.kind == "prefill":

@@ -1,4 +1,4 @@
-"""What a rollout decodes: prompts, limits and keys, as plain arrays; knows no configuration and no data set."""
+"""The request of a rollout: prompts, limits and keys, as plain arrays; knows no configuration and no data set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams
 class RolloutRequest:
     """The same for every data group. The uid of a sequence is prompt * samples + sample.
 
-    prompts: int32[P] each, with at least one token. max_new_tokens: longest answer to each prompt.
+    prompts: int32[P] each, with at least one token. max_new_tokens: limit of the answer to each prompt.
     keys: uint32[prompts * samples, 2], the key of each sequence's noise. rounds: most rounds of a
-    chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group. rollouts_left: how
-    many rollouts like it the run still decodes after it.
+    chunk. in_flight: chunks that a group may have queued. capacity: most sequences of a group. rollouts_left:
+    similar rollouts that the run still decodes after this one.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -35,7 +35,7 @@ class RolloutRequest:
 def check(
     prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int], positions: int, vocab: int
 ) -> None:
-    """Raises ConfigError for prompts that a model of so many positions and tokens cannot decode."""
+    """Raises ConfigError for prompts that a model of `positions` positions and `vocab` tokens cannot decode."""
     if not prompts or min(len(prompt) for prompt in prompts) == 0:
         raise ConfigError(
             "a rollout needs at least one prompt, and at least one token in each prompt"

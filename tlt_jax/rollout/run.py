@@ -19,7 +19,7 @@ from tlt_jax.rollout.scheduler import deterministic, driver
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.tuner.interface import State as TunerState
 
 

@@ -1,1 +1,1 @@
-"""The real scheduler on a virtual clock: programs that compute nothing and take as long as a cost function says."""
+"""The real scheduler on a virtual clock: its programs compute nothing and take the seconds of a cost function."""

@@ -1,4 +1,4 @@
-"""What simulated programs do to the rows of a group: counts, no network; knows no time."""
+"""The effect of simulated programs on the rows of a group: counts without a network; knows no time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import numpy as np
 
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.simulate.scenarios import Trees, table
-from tlt_jax.spec_decode.decode import Admission, Report
+from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.stats import BINS, Stats
 from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
-VOCAB = 1 << 15  # tokens are drawn from so many, and mean nothing
+VOCAB = 1 << 15  # simulated tokens are hashes below this
 
 Lengths = Callable[[np.ndarray], int]  # key uint32[2] of a sequence -> tokens of its answer
-Acceptance = Callable[[Strategy], Trees]  # many rounds of the strategy
+Acceptance = Callable[[Strategy], Trees]  # strategy -> a sample of its rounds
 
 
 @dataclass(frozen=True)
 class Rows:
-    """B sequences in decoding: keys[B, 2], tokens so far with the prompt's, how many they will be.
+    """B sequences in decoding: keys[B, 2], tokens so far (with the prompt), and the final number of tokens `ends`.
 
-    `finish` says why they end there. A row that is not live is nobody's.
+    `finish`: the reason why they end there. A row that is not live is free.
     """
 
     keys: np.ndarray
@@ -35,19 +36,19 @@ class Rows:
 
 
 def empty(batch: int) -> Rows:
-    """Rows that nobody has."""
+    """Free rows."""
     tokens, ends, finish = np.zeros((3, batch), np.int32)
     return Rows(np.zeros((batch, 2), np.uint32), tokens, ends, finish, np.zeros(batch, bool))
 
 
 def resize(rows: Rows, kept: np.ndarray) -> Rows:
-    """The kept rows (-1: an empty one)."""
+    """The rows `kept`[B] (-1: a free one)."""
     taken = {name: array[np.maximum(kept, 0)] for name, array in vars(rows).items()}
     return Rows(**{**taken, "live": taken["live"] & (kept >= 0)})
 
 
 def admit(rows: Rows, new: Admission, lengths: Lengths) -> Rows:
-    """The rows with new sequences, whose answers are as long as the law says, or as they may be."""
+    """The rows with new sequences; an answer has the tokens that `lengths` gives, up to its limit."""
     rows = resize(rows, np.arange(len(rows.live)))
     for at in np.flatnonzero(new.rows < len(rows.live)):
         row, key, prompt = new.rows[at], new.keys[at], new.lengths[at] + 1  # with the root
@@ -61,9 +62,9 @@ def admit(rows: Rows, new: Admission, lengths: Lengths) -> Rows:
 def decode_chunk(
     acceptance: Acceptance, program: Decode, rows: Rows, min_live: int, most: int
 ) -> tuple[Rows, Report]:
-    """The rows after a chunk as spec_decode.decode has it, and its report.
+    """The rows after a chunk, as spec_decode.decode runs it, and its report.
 
-    The key of a row and how many tokens it has say which round of `acceptance` its next one is.
+    The key of a row and its number of tokens select its next round from those of `acceptance`.
     """
     rounds = row_rounds = 0
     tokens, live = rows.tokens.copy(), rows.live.copy()
@@ -93,21 +94,21 @@ def decode_chunk(
         counts=counts,
         finish=np.where(rows.live & ~live, rows.finish, RUNNING),
         rounds=rounds,
-        stats=worth(program.strategy, row_rounds, trees, drawn, kept),
+        stats=tree_stats(program.strategy, row_rounds, trees, drawn, kept),
     )
     return replace(rows, tokens=tokens, live=live), report
 
 
-def worth(
+def tree_stats(
     strategy: Strategy,
     row_rounds: int,
     trees: Trees | None,
     drawn: Sequence[np.ndarray],
     kept: Sequence[np.ndarray],
 ) -> Stats:
-    """What the drawn trees were worth, as spec_decode.stats counts it.
+    """Statistics of the `drawn` trees, as spec_decode.stats counts them.
 
-    Of the accepted nodes of each the first `kept` were emitted.
+    The first `kept` of each tree's accepted nodes were emitted.
     """
     nodes, promised, accepted = np.zeros((3, BINS))
     hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
@@ -131,7 +132,7 @@ def worth(
 
 
 def hashed(*words: np.ndarray) -> np.ndarray:
-    """Numbers uint64 that look random, the same for the same words (splitmix64)."""
+    """Pseudo-random uint64 numbers, a function of the words (splitmix64)."""
     value = np.zeros(1, np.uint64)
     for word in words:
         value = (value ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)

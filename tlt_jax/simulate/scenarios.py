@@ -1,4 +1,4 @@
-"""Worlds that tuners are tried in: drafts, laws of costs, stalls, long tails; knows no rollout."""
+"""Scenarios for testing tuners: drafts, cost functions, stalls, long tails; knows no rollout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from tlt_jax.spec_decode.strategy import MERGED, NGRAM, PLAIN, Strategy
 from tlt_jax.tuner.interface import Choice, Tuner, unchanged
 
-ROUNDS = 2000  # that a world knows of each strategy
-SLOWER = 1.6  # times as long at most: a first run, and a stall
+ROUNDS = 2000  # simulated rounds of each strategy in a scenario
+SLOWER = 1.6  # largest slowdown of a first run or a stall
 
 
 class Trees(NamedTuple):
-    """What S rounds of one strategy drafted, and what of it was accepted.
+    """The drafts of S rounds of one strategy, and their accepted nodes.
 
-    rank[S, D] and sibling[S, D] of the accepted node of each depth, by score in the tree and the
-    largest among siblings on the way to it (-1: none was). chance[S, N - 1]: the probability that
-    the score of every node promises, the highest first.
+    rank[S, D]: rank by score in the tree of the accepted node of each depth; sibling[S, D]: largest
+    rank among siblings on the path to it (-1: none accepted). chance[S, N - 1]: the probability that
+    each node's score predicts, in descending order.
     """
 
     rank: np.ndarray
@@ -34,7 +34,7 @@ def children(
 ) -> np.ndarray:
     """Probabilities of the topk best tokens after each node.
 
-    The first is about `quality` in the mean, often near 1.
+    The first has a mean of about `quality`, and is often near 1.
     """
     first = random.beta(1.2 * quality / (1 - quality), 1.2, shape)[..., None]
     ratio = random.uniform(0.3, 0.7, shape)[..., None]
@@ -43,10 +43,10 @@ def children(
 
 
 def drafts(seed: int, samples: int, quality: float, agreement: float, arm: Strategy) -> Trees:
-    """Beams, rerank and walk of one strategy.
+    """Simulates drafting, reranking and verification of one strategy.
 
-    A token agrees with the drafter's distribution with probability `agreement`. Only `nodes` is not
-    part of the seed: trees of other sizes come from the same candidates.
+    The target's token follows the drafter's distribution with probability `agreement`. `nodes` is not
+    part of the seed: trees of different sizes come from the same candidates.
     """
     random = np.random.default_rng([seed, arm.depth, arm.topk])
     rows = np.arange(samples)[:, None]
@@ -69,15 +69,15 @@ def drafts(seed: int, samples: int, quality: float, agreement: float, arm: Strat
     scores = np.concatenate(scores, 1)
     best = np.argsort(-scores, axis=1, kind="stable")[:, : arm.nodes - 1]
     true, sibling = np.concatenate(trues, 1)[rows, best], np.concatenate(siblings, 1)[rows, best]
-    rank, beside = np.full((samples, arm.depth), -1), np.full((samples, arm.depth), -1)
+    rank, widest = np.full((samples, arm.depth), -1), np.full((samples, arm.depth), -1)
     row, place = np.nonzero(true)
     at = np.array(depths)[best[row, place]]
-    rank[row, at], beside[row, at] = place, sibling[row, place]
-    return Trees(rank, beside, np.exp(scores[rows, best]))
+    rank[row, at], widest[row, at] = place, sibling[row, place]
+    return Trees(rank, widest, np.exp(scores[rows, best]))
 
 
 def table(rank: np.ndarray, sibling: np.ndarray, arm: Strategy) -> np.ndarray:
-    """hits[D, N, K] of some rounds."""
+    """hits[D, N, K] of rounds with these ranks: the counts of accepted nodes."""
     hits = np.zeros((max(arm.depth, 1), arm.nodes, max(arm.topk, 1)), int)
     row, depth = np.nonzero(rank >= 0)
     np.add.at(hits, (depth, rank[row, depth], sibling[row, depth]), 1)
@@ -85,19 +85,25 @@ def table(rank: np.ndarray, sibling: np.ndarray, arm: Strategy) -> np.ndarray:
 
 
 def gpu(batch: int, slots: int, arm: Strategy) -> float:
-    """Milliseconds of a round that is bound by memory up to 200 nodes."""
+    """Milliseconds of a round that is memory-bound up to 200 nodes."""
     verify = 20 * max(1.0, batch * arm.nodes / 200) + batch * slots / 4096
-    return verify + arm.drafted_levels * (0.7 + batch * arm.topk / 400) + begin(arm, 0.8, 0.1)
+    return (
+        verify + arm.drafted_levels * (0.7 + batch * arm.topk / 400) + draft_overhead(arm, 0.8, 0.1)
+    )
 
 
 def cpu(batch: int, slots: int, arm: Strategy) -> float:
-    """Milliseconds of a round that is bound by arithmetic from a few nodes on."""
+    """Milliseconds of a round that is compute-bound from a few nodes on."""
     verify = 1.2 + 0.12 * (batch * arm.nodes) ** 0.95 + batch * slots / 65536
-    return verify + arm.drafted_levels * (0.15 + 0.012 * batch * arm.topk) + begin(arm, 0.2, 0.05)
+    return (
+        verify
+        + arm.drafted_levels * (0.15 + 0.012 * batch * arm.topk)
+        + draft_overhead(arm, 0.2, 0.05)
+    )
 
 
-def begin(arm: Strategy, network: float, text: float) -> float:
-    """Milliseconds of a draft beside its levels: of a network, of a search in a text, of both."""
+def draft_overhead(arm: Strategy, network: float, text: float) -> float:
+    """Milliseconds of a draft besides its levels: of the network, of the n-gram search, or of both."""
     search = text if arm.drafter in (NGRAM, MERGED) else 0.0
     return search + (network if arm.drafted_levels else 0.0)
 
@@ -106,7 +112,7 @@ def begin(arm: Strategy, network: float, text: float) -> float:
 class Scenario:
     """A machine and a drafter, whose `quality` may change between rollouts.
 
-    `drafters`: quality and agreement of those that arms name. Stalls and bursts are noise of the clock.
+    `drafters`: quality and agreement of the drafters that arms name. `noise`, `stalls` and `bursts` perturb the clock.
     """
 
     cost: Callable[[int, int, Strategy], float]
@@ -120,39 +126,39 @@ class Scenario:
     library: dict = field(default_factory=dict)
 
     def trees(self, arm: Strategy) -> Trees:
-        """Many rounds of the arm: what one of its rounds does is what one of these did."""
-        known = self.drafters.get(arm.drafter, (self.quality, self.agreement))
-        key = (arm, *known)
+        """A sample of ROUNDS rounds of the arm, from which its rounds are drawn."""
+        qualities = self.drafters.get(arm.drafter, (self.quality, self.agreement))
+        key = (arm, *qualities)
         if key not in self.library:
-            self.library[key] = drafts(self.seed, ROUNDS, *known, arm)
+            self.library[key] = drafts(self.seed, ROUNDS, *qualities, arm)
         return self.library[key]
 
     def levels(self, drafter: str, depth: int = 8) -> list[float]:
-        """The probability that the best draft of this drafter holds to each depth, given the one before."""
+        """The probability that this drafter's best draft is accepted to each depth, given the depth before."""
         held = (self.trees(Strategy(depth, 1, depth + 1, drafter)).rank >= 0).mean(axis=0)
         return (held / np.maximum([1.0, *held[:-1]], 1e-9)).tolist()
 
     def accepted(self, arm: Strategy) -> float:
-        """Accepted tokens of a round, in the mean."""
+        """Mean accepted tokens of a round."""
         return 0.0 if arm == PLAIN else float((self.trees(arm).rank >= 0).sum(1).mean())
 
     def speed(self, batch: int, slots: int, arm: Strategy) -> float:
-        """Tokens per second of a live row without any noise."""
+        """Tokens per second of a live row, without noise."""
         return (1 + self.accepted(arm)) / self.cost(batch, slots, arm) * 1e3
 
     def best(self, batch: int, slots: int, arms: Sequence[Strategy]) -> Strategy:
         """The fastest arm."""
         return max((PLAIN, *arms), key=lambda arm: self.speed(batch, slots, arm))
 
-    def slowed(self, random: np.random.Generator, seconds: float, is_first: bool) -> float:
-        """Seconds with jitter, and longer the first time and when the machine stalls."""
+    def with_noise(self, random: np.random.Generator, seconds: float, is_first: bool) -> float:
+        """Seconds with jitter, and with a slowdown for first runs and stalls."""
         seconds *= random.lognormal(0, self.noise)
         if is_first or random.random() < self.stalls:
             seconds *= random.uniform(1.0, SLOWER)
         return seconds
 
     def load(self, at: float) -> int:
-        """How many times as long things take at this second: others use the machine in bursts."""
+        """The slowdown at this second by other load, which comes in bursts."""
         return 2 if self.bursts and int(at / 4) % 3 == 2 else 1
 
 
@@ -166,7 +172,7 @@ def oracle(
     arms: Sequence[Strategy],
     allowed: Callable[[int], Sequence[Strategy]] | None = None,
 ) -> Tuner:
-    """Knows every cost and hit rate."""
+    """A tuner that knows every cost and hit rate."""
 
     def choose(state, live, batch, slots, compiled=()):
         known = compiled or (allowed(batch) if allowed else arms)

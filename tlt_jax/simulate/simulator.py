@@ -1,4 +1,4 @@
-"""Rollouts in virtual time: the real scheduler on programs that compute nothing and cost by law."""
+"""Simulates rollouts in virtual time: the real scheduler on programs that compute nothing, with a cost function."""
 
 from __future__ import annotations
 
@@ -32,26 +32,30 @@ from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
 from tlt_jax.simulate import decoding, scenarios
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
 from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.spec_decode.decode import Admission, Report, Weights
+from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import Report
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
 
-GLANCE = 1e-6  # seconds before a program is done at which `simulate` looks too
-DRAFTER = 1 / 20  # of the policy's cost of a token is what a drafter takes to learn of it
+POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done
+DRAFTER = 1 / 20  # a drafter's cost to catch up with a token, relative to the policy's cost of it
 
-Costs = Callable[[Program, int, float], float]  # program, its rounds, when it starts -> seconds
-Compiling = Callable[[Program], float]  # program -> seconds of the host
-Law = Callable[[int, int, Strategy], float]  # rows, slots, strategy -> milliseconds of a round
+Costs = Callable[[Program, int, float], float]  # program, its rounds, its start time -> seconds
+Compiling = Callable[[Program], float]  # program -> the host's seconds to compile it
+RoundCost = Callable[
+    [int, int, Strategy], float
+]  # rows, slots, strategy -> milliseconds of a round
 
 
-def at_once(program: Program) -> float:
+def no_compile_time(program: Program) -> float:
     """Compiling takes no time."""
     return 0.0
 
 
 class VirtualClock:
-    """Time that passes when somebody says so; implements driver.Clock."""
+    """A clock that `sleep` and `jump` advance; implements driver.Clock."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -63,13 +67,13 @@ class VirtualClock:
         self.time += seconds
 
     def jump(self, to: float) -> None:
-        """It is this time now, or later already."""
+        """Advances to this time, unless it is later already."""
         self.time = max(self.time, to)
 
 
 @dataclass(frozen=True)
 class Marker:
-    """Ready from some time on."""
+    """A marker that is ready from time `at` on."""
 
     clock: VirtualClock
     at: float
@@ -80,9 +84,9 @@ class Marker:
 
 @dataclass(frozen=True)
 class SimulatedState:
-    """A decoding state: its rows after all that was dispatched; `lengths` is ready with them.
+    """A decoding state: the rows after all dispatched programs, and the marker `lengths`, ready with them.
 
-    known[B]: the tokens of each row that the drafter knows.
+    known[B]: the tokens of each row that the drafter has processed.
     """
 
     rows: Rows
@@ -92,18 +96,18 @@ class SimulatedState:
 
 @dataclass(frozen=True)
 class Pending:
-    """The report of a chunk, which may be read when `counts` is ready."""
+    """The report of a chunk, readable once `counts` is ready."""
 
     report: Report
     counts: Marker
 
 
 class SimulatedPrograms:
-    """Programs of all groups, of which those of one group run one by one; implements `Programs`.
+    """Simulated programs of all groups; those of one group run one after the other; implements `Programs`.
 
-    What a sequence emits is a function of its key, and so is its length. What a round of it accepts
-    depends on its key, its tokens so far and the strategy; on rows, slots and groups nothing does.
-    The first `get` of a program takes the host its seconds of `compiling`, noted in `compiled`.
+    A sequence's tokens and length are functions of its key. The tokens that a round accepts depend on
+    its key, its tokens so far and the strategy, and never on rows, slots or groups. The first `get`
+    of a program takes the host its seconds of `compiling`, recorded in `compiled`.
     """
 
     def __init__(
@@ -112,15 +116,17 @@ class SimulatedPrograms:
         acceptance: Acceptance,
         lengths: Lengths,
         clock: VirtualClock,
-        compiling: Compiling = at_once,
+        compiling: Compiling = no_compile_time,
     ):
         self.costs, self.acceptance, self.lengths, self.clock = costs, acceptance, lengths, clock
         self.compiling, self.compiled, self.ran = compiling, {}, set()
-        self.free_at: dict[int, float] = {}  # of each group, when all that was dispatched is done
+        self.free_at: dict[
+            int, float
+        ] = {}  # of each group, the time at which all its dispatched programs are done
         self.due: list[float] = []  # a heap of the times at which programs are done
 
     def get(self, program: Program) -> Callable[..., Any]:
-        """What dispatches the program; compiled now when it is not there."""
+        """A function that dispatches the program; compiles it now when it is missing."""
         if program not in self.compiled:
             self.compiled[program] = self.compiling(program)
             self.clock.sleep(self.compiled[program])
@@ -147,7 +153,7 @@ class SimulatedPrograms:
         return 0.0 if program in self.compiled else self.compiling(program)
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiling is waited for."""
+        """Compiles the programs; the host waits."""
         for program in programs:
             self.get(program)
 
@@ -160,13 +166,13 @@ class SimulatedPrograms:
         return report.report
 
     def next_ready(self) -> float:
-        """When the next program is done that is not yet; infinity when all are."""
+        """The time at which the next program will be done; infinity when none runs."""
         while self.due and self.due[0] <= self.clock.now():
             heapq.heappop(self.due)
         return self.due[0] if self.due else math.inf
 
     def dispatch(self, program: Program, rounds: int = 0) -> Marker:
-        """The program runs when all before it in its group are done."""
+        """Starts the program once all earlier ones of its group are done."""
         start = max(self.clock.now(), self.free_at.get(program.group, 0.0))
         end = self.free_at[program.group] = start + self.costs(program, rounds, start)
         heapq.heappush(self.due, end)
@@ -210,37 +216,37 @@ class SimulatedPrograms:
         return Features(self.dispatch(program), None)
 
 
-def quiet_seconds(law: Law, program: Program, rounds: int) -> float:
-    """Seconds of a program when nothing disturbs it.
+def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> float:
+    """Seconds of a program without noise.
 
-    A prefill is a round of as many nodes as it has tokens, and what writes a cache takes as long as
-    reading it in rounds: twice when it reads one too. The `rounds` of catching up are the tokens
-    that the drafter lacks.
+    A prefill counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
+    a round takes to read it; a copy takes twice that. The `rounds` of a catch-up are the tokens that
+    the drafter lacks.
     """
 
-    def passing(batch: int, slots: int) -> float:
-        return law(batch, slots, PLAIN) - law(batch, 0, PLAIN)
+    def write_cost(batch: int, slots: int) -> float:
+        return round_cost(batch, slots, PLAIN) - round_cost(batch, 0, PLAIN)
 
     match program:
         case Decode(StateShape(_, batch, slots), _, strategy):
-            taken = max(rounds, IDLE_ROUND) * law(batch, slots, strategy)
+            taken = max(rounds, IDLE_ROUND) * round_cost(batch, slots, strategy)
         case Prefill(_, prompts, width):
-            taken = law(prompts, width, replace(PLAIN, nodes=width))
+            taken = round_cost(prompts, width, replace(PLAIN, nodes=width))
         case CatchUp(StateShape(_, batch, slots)):
-            taken = DRAFTER * law(1, batch * slots, replace(PLAIN, nodes=max(rounds, 1)))
+            taken = DRAFTER * round_cost(1, batch * slots, replace(PLAIN, nodes=max(rounds, 1)))
         case Start(StateShape(_, batch, slots)):
-            taken = passing(batch, slots)
+            taken = write_cost(batch, slots)
         case Admit(StateShape(_, batch), Prefill(_, _, width)):
-            taken = passing(admission_size(batch), width)
+            taken = write_cost(admission_size(batch), width)
         case Resize(_, batch, slots):
-            taken = 2 * passing(batch, slots)
+            taken = 2 * write_cost(batch, slots)
         case Harvest(_, windows, width):
-            taken = 2 * passing(windows, width)
+            taken = 2 * write_cost(windows, width)
     return taken / 1e3
 
 
 class ScenarioCosts:
-    """The law of costs of a world with the noise of its clock, of which each group has its own."""
+    """The costs of a scenario with the noise of its clock; each group has its own noise."""
 
     def __init__(self, scenario: Scenario):
         self.scenario, self.random, self.seen = scenario, {}, set()
@@ -250,19 +256,19 @@ class ScenarioCosts:
         self.seen.add(program)
         seed = [self.scenario.seed, group]
         random = self.random.setdefault(group, np.random.default_rng(seed))
-        quiet = quiet_seconds(self.scenario.cost, program, rounds)
-        return self.scenario.slowed(random, quiet, is_first) * self.scenario.load(at)
+        seconds = noiseless_seconds(self.scenario.cost, program, rounds)
+        return self.scenario.with_noise(random, seconds, is_first) * self.scenario.load(at)
 
 
 def long_tailed(longest: int) -> Lengths:
-    """The law of answer lengths of tuner.worlds."""
+    """Heavy-tailed answer lengths, as scenarios.lengths draws them."""
     return lambda key: int(scenarios.lengths(np.random.default_rng(key.tolist()), 1, longest)[0])
 
 
 def in_scenario(
-    scenario: Scenario, lengths: Lengths, compiling: Compiling = at_once
+    scenario: Scenario, lengths: Lengths, compiling: Compiling = no_compile_time
 ) -> SimulatedPrograms:
-    """Programs with the costs and drafts of a world, on a clock of their own."""
+    """Programs with the costs and drafts of a scenario, on a new virtual clock."""
     return SimulatedPrograms(
         ScenarioCosts(scenario), scenario.trees, lengths, VirtualClock(), compiling
     )
@@ -278,7 +284,7 @@ def request(
     rounds: int = 16,
     in_flight: int = 2,
 ) -> RolloutRequest:
-    """Answers to prompts of so many tokens; a sequence is its seed and uid."""
+    """A request for answers to prompts with these numbers of tokens; a sequence's key is its seed and uid."""
     uids = np.arange(len(prompts) * samples, dtype=np.uint32)
     return RolloutRequest(
         prompts=tuple(np.zeros(tokens, np.int32) for tokens in prompts),
@@ -299,7 +305,7 @@ def contexts(
     groups: int = 1,
     catches_up: bool = True,
 ) -> list[GroupContext]:
-    """Groups that share one queue and one planner; n-grams by name never catch up."""
+    """Groups that share one queue and one planner; the drafter NGRAM never catches up."""
     queue = WorkQueue(LocalBoard(), "simulator", len(request.prompts), request.samples)
     learned = Needs(catches_up=catches_up)
     needs = {"": learned, NGRAM: Needs(), LEARNED: learned, MERGED: learned}
@@ -310,10 +316,10 @@ def contexts(
 def simulate(
     rollout: Rollout, programs: SimulatedPrograms, background: BackgroundWork | None = None
 ) -> RolloutResult:
-    """The rollout until all groups are idle, and what is done `beside` it: whenever nothing happens, the next program is done.
+    """Runs the rollout and the `background` work to their end; between events the clock jumps to the next program's end.
 
-    A look just before tells that it was not done yet: without it no measurement would be known
-    better than to a chunk.
+    A poll just before that end sees the program unfinished: otherwise each measurement would be
+    uncertain by a whole chunk.
     """
     clock, result = programs.clock, None
     while True:
@@ -327,8 +333,8 @@ def simulate(
             continue
         ready = programs.next_ready()
         if math.isinf(ready):
-            raise RuntimeError("the rollout is not done, and waits for nothing")
-        clock.jump(ready - GLANCE)
+            raise RuntimeError("the rollout is not done, but no program runs")
+        clock.jump(ready - POLL_BEFORE_S)
         if result is None:
             rollout.poll()
         clock.jump(ready)

@@ -1,4 +1,4 @@
-"""Device code of one data group: rounds of decoding, admission, compaction; knows no host or clock."""
+"""Rounds of decoding in one data group, on the device; knows no host or clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
+from tlt_jax.spec_decode.decode_state import DecodeState, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.draft_tree import DraftTree, NoiseAhead
 from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
@@ -23,7 +24,7 @@ from tlt_jax.spec_decode.tree import ancestors, rerank, root_only
 
 
 class Decoder(NamedTuple):
-    """What one program decodes with; all of it is static."""
+    """The static arguments of a decoding program."""
 
     target: Target
     drafter: Drafter
@@ -32,51 +33,8 @@ class Decoder(NamedTuple):
 
 
 @struct.dataclass
-class Weights:
-    """Parameters of the target and of the drafter."""
-
-    target: PyTree
-    drafter: PyTree
-
-
-@struct.dataclass
-class DecodeState:
-    """Sequences in decoding. The root is the newest token: its position is `lengths`, and the cache holds all before it.
-
-    `limits` are the tokens of prompt and answer together; `history` the tokens themselves, the root too (S is 0 when no
-    drafter reads them); `stop_state` that of the stop rules. A row that is not live changes nothing below its length.
-    """
-
-    roots: Int32[Array, " B"]
-    lengths: Int32[Array, " B"]
-    limits: Int32[Array, " B"]
-    live: Bool[Array, " B"]
-    keys: UInt32[Array, "B 2"]
-    stop_state: Int32[Array, " B"]
-    history: Int32[Array, "B S"]
-    cache: PyTree
-    drafter: PyTree
-
-
-@struct.dataclass
-class Admission:
-    """R new sequences, each for another row, from a row of a prefill; `history` holds their prompts.
-
-    Entries with rows >= B are padding and are dropped.
-    """
-
-    rows: Int32[Array, " R"]
-    source: Int32[Array, " R"]
-    roots: Int32[Array, " R"]
-    lengths: Int32[Array, " R"]
-    limits: Int32[Array, " R"]
-    keys: UInt32[Array, "R 2"]
-    history: Int32[Array, "R P"]
-
-
-@struct.dataclass
 class Report:
-    """What a chunk emitted, in order and from the left of each row; `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN."""
+    """The tokens that a chunk emitted, left-aligned in each row; `finish` is RUNNING, STOPPED, TRUNCATED or BROKEN."""
 
     tokens: Int32[Array, "B R"]
     logprobs: Float[Array, "B R"]
@@ -94,9 +52,9 @@ def decode_chunk(
     host_context: PyTree,
     bounds: Int32[Array, " L"],
 ) -> tuple[DecodeState, Report]:
-    """Decodes until less than bounds[0] rows are live, for bounds[1] rounds at most, and for `rounds` in any case.
+    """Decodes while at least bounds[0] rows are live, for at most min(bounds[1], `rounds`) rounds.
 
-    The drafter may lack as many of the newest tokens as a round of the strategy can emit; more is for `catch_up`.
+    The drafter may lack as many of the newest tokens as one round of the strategy can emit; `catch_up` handles more.
     """
     strategy = decoder.strategy
     batch, most = state.roots.shape[0], rounds * strategy.path
@@ -109,7 +67,7 @@ def decode_chunk(
         stats=nothing(strategy),
     )
 
-    def goes_on(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:
+    def has_work(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:
         state, _, report = carry
         return (report.rounds < jnp.minimum(bounds[1], rounds)) & (state.live.sum() >= bounds[0])
 
@@ -120,10 +78,10 @@ def decode_chunk(
         state, ahead, emitted, stats = advance_round(decoder, state, ahead, weights, host_context)
         return state, ahead, append(report, emitted, stats)
 
-    keeps_noise = reads_noise(decoder) and not decoder.target.unrolls
-    ahead = no_noise(decoder, state, weights) if keeps_noise else None
+    stores_noise = reads_noise(decoder) and not decoder.target.unrolls
+    ahead = no_noise(decoder, state, weights) if stores_noise else None
     carry = state, ahead, report
-    state, _, report = jax.lax.while_loop(goes_on, step, carry)
+    state, _, report = jax.lax.while_loop(has_work, step, carry)
     return state, report
 
 
@@ -137,7 +95,7 @@ def catch_up(
 ) -> tuple[DecodeState, Int32[Array, ""]]:
     """The state whose drafter lacks at most `missing` (>= 1) tokens of any live row, and a scalar that is ready with it.
 
-    Those are tokens that were decoded without it, prompts too.
+    The drafter lacks the tokens that were decoded without it, and prompts.
     """
     known = drafter.catch_up(
         weights, state.drafter, context_of(target, state, ()), state.live, missing
@@ -147,7 +105,7 @@ def catch_up(
 
 @struct.dataclass
 class Emitted:
-    """Tokens of one round: the first counts[b] of row b."""
+    """The tokens of one round: the first counts[b] of row b."""
 
     tokens: Int32[Array, "B M"]
     logprobs: Float[Array, "B M"]
@@ -162,14 +120,14 @@ def advance_round(
     weights: Weights,
     host_context: PyTree,
 ) -> tuple[DecodeState, NoiseAhead | None, Emitted, Stats]:
-    """Draft, forward, choose along the matches, commit.
+    """One round: draft, verify with the target, commit.
 
-    `ahead` is the noise that the round before has left, None where none is kept.
+    `ahead`: noise that the previous round drew for later positions; None when none is stored.
     """
     target, _, params, strategy = decoder
-    kept = ahead
-    if kept is not None:
-        ahead = kept = draw_ahead(kept, state.keys, state.lengths + 1, state.live)
+    stored = ahead
+    if stored is not None:
+        ahead = stored = draw_ahead(stored, state.keys, state.lengths + 1, state.live)
     elif reads_noise(decoder):
         ahead = all_noise(decoder, state, weights)
     if strategy == PLAIN:
@@ -199,7 +157,7 @@ def advance_round(
         history=remember(state.history, tokens, state.lengths),
         cache=target.keep(state.cache, scratch, walk.path, state.lengths),
     )
-    return after, kept, emitted, measure(tree, walk.path, counts, state.live, strategy)
+    return after, stored, emitted, measure(tree, walk.path, counts, state.live, strategy)
 
 
 def choose_at(
@@ -211,7 +169,7 @@ def choose_at(
     step: Int32[Array, ""],
     alive: Bool[Array, " B"],
 ) -> verify.Visit:
-    """What the target chooses at these nodes, `step` below the root; of rows that are not alive, anything."""
+    """The target's choice of tokens at these nodes, `step` levels below the root; undefined for rows that are not alive."""
     sampling_, positions = decoder.params.sampling, state.lengths + 1 + step
     scaled = sampling.scale(rows_at(nodes, logits), sampling_)
 
@@ -233,7 +191,7 @@ def choose_at(
 def draft_tree(
     decoder: Decoder, weights: Weights, known: PyTree, context: Context, roots: Int32[Array, " B"]
 ) -> tuple[PyTree, DraftTree]:
-    """The drafter's state that knows all before the roots, and its best nodes as a tree."""
+    """The drafter's state with all tokens before the roots, and the tree of its best nodes."""
     drafter, strategy = decoder.drafter, decoder.strategy
     known = drafter.extend(weights, known, context, strategy.path)
     temperature = decoder.params.sampling.temperature
@@ -243,7 +201,7 @@ def draft_tree(
 
 @struct.dataclass
 class Known:
-    """What drafting reads of a DecodeState, and the target's features."""
+    """The part of a DecodeState that drafting reads, and the target's features."""
 
     keys: UInt32[Array, "B 2"]
     lengths: Int32[Array, " B"]
@@ -255,7 +213,7 @@ class Known:
 def draft_alone(
     decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree
 ) -> Known:
-    """Drafts for so many rounds without a target, to time it: what was drafted becomes the text of the next round."""
+    """Drafts for `rounds` rounds without a target, to time drafting; each round's draft becomes the text of the next."""
     ahead = all_noise(decoder, known, weights) if reads_noise(decoder) else None
 
     def step(_: Array, known: Known) -> Known:
@@ -272,21 +230,21 @@ def draft_alone(
 def context_of(
     target: Target, state: DecodeState, host_context: PyTree, ahead: NoiseAhead | None = None
 ) -> Context:
-    """What the drafter may look at."""
+    """What the drafter may read."""
     return Context(state.history, state.lengths, target.features(state.cache), host_context, ahead)
 
 
 def reads_noise(decoder: Decoder) -> bool:
-    """Whether the drafter looks at the noise ahead; where none does, it is drawn at the visited nodes alone.
+    """Whether the drafter reads the noise ahead; otherwise the noise is drawn at the visited nodes alone.
 
-    One depth, one noise, since at most one node of it is visited.
+    Nodes of one depth share their noise, since a walk visits at most one of them.
     """
     is_greedy = decoder.params.sampling.is_greedy
     return decoder.strategy != PLAIN and decoder.drafter.reads_noise and not is_greedy
 
 
 def no_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhead:
-    """Room for the noise of the positions after each root."""
+    """Space for the noise of the positions after each root."""
     vocab, dtype = decoder.target.vocab, float_type(weights)
     return nothing_drawn(state.lengths + 1, decoder.strategy.path, vocab, dtype)
 
@@ -314,7 +272,7 @@ def rows_at(nodes: Int32[Array, " B"], values: Float[Array, "B N V"]) -> Float[A
 def remember(
     history: Int32[Array, "B S"], tokens: Int32[Array, "B M"], lengths: Int32[Array, " B"]
 ) -> Int32[Array, "B S"]:
-    """The history with the tokens of a round after its roots; those past the emitted ones are overwritten later."""
+    """The history with a round's tokens after the roots; later rounds overwrite those that were not emitted."""
     if not history.shape[1]:
         return history
     return jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start + 1,)))(
@@ -330,9 +288,9 @@ def settle(
     accepted: Int32[Array, " B"],
     broken: Bool[Array, "B M"],
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
-    """How many of a walk's tokens each row emits, whether it ends, and its state of the stop rules after them.
+    """Number of a walk's tokens that each row emits, how it finishes, and its stop state after them.
 
-    It ends at EOS, with a stop text, at its limit, or where the logits are broken.
+    A row ends at EOS, with a stop text, at its limit, or where the logits are broken.
     """
     stops = jnp.zeros(tokens.shape, bool)
     if params.stops:
@@ -356,7 +314,7 @@ def settle(
 
 
 def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
-    """The report with one round more."""
+    """The report with the tokens of one more round."""
     column = jnp.arange(report.tokens.shape[1])
     tokens, logprobs = report.tokens, report.logprobs
     for m in range(emitted.tokens.shape[1]):
@@ -370,46 +328,4 @@ def append(report: Report, emitted: Emitted, stats: Stats) -> Report:
         jnp.where(emitted.finish == RUNNING, report.finish, emitted.finish),
         report.rounds + 1,
         jax.tree.map(jnp.add, report.stats, stats),
-    )
-
-
-def admit(
-    target: Target, drafter: Drafter, state: DecodeState, prefilled: PyTree, new: Admission
-) -> DecodeState:
-    """Puts new sequences into rows; each takes the keys and values of its prompt from a prefill."""
-
-    def put(ours: Array, theirs: Array | int | bool) -> Array:
-        return ours.at[new.rows].set(theirs, mode="drop", unique_indices=True)
-
-    remembered = state.history[:, : new.history.shape[1]]
-    return state.replace(
-        roots=put(state.roots, new.roots),
-        lengths=put(state.lengths, new.lengths),
-        limits=put(state.limits, new.limits),
-        live=put(state.live, True),
-        keys=put(state.keys, new.keys),
-        stop_state=put(state.stop_state, 0),
-        history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
-        cache=target.insert(state.cache, prefilled, new.rows, new.source),
-        drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
-    )
-
-
-def resize(
-    target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]
-) -> DecodeState:
-    """The given rows of the state (-1: an empty row), with room for `slots` committed tokens."""
-    source = jnp.maximum(rows, 0)
-    taken = {
-        name: getattr(state, name)[source]
-        for name in ("roots", "lengths", "limits", "keys", "stop_state")
-    }
-    history, padded = state.history[source], target.padded_slots(slots) if drafter.remembers else 0
-    history = jnp.pad(history, ((0, 0), (0, max(padded - history.shape[1], 0))))[:, :padded]
-    return state.replace(
-        live=state.live[source] & (rows >= 0),
-        history=history,
-        cache=target.resize(state.cache, rows, slots),
-        drafter=drafter.resize(state.drafter, rows, slots),
-        **taken,
     )

@@ -1,4 +1,4 @@
-"""What the tokens of an answer depend on besides weights and keys; no JAX."""
+"""The parameters of decoding that tokens depend on; no JAX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sampling:
 
     @classmethod
     def of(cls, section: Any) -> Sampling:
-        """The sampling of a configuration section, rollout or eval."""
+        """The sampling of a configuration section: rollout or eval."""
         return cls(section.temperature, section.top_k, section.top_p)
 
     @property
@@ -28,7 +28,7 @@ class Sampling:
 class DecodingParams:
     """All that generated tokens depend on, besides weights and random keys.
 
-    `eos_ids`: tokens that end a sequence; `stops`: data.stop_rules.StopRules for texts that end it, or None.
+    `eos_ids`: tokens that end a sequence; `stops`: data.stop_rules.StopRules of the stop texts, or None.
     """
 
     sampling: Sampling = Sampling()

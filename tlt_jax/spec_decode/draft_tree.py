@@ -1,4 +1,4 @@
-"""Draft trees, the candidates that they are made of and the noise that both look at, as arrays; knows no network."""
+"""Draft trees, their candidates and the noise that drafting and sampling share, as arrays; knows no network."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ ABSENT = -1  # token of a padding node: equal to no token id
 class DraftTree:
     """Token trees. Node 0 is the root, the newest token, and its own parent.
 
-    parents[b, i] < i for i > 0; siblings are distinct. `scores`: log-probabilities, estimated by
-    the drafter, that the target accepts the whole path to the node. `ranks`: the largest sibling
-    rank on the path to the node (0: all are best children). Padding nodes have the token ABSENT and
-    are children of the root.
+    parents[b, i] < i for i > 0; siblings are distinct. `scores`: log-probabilities, estimated by the drafter, that the
+    target accepts the whole path to the node. `ranks`: the largest sibling rank on the path to the node (0: every node is
+    the best child). Padding nodes have the token ABSENT and are children of the root.
     """
 
     tokens: Int32[Array, "B N"]
@@ -30,9 +29,8 @@ class DraftTree:
 class Candidates:
     """Nodes to choose a tree from; score -inf marks padding.
 
-    `scores` and `ranks` are as in a DraftTree. parents: index of a candidate, -1 for the root; a
-    parent comes before its children. Padding aside, siblings are distinct and no child has a
-    higher score than its parent.
+    `scores`, `ranks`: as in a DraftTree. `parents`: index of a candidate, -1 for the root; a parent comes before its
+    children. Padding aside, siblings are distinct and no child has a higher score than its parent.
     """
 
     tokens: Int32[Array, "B C"]
@@ -44,9 +42,9 @@ class Candidates:
 
 @struct.dataclass
 class NoiseAhead:
-    """Noise of the next M positions of each row, every position of which is drawn once.
+    """Noise of the next M positions of each row; every position is drawn once.
 
-    Position p of row b is values[b * M + p mod M]; `ends` are the first positions that are not drawn.
+    Position p of row b is values[b * M + p mod M]; `ends`: the first position of each row that is not drawn.
     """
 
     values: Float[Array, "A V"]

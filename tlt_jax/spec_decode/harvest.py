@@ -1,4 +1,4 @@
-"""Windows of what the target captured of sequences, copied out of a decoding state; knows no host and no network."""
+"""Copies of the target's features of windows, out of a decoding state; knows no host and no network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tlt_jax.shapes import shaped
 
 @struct.dataclass
 class Features:
-    """The target's features of R windows of W positions; from a sequence's root on their values are undefined.
+    """The target's features of R windows of W positions; undefined from a sequence's root on.
 
-    `states` are its normed last hidden states, or None as for the target: not captured, or the
-    features are these states.
+    `states`: its normed last hidden states; None when they are not captured, or when the features are these states.
     """
 
     features: Float[Array, "R W F"]
@@ -34,7 +33,7 @@ def harvest(
 ) -> Features:
     """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r].
 
-    `features` and `states` are the target's functions of a cache; the DecodeState stays as it is.
+    `features`, `states`: the target's functions of a cache. The DecodeState is unchanged.
     """
     return Features(
         features=cut(features(state.cache), rows, starts, width),
@@ -46,6 +45,6 @@ def harvest(
 def cut(
     array: Float[Array, "B S X"], rows: Int32[Array, " R"], starts: Int32[Array, " R"], width: int
 ) -> Float[Array, "R W X"]:
-    """array[rows[r], starts[r] : starts[r] + width]; behind the last slot that one again."""
+    """array[rows[r], starts[r] : starts[r] + width]; indices past the last slot read the last slot."""
     slots = jnp.clip(starts[:, None] + jnp.arange(width), 0, array.shape[1] - 1)
     return array.at[rows[:, None], slots].get(mode="promise_in_bounds")

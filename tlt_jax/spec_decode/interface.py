@@ -1,4 +1,4 @@
-"""What scores trees and what drafts them, as pure functions; knows no network."""
+"""The interfaces of targets and drafters, as pure functions; knows no network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PyTree = Any
 
 @struct.dataclass
 class Context:
-    """What a drafter may look at: tokens 0..lengths (the last one is the root), and features of all before the root.
+    """What a drafter may read: tokens 0..lengths (the last is the root), and the features of all tokens before the root.
 
-    `host_context` is what the host gave along with the chunk; `ahead` is the noise of positions lengths + 1, + 2, ..., or None
-    when tokens are chosen without noise, or the drafter reads none.
+    `host_context`: what the host passed with the chunk. `ahead`: the noise of positions lengths + 1, + 2, ...; None when
+    tokens are chosen without noise, or the drafter reads none.
     """
 
     history: Int32[Array, "B S"]
@@ -31,13 +31,13 @@ class Context:
 
 
 class Resize(Protocol):
-    """The given rows of a cache or state, for so many committed slots; row -1 may hold anything."""
+    """The given rows of a cache or state, with slots for `slots` committed tokens; row -1: undefined values."""
 
     def __call__(self, cache: PyTree, rows: Int32[Array, " C"], slots: int, /) -> PyTree: ...
 
 
 class Empty(Protocol):
-    """ShapeDtypeStructs, with shardings, of a cache or state."""
+    """ShapeDtypeStructs with shardings of a cache or state."""
 
     def __call__(self, batch: int, slots: int, /) -> PyTree: ...
 
@@ -71,7 +71,7 @@ class Keep(Protocol):
 
 
 class Features(Protocol):
-    """What the drafter asked for, of every committed slot."""
+    """The features that the drafter requested, of every committed slot."""
 
     def __call__(self, cache: PyTree, /) -> Float[Array, "B S F"]: ...
 
@@ -83,7 +83,7 @@ class States(Protocol):
 
 
 class Prefill(Protocol):
-    """What `insert` takes: slots 0..lengths of each prompt."""
+    """The argument of `insert`: slots 0..lengths of each prompt."""
 
     def __call__(
         self, params: PyTree, tokens: Int32[Array, "Q P"], lengths: Int32[Array, " Q"], /
@@ -91,7 +91,7 @@ class Prefill(Protocol):
 
 
 class Insert(Protocol):
-    """The cache whose row rows[r] is prompt source[r]; rows from B on are dropped."""
+    """The cache with prompt source[r] in row rows[r]; rows >= B are dropped."""
 
     def __call__(
         self,
@@ -104,13 +104,12 @@ class Insert(Protocol):
 
 
 class Target(NamedTuple):
-    """The model that decides, as pure functions; a cache and a prefill are pytrees only it understands.
+    """The model that decides, as pure functions; caches and prefills are pytrees that only the target understands.
 
-    padded_slots(slots) are the slots of a cache for so many committed tokens, scratch tail too; `vocab`
-    is the width of the logits; `params` are ShapeDtypeStructs, with shardings, of the weights.
-    `states` is None where they are not captured, or where the features are these states already.
-    `unrolls`: small loops within a round are written out, as accelerators like it, whose host waits
-    in every pass of a loop; a CPU likes to compile less and to leave early.
+    padded_slots(slots): slots of a cache for `slots` committed tokens, scratch included. `vocab`: width of the logits.
+    `params`: ShapeDtypeStructs with shardings of the weights. `states`: None when not captured, or when the features are
+    these states. `unrolls`: small loops within a round are unrolled, for accelerators, where every iteration of a loop
+    waits for the host; a CPU compiles loops faster and leaves them early.
     """
 
     forward: Forward
@@ -128,7 +127,7 @@ class Target(NamedTuple):
 
 
 class Draft(Protocol):
-    """At least strategy.nodes - 1 candidates; `temperature` is the target's, 0 when greedy."""
+    """At least strategy.nodes - 1 candidates; `temperature`: the target's, 0 when greedy."""
 
     def __call__(
         self,
@@ -156,7 +155,7 @@ class CatchUp(Protocol):
 
 
 class Extend(Protocol):
-    """The state that knows `width` more committed tokens."""
+    """The state with `width` more committed tokens."""
 
     def __call__(
         self, weights: PyTree, state: PyTree, context: Context, width: int, /
@@ -164,18 +163,17 @@ class Extend(Protocol):
 
 
 class Reset(Protocol):
-    """The state whose fresh rows know nothing."""
+    """The state with its fresh rows empty."""
 
     def __call__(self, state: PyTree, fresh: Bool[Array, " B"], /) -> PyTree: ...
 
 
 class Drafter(NamedTuple):
-    """What guesses ahead, as pure functions; its state rides in the decoding state.
+    """The drafter, as pure functions; its state is part of the decoding state.
 
-    `weights` are the target's too. `catch_up` is None when there is nothing to catch up with.
-    host_context(batch) are ShapeDtypeStructs of what the host gives along with a chunk that drafts;
-    `params` are those of its own weights, with shardings. `remembers`: whether it reads
-    `Context.history`; `reads_noise`: whether it reads `Context.ahead`.
+    `weights`: the target's too. `catch_up`: None when the drafter has no state to catch up. host_context(batch):
+    ShapeDtypeStructs of what the host passes with a chunk that drafts. `params`: ShapeDtypeStructs with shardings of the
+    drafter's weights. `remembers`: whether it reads `Context.history`; `reads_noise`: whether it reads `Context.ahead`.
     """
 
     draft: Draft
@@ -193,7 +191,7 @@ class Drafter(NamedTuple):
 def stateless(
     draft: Draft, remembers: bool = True, host_context: Callable[[int], PyTree] = lambda batch: ()
 ) -> Drafter:
-    """A drafter without weights or state of its own."""
+    """A drafter without weights and state."""
     return Drafter(
         draft=draft,
         catch_up=None,
@@ -211,15 +209,15 @@ def stateless(
 def undrafted(
     weights: PyTree, state: PyTree, context: Context, strategy: Strategy, temperature: float
 ) -> Candidates:
-    """The draft of no drafter. Raises ValueError for a strategy that needs one."""
-    raise ValueError(f"{strategy} needs a drafter, and there is none")
+    """Raises ValueError: the strategy needs a drafter."""
+    raise ValueError(f"{strategy} needs a drafter, but none is configured")
 
 
 NO_DRAFTER = stateless(undrafted, remembers=False)
 
 
 class ExtendCache(Protocol):
-    """The cache with slots starts.. written, and the hidden states of window place `last`."""
+    """The cache with slots starts.. written, and the hidden states at index `last` of the window."""
 
     def __call__(
         self,
@@ -249,10 +247,10 @@ class Fill(Protocol):
 
 
 class Step(Protocol):
-    """The scratch with k more nodes, and their hidden states; `hidden` are those of their parents.
+    """The scratch with k more nodes, and their hidden states; `hidden`: those of their parents.
 
-    They are written from scratch row level * k on. They see `starts` slots, and of the first R
-    scratch rows those that `ancestors` marks, themselves too.
+    The nodes are written to scratch rows from level * k on. They attend to `starts` slots, and to those of the first R
+    scratch rows that `ancestors` marks, themselves included.
     """
 
     def __call__(
@@ -285,7 +283,7 @@ class Ids(Protocol):
 
 
 class Top(Protocol):
-    """The k largest along the logits' axis and their places, as lax.top_k."""
+    """The k largest values along the logits' axis and their indices, as lax.top_k."""
 
     def __call__(
         self, values: Float[Array, "... U"], k: int, /
@@ -295,10 +293,9 @@ class Top(Protocol):
 class Network(NamedTuple):
     """A learned drafter's network, as pure functions of all weights, its own and the target's.
 
-    Its cache slot t comes from (features of token t, token t + 1), at rotary position t.
-    scratch(batch, rows) is zeros. `params` are ShapeDtypeStructs, with shardings, of its own
-    weights; `hidden` is that of hidden[1, Z]. `unrolls`: levels of a tree are no loop of the
-    program, which is compiled for longer then, and runs without the host on accelerators.
+    Slot t of its cache comes from (features of token t, token t + 1), at rotary position t. scratch(batch, rows): zeros.
+    `params`: ShapeDtypeStructs with shardings of its own weights; `hidden`: that of hidden[1, Z]. `unrolls`: the levels
+    of a tree are unrolled, which takes longer to compile, and runs on accelerators without waiting for the host.
     """
 
     extend: ExtendCache

@@ -1,4 +1,4 @@
-"""Two drafters' candidates in one tree: a learned drafter's and those of one without a state; knows no network."""
+"""Candidates of two drafters in one tree: a learned drafter and one without a state; knows no network."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from tlt_jax.spec_decode.tree import merge
 
 
 def merged_drafter(learned: Drafter, other: Drafter) -> Drafter:
-    """The Drafter of the candidates of both, over the state and the weights of `learned`.
+    """The Drafter of the candidates of both, with the state and weights of `learned` and the host context of `other`.
 
-    `other` has neither; the host context is its own. Ranks of candidates count the siblings of both
-    drafters, so they can reach 2 topk - 1. They are clipped to topk - 1: every node of the tree is
-    one of topk, so no count is lost, and what the same tree with fewer nodes would have accepted
-    stays exact. A tree of smaller topk has more nodes than those of the clipped ranks that fit it,
-    so its estimate is a lower bound.
+    `other` has neither state nor weights. Ranks count the siblings of both drafters, so they can reach 2 topk - 1. They
+    are clipped to topk - 1, the last rank that Stats.hits counts, so no count is lost, and the accept length estimated
+    for the same tree with fewer nodes stays exact. For a tree of smaller topk the estimate is a lower bound: that tree
+    has more nodes than those whose clipped ranks fit it.
     """
 
     def draft(

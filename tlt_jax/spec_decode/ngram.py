@@ -1,7 +1,7 @@
-"""An n-gram drafter: what followed earlier occurrences of the newest tokens; knows no network.
+"""An n-gram drafter: it proposes what followed earlier occurrences of the newest tokens; knows no network.
 
-`propose` searches the sequence itself and a pool of related texts, inside jit. Like prompt-lookup
-decoding, with a tree over all matches instead of one continuation.
+`propose` searches the sequence itself and a pool of related texts, inside jit: prompt-lookup decoding, with a tree of all
+matches in place of one continuation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ POWER, ESCAPE = 1.4, 5.0  # fitted; see `grow`
 class Settings:
     """Parameters of the search.
 
-    At least `min_match` tokens must match, at most `max_match` are compared; the best `matches`
-    places (longest match, then latest) make the tree.
+    At least `min_match` tokens must match, and at most `max_match` are compared. The best `matches` places (longest
+    match, then latest) make the tree.
     """
 
     min_match: int = 1
@@ -38,8 +38,8 @@ class Settings:
 class Found:
     """Places where the newest tokens occurred, best first.
 
-    `matched`: number of matching tokens, 0 for padding. `follows`: the tokens after the place; the
-    text ends at the first SEPARATOR, and values after it are undefined.
+    `matched`: number of matching tokens, 0 for padding. `follows`: the tokens after the place. The text ends at the first
+    SEPARATOR; values after it are undefined.
     """
 
     matched: Int32[Array, "B C"]
@@ -54,10 +54,9 @@ def propose(
     strategy: Strategy,
     settings: Settings = Settings(),
 ) -> Candidates:
-    """At least strategy.nodes - 1 candidates: what followed earlier occurrences.
+    """At least strategy.nodes - 1 candidates: the tokens that followed earlier occurrences.
 
-    history[b, : lengths[b] + 1] is the sequence; its last token is the root. `pool`: other texts,
-    separated by SEPARATOR.
+    history[b, : lengths[b] + 1] is the sequence; its last token is the root. `pool`: other texts, separated by SEPARATOR.
     """
     fewest = -(-(strategy.nodes - 1) // strategy.depth)  # places for that many nodes
     settings = replace(settings, matches=max(settings.matches, fewest))
@@ -83,15 +82,15 @@ def search(
     root = pool.shape[1] + 1 + lengths
     places, matched = best_places(text, root, settings)
 
-    # The continuation of a place in the sequence itself reaches the root before `depth` tokens when
-    # the place is recent; past the root it repeats, as of a periodic text.
+    # The continuation of a recent place in the sequence reaches the root before `depth` tokens. Past the root it repeats, as
+    # if the text were periodic.
     period = jnp.where(places > pool.shape[1], root[:, None] - places, text.shape[1])
     steps = jnp.arange(depth, dtype=jnp.int32) % jnp.maximum(period, 1)[:, :, None]
     index = jnp.minimum(places[:, :, None] + 1 + steps, text.shape[1] - 1).reshape(
         text.shape[0], -1
     )
 
-    # Keep the gather last: XLA would repeat it in all that `grow` computes for pairs of places.
+    # Keep the gather last: XLA would repeat it for every pair of places that `grow` compares.
     follows = jnp.take_along_axis(text, index, axis=1, mode="promise_in_bounds")
     return Found(matched, follows.reshape(*places.shape, depth))
 
@@ -102,9 +101,8 @@ def best_places(
 ) -> tuple[Int32[Array, "B C"], Int32[Array, "B C"]]:
     """Indices and match lengths of the best earlier occurrences of the tokens up to the root.
 
-    Longest match first, then latest. Both are encoded in one float32 key, because XLA on CPUs
-    selects the top k of floats without sorting all; the encoding is exact. Raises ValueError when
-    it cannot be.
+    Longest match first, then latest. Both are encoded in one float32 key, because on CPUs XLA finds the top k of floats
+    without a full sort. The encoding is exact; raises ValueError when it cannot be.
     """
     width, most = text.shape[1], settings.max_match
     if (most + 1) * width > 2**24:
@@ -139,21 +137,19 @@ def best_places(
 def grow(found: Found, topk: int) -> Candidates:
     """The trie of the continuations: per level one node for the places that agree so far.
 
-    p(node | parent) = (sum of m ** POWER over the places that propose it) / (that sum over all
-    places that agree with the parent + ESCAPE), where m tokens match down to the parent: the
-    continuation of a single match of 1, 3 or 12 tokens is right with probability 0.17, 0.48 or
-    0.87. A node has at most `topk` children.
+    p(node | parent) = (sum of m ** POWER over the places that propose the node) / (the same sum over all places that
+    agree with the parent + ESCAPE), where m tokens match down to the parent: the continuation of a single match of 1, 3
+    or 12 tokens is right with probability 0.17, 0.48 or 0.87. A node has at most `topk` children.
 
-    POWER and ESCAPE minimize the log loss, equal weights, on 17,000 positions of GSM8K answers
-    (alone, with other answers, with copies that have 10 % and 30 % errors) and 4,400 of sampled
-    answers to the fold task (alone, with 1 and 7 answers to the same prompt; before and after RL).
-    The best exponential weight loses 0.004 nats more, one free weight for each m gains 0.006.
-    Calibrated within 0.05 on GSM8K alone; scores are too high with other samples of a prompt
-    (expected accept length 2.7, measured 2.2), too low on near copies (4.3, measured 5.7).
+    POWER and ESCAPE minimize the log loss, equal weights, on 17,000 positions of GSM8K answers (alone, with other
+    answers, with copies that have 10 % and 30 % errors) and 4,400 of sampled answers to the fold task (alone, with 1 and
+    7 answers to the same prompt; before and after RL). The best exponential weight loses 0.004 nats more; one free weight
+    for each m gains 0.006. Calibrated within 0.05 on GSM8K alone. Scores are too high with other samples of a prompt
+    (expected accept length 2.7, measured 2.2), and too low on near copies (4.3, measured 5.7).
     """
     batch, count, depth = found.follows.shape
     dtype = jnp.result_type(float)
-    own = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
     shared = common(found)  # symmetric: sums run over axis 1, which XLA vectorizes on CPUs
 
     parent, rank, score = jnp.int32(-1), jnp.int32(0), jnp.zeros((), dtype)
@@ -167,10 +163,10 @@ def grow(found: Found, topk: int) -> Candidates:
         siblings, agree = shared >= level, shared > level
         part, total = (jnp.sum(jnp.where(group, weight, 0), axis=1) for group in (agree, siblings))
 
-        first = jnp.min(jnp.where(agree, own[:, None], count), axis=1)  # index of the node
-        leads = first == own
+        first = jnp.min(jnp.where(agree, index[:, None], count), axis=1)  # index of the node
+        leads = first == index
         better = (part[:, :, None] > part[:, None, :]) | (
-            (part[:, :, None] == part[:, None, :]) & (own[:, None] < first[:, None, :])
+            (part[:, :, None] == part[:, None, :]) & (index[:, None] < first[:, None, :])
         )
         rivals = jnp.sum(siblings & leads[:, :, None] & better, axis=1, dtype=jnp.int32)
         rank, score = jnp.maximum(rank, rivals), score + jnp.log(part / (total + ESCAPE))
@@ -184,12 +180,12 @@ def grow(found: Found, topk: int) -> Candidates:
 
 @shaped
 def common(found: Found) -> Int32[Array, "B C C"]:
-    """Number of leading tokens that two places' continuations share; -1 for padding."""
+    """Number of leading tokens that the continuations of two places share; -1 for padding."""
     depth = found.follows.shape[2]
     follows = jnp.moveaxis(found.follows, 2, 0)
     levels = jnp.arange(depth, dtype=jnp.int32)[:, None, None, None]
     shared = jnp.min(
         jnp.where(follows[:, :, :, None] != follows[:, :, None, :], levels, depth), axis=0
     )
-    there = found.matched > 0
-    return jnp.where(there[:, :, None] & there[:, None, :], shared, -1)
+    is_place = found.matched > 0
+    return jnp.where(is_place[:, :, None] & is_place[:, None, :], shared, -1)

@@ -1,7 +1,4 @@
-"""Gumbel noise as a function of (sequence key, absolute position, token id).
-
-It knows no network or batch.
-"""
+"""Gumbel noise as a function of (sequence key, absolute position, token id); knows no network and no batch."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ def gumbel(
 ) -> Float[Array, "B D V"]:
     """Standard Gumbel noise of every token id at these absolute positions of each sequence.
 
-    A value depends only on (key, position, token id): not on `vocab`, the batch, or the sharding of
-    the result.
+    A value depends only on (key, position, token id), and not on `vocab`, the batch, or the sharding of the result.
     """
     ids = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, vocab), 2)
     key = (keys[:, 0, None, None], keys[:, 1, None, None])
@@ -56,14 +52,14 @@ def gumbel_at(
     ids: Int32[Array, "B U"],
     dtype=jnp.float32,
 ) -> Float[Array, "B U"]:
-    """The values of `gumbel` at one position of each sequence, of these token ids alone."""
+    """The values of `gumbel` for these token ids at one position of each sequence."""
     counter = (positions.astype(jnp.uint32)[:, None], ids.astype(jnp.uint32))
     return from_words(*threefry((keys[:, :1], keys[:, 1:]), counter), dtype)
 
 
 @shaped
 def nothing_drawn(starts: Int32[Array, " B"], count: int, vocab: int, dtype) -> NoiseAhead:
-    """Room for the noise of `count` positions of each row, the first of which is `starts`."""
+    """Space for the noise of `count` positions of each row from `starts` on; nothing is drawn."""
     return NoiseAhead(jnp.zeros((starts.shape[0] * count, vocab), dtype), starts)
 
 
@@ -87,7 +83,7 @@ def draw_ahead(
 ) -> NoiseAhead:
     """The noise of positions starts, ..., starts + M - 1 of the live rows.
 
-    Only what is missing is drawn, some (row, position) at a time.
+    Only missing noise is drawn, a block of (row, position) pairs at a time.
     """
     batch, (places, vocab) = starts.shape[0], ahead.values.shape
     missing = jnp.where(live, starts + ahead.count - ahead.ends, 0)
@@ -101,7 +97,7 @@ def draw_ahead(
         known = jnp.minimum(rows, batch - 1)
         positions = (ahead.ends - until + missing)[known] + number
         place = known * ahead.count + positions % ahead.count
-        # What is past the last one is dropped.
+        # Writes past the last missing position are dropped.
         place = jnp.where(rows < batch, place, places + number)
         drawn = gumbel(keys[known], positions[:, None], vocab, values.dtype)[:, 0]
         return done + block, values.at[place].set(drawn, mode="drop", unique_indices=True)
@@ -118,9 +114,8 @@ def from_words(
 ) -> Float[Array, "*A"]:
     """Standard Gumbel noise from 64 random bits.
 
-    The bits are v, uniform on (0, 1) in steps of 2**-64, so that the exponential variate E = -log(1
-    - v) has full relative precision where it is small: the upper tail of the noise, which lets
-    unlikely tokens win, is exact.
+    The bits are v, uniform on (0, 1) in steps of 2**-64. The exponential variate E = -log(1 - v) then has full relative
+    precision where it is small: the upper tail of the noise, where unlikely tokens win, is exact.
     """
     v = high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
     v = jnp.minimum(v, 1 - jnp.finfo(dtype).epsneg)  # rounding up to 1 would make E infinite

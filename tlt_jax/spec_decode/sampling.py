@@ -1,7 +1,4 @@
-"""Sampling of one token from logits and noise, and its log-probability.
-
-It knows one position: no sequences, trees or networks.
-"""
+"""Sampling of one token from logits and noise, and its log-probability; knows no sequence, tree or network."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode.decoding_params import Sampling
 
-LEAST = -1e30  # no logit of a token is below; that of padding is the lowest number
-BLOCK, BLOCKS = 16, 256  # neighbouring tokens, and how many such blocks a filter looks at first
-# A search without a loop finds BITS bits of the threshold in a pass, by 15 sums; the vocabulary is
-# summed in PARTS parts, which divide over devices. For an H200 and 32 x 152064 logits XLA makes of a
-# whole choice 35 kernels that move 0.54 GB; with 2 bits 59 and 0.85 GB.
+LEAST = -1e30  # lower bound of the logits of tokens; padding has the lowest number
+BLOCK, BLOCKS = 16, 256  # neighbouring tokens in a block; blocks that a filter reads first
+# The unrolled search finds BITS bits of the threshold in a pass, by 15 sums. The vocabulary is summed in PARTS parts, which
+# divide over devices. For an H200 and 32 x 152064 logits XLA compiles a choice to 35 kernels that move 0.54 GB; with 2 bits to
+# 59 kernels and 0.85 GB.
 BITS, PARTS = 4, 64
 Noise = Callable[[Int32[Array, " R"], Int32[Array, "R U"] | None], Float[Array, "R U"]]
 
@@ -40,12 +37,12 @@ def draw(
     noise: Noise,
     unrolls: bool = False,
 ) -> Int32[Array, " B"]:
-    """argmax(filter(scaled) + noise) of the wanted rows; of the others any token.
+    """argmax(filter(scaled) + noise) of the wanted rows; any token for the other rows.
 
-    noise(rows, ids) [R, U] is that of these token ids of these rows, of all when `ids` is None. A
-    filter looks at the blocks of neighbouring tokens with the largest logits first, and at all
-    tokens of the wanted rows that could keep one outside of them, some rows at a time; `unrolls`:
-    at all tokens of all rows, without a loop. What a row gives does not depend on the others.
+    noise(rows, ids) [R, U]: noise of these token ids in these rows; of all ids when `ids` is None. A filter first reads
+    the blocks of neighbouring tokens with the largest logits. Wanted rows that could keep a token outside of these blocks
+    are filtered over the whole vocabulary, some rows at a time. With `unrolls` all rows are, without a loop. A row's
+    token does not depend on the other rows.
     """
     batch, vocab = scaled.shape
     every = jnp.arange(batch, dtype=jnp.int32)
@@ -63,7 +60,7 @@ def draw(
     places = choose(kept + noise(every, ids))
     found = jnp.take_along_axis(ids, places[:, None], axis=1)[:, 0]
 
-    def look_at_all(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def filter_whole_rows(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         left, found = carry
         rows = jax.lax.top_k(left.astype(jnp.int32), max(batch // 8, 1))[1]
         tokens = choose(filter(scaled[rows], sampling) + noise(rows, None))
@@ -71,12 +68,12 @@ def draw(
         return left.at[rows].set(False), found.at[rows].set(tokens)
 
     return jax.lax.while_loop(
-        lambda carry: carry[0].any(), look_at_all, (wanted & ~is_sure, found)
+        lambda carry: carry[0].any(), filter_whole_rows, (wanted & ~is_sure, found)
     )[1]
 
 
 def is_filtered(sampling: Sampling) -> bool:
-    """Whether top-k or top-p drop tokens."""
+    """Whether top-k or top-p drops tokens."""
     return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
@@ -84,11 +81,11 @@ def is_filtered(sampling: Sampling) -> bool:
 def largest_blocks(
     scaled: Float[Array, "B V"],
 ) -> tuple[Int32[Array, "B U"], Float[Array, "B U"], Float[Array, " B"]]:
-    """Ids in rising order and values of the BLOCKS blocks of tokens with the largest maxima, and the largest value outside."""
+    """Ids (ascending) and values of the BLOCKS blocks of tokens with the largest maxima; the largest value outside."""
     batch, vocab = scaled.shape
     blocks = scaled.reshape(batch, vocab // BLOCK, BLOCK)
     maxima = blocks.max(axis=-1)
-    # One block more and slices of the result would make XLA sort everything.
+    # With one block more and slices of the result, XLA would sort everything.
     tops, which = jax.lax.top_k(maxima, BLOCKS)
     least = tops.min(axis=1, keepdims=True)
     below = jnp.max(jnp.where(maxima < least, maxima, -jnp.inf), axis=1)
@@ -108,10 +105,10 @@ def filter(
     total: Float[Array, "*A 1"] | None = None,
     unrolls: bool = False,
 ) -> Float[Array, "*A V"]:
-    """Scaled logits, -inf at tokens outside top-k, and of the rest outside top-p.
+    """Scaled logits, -inf at tokens outside top-k, then at tokens outside top-p of the rest.
 
-    Tokens that tie with the last one kept are kept too. Greedy sampling filters nothing. `total`:
-    the logsumexp of all scaled logits, when these are but the largest. `unrolls`: without a loop.
+    Tokens that tie with the last one kept are kept too. Greedy sampling filters nothing. `total`: the logsumexp of the
+    whole vocabulary, when `scaled` holds only its largest logits. `unrolls`: without a loop.
     """
     if sampling.is_greedy:
         return scaled
@@ -151,7 +148,7 @@ def largest_threshold(
 ) -> UInt[Array, "*A 1"]:
     """The largest threshold such that the weights (>= 0) of values >= it sum to at least `needed`.
 
-    Search over the bits, from the highest on: one a pass, or BITS where it `unrolls`; sorts nothing.
+    A search over the bits from the highest on, one bit a pass, or BITS with `unrolls`; without sorting.
     """
     kind, width = ordered.dtype, ordered.dtype.itemsize * 8
     border = jnp.zeros((*ordered.shape[:-1], 1), kind)
@@ -169,7 +166,7 @@ def largest_threshold(
     for shift in range(width - BITS, -1, -BITS):
         candidates = [border | jnp.array(j << shift, kind) for j in range(1, 2**BITS)]
         sums = sums_above(ordered, weights, candidates)
-        # Rounded sums too fall as thresholds rise: the last that is met is the number of those met.
+        # Rounded sums fall too as thresholds rise: the number of thresholds met is the index of the last one met.
         digit = jnp.sum(sums >= needed, axis=-1, keepdims=True, dtype=kind)
         border |= digit << shift
     return border
@@ -180,10 +177,10 @@ def sums_above(
     weights: Shaped[Array, "*A C U"],
     thresholds: Sequence[UInt[Array, "*A 1"]],
 ) -> Shaped[Array, "*A J"]:
-    """For each of J thresholds the sum of the weights of values >= it, in one pass over both.
+    """For each of J thresholds the sum of the weights of values >= it, in one pass over both arrays.
 
-    Of J sums XLA makes J kernels on GPUs, with the thresholds on an axis it reads everything J
-    times, and one reduction over shards gathers J times: C, which may be sharded, is summed apart.
+    With J sums XLA makes J kernels on GPUs; with the thresholds on an axis it reads everything J times; and one reduction
+    over shards gathers J times. So C, which may be sharded, is summed separately.
     """
     zero = jnp.zeros((), weights.dtype)
     kept = [jnp.where(ordered >= x[..., None], weights, zero) for x in thresholds]
@@ -200,8 +197,8 @@ def sums_above(
 def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
     """Id of the largest value; of equal values the lowest id.
 
-    A maximum and one over reversed ids, so that it also works with V sharded. The ids are compared
-    as floats (exact up to 2**24): on CPUs a float maximum is 7 times faster than an integer one.
+    A maximum of the values and one of reversed ids, so that V may be sharded. Ids are compared as floats (exact up to
+    2**24): on CPUs a float maximum is 7 times faster than an integer one.
     """
     last = perturbed.shape[-1] - 1
     reversed_ids = (
@@ -215,9 +212,9 @@ def choose(perturbed: Float[Array, "*A V"]) -> Int32[Array, "*A"]:
 def is_broken(
     scaled: Float[Array, "*A V"], tokens: Int32[Array, "*A"], logprobs: Float[Array, "*A"]
 ) -> Bool[Array, "*A"]:
-    """True where no token can be drawn: logits with NaN or infinity, or without one above the vocabulary's padding.
+    """True where no token can be drawn: logits with NaN or infinity, or with none above the vocabulary's padding.
 
-    `tokens` are what was chosen of them, `logprobs` their log-probabilities.
+    `tokens`: the tokens chosen from them; `logprobs`: their log-probabilities.
     """
     chosen = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
     return ~jnp.isfinite(logprobs) | (chosen < LEAST)

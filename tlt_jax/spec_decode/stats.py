@@ -17,10 +17,10 @@ BINS = 10  # of the reliability diagram of scores
 class Stats:
     """Counts over the live rows and the rounds of a chunk.
 
-    hits[d, n, r]: accepted nodes of depth d + 1, rank n by score, and `ranks` r. Reliability
-    diagram of the scores: bin i has nodes[i] nodes of predicted probability i/10 to (i+1)/10;
-    promised[i] is the sum of these probabilities, accepted[i] the number accepted. `row_rounds`: live
-    rows, summed over rounds. `declined`: row rounds whose tree was only a root.
+    hits[d, n, r]: accepted nodes of depth d + 1, rank n by score, and `ranks` r. Reliability diagram of the scores: bin i
+    has nodes[i] nodes of predicted probability i/10 to (i+1)/10; promised[i] is the sum of these probabilities,
+    accepted[i] the number of accepted nodes. `row_rounds`: live rows, summed over the rounds. `declined`: row rounds
+    whose tree was only a root.
     """
 
     row_rounds: Int32[Array, ""]
@@ -50,10 +50,7 @@ def measure(
     live: Bool[Array, " B"],
     strategy: Strategy,
 ) -> Stats:
-    """The counts of one round.
-
-    path[b, :counts[b]] are the root and the accepted nodes.
-    """
+    """The counts of one round; path[b, :counts[b]] are the root and the accepted nodes."""
     drafted = (tree.tokens != ABSENT) & live[:, None] & (jnp.arange(strategy.nodes) > 0)
     declined = live & ~drafted.any(axis=1) if strategy != PLAIN else jnp.zeros_like(live)
 
@@ -85,7 +82,7 @@ def measure(
 
 @shaped
 def score_order(scores: Float[Array, "B N"]) -> Int32[Array, "B N"]:
-    """Rank of every node by score, 0 for the highest; of equal scores the earlier node first.
+    """Rank of every node by score, 0 for the highest; of equal scores the earlier node comes first.
 
     The root, whose score is 0, has rank 0.
     """

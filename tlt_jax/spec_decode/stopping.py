@@ -1,4 +1,4 @@
-"""Stop texts within generated tokens, and why a sequence ends; knows no rounds."""
+"""Stop texts within generated tokens, and the reasons for which a sequence finishes; knows no rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNNING, STOPPED, TRUNCATED, BROKEN = 0, 1, 2, 3  # BROKEN: the target's logits 
 def follow(
     rules: StopRules, states: Int32[Array, " B"], tokens: Int32[Array, "B M"]
 ) -> Int32[Array, "B M"]:
-    """The state of the rules after each token; `states` are those before. rules.end: the token completes a stop."""
+    """The state of the rules after each token; `states`: those before. rules.end: the token completes a stop text."""
     table = jnp.asarray(rules.table)
     classes = jnp.asarray(rules.classes).at[tokens].get(mode="fill", fill_value=rules.other)
     after = []

@@ -1,4 +1,4 @@
-"""Strategies: the shape of a round's draft tree, what drafts it, and their names. No JAX."""
+"""Strategies: the shape of a draft tree, its drafter, and their names; no JAX."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-# Drafters that one engine may hold together: n-grams, the learned drafter, and the candidates of
-# both in one tree.
+# Drafters that one engine may have: n-grams, the learned drafter, and the candidates of both in one tree.
 NGRAM, LEARNED, MERGED = DRAFTERS = ("ngram", "learned", "merged")
 
 
@@ -15,8 +14,8 @@ NGRAM, LEARNED, MERGED = DRAFTERS = ("ngram", "learned", "merged")
 class Strategy:
     """Shape of a round's draft tree, and its drafter. Plain decoding is (0, 0, 1).
 
-    depth: levels below the root; topk: largest number of children of a node; nodes: tree size, with
-    the root. drafter: one of DRAFTERS; "": the only drafter of the engine.
+    depth: levels below the root; topk: largest number of children of a node; nodes: tree size, with the root. drafter:
+    one of DRAFTERS; "": the only drafter of the engine.
     """
 
     depth: int = 0
@@ -31,7 +30,7 @@ class Strategy:
 
     @property
     def drafted_levels(self) -> int:
-        """Levels whose drafting costs a network's pass; those of NGRAM cost nearly nothing."""
+        """Levels whose drafting needs a forward pass of a network; those of NGRAM cost nearly nothing."""
         return 0 if self.drafter == NGRAM else self.depth
 
 
@@ -59,7 +58,7 @@ def parse(text: str) -> Strategy:
     drafter, *sizes = match.groups()
     if drafter and drafter not in DRAFTERS:
         raise ValueError(
-            f"strategy {text!r}: no drafter is called {drafter!r}: use one of {', '.join(DRAFTERS)}"
+            f"strategy {text!r}: unknown drafter {drafter!r}: use one of {', '.join(DRAFTERS)}"
         )
     strategy = Strategy(*map(int, sizes), drafter or "")
     check(strategy)
@@ -75,7 +74,7 @@ def name(strategy: Strategy) -> str:
 
 
 def check(strategy: Strategy) -> None:
-    """Raises ValueError unless candidates suffice for the tree and it can reach its depth."""
+    """Raises ValueError unless the tree has enough candidates and can reach its depth."""
     depth, topk, nodes = strategy.depth, strategy.topk, strategy.nodes
     text = f"strategy {name(strategy)}"
     for what, number in (("depth", depth), ("topk", topk), ("nodes", nodes)):

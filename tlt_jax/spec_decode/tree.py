@@ -1,4 +1,4 @@
-"""Draft trees and the candidates they are chosen from; knows no network."""
+"""Draft trees, and their choice from candidates; knows no network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def root_only(tokens: Int32[Array, " B"]) -> DraftTree:
 
 @shaped
 def ancestors(parents: Int32[Array, "B N"]) -> Bool[Array, "B N N"]:
-    """Row i marks the nodes that node i attends to: itself and its ancestors.
+    """Row i marks the nodes that node i attends to: its ancestors and itself.
 
     Squares the relation until it covers the longest path: O(log N) products.
     """
@@ -43,16 +43,15 @@ def chosen(candidates: Candidates, places: Int32[Array, "B n"]) -> Candidates:
 def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> DraftTree:
     """The tree of the root and the nodes - 1 candidates of highest score.
 
-    The reranking of EAGLE-2 (arXiv 2406.16858). Of equal scores the earlier candidate first. A
-    child never scores above its parent and comes after it, so the parent of a chosen node is chosen
-    too.
+    The reranking of EAGLE-2 (arXiv 2406.16858). Of equal scores the earlier candidate is chosen. A child never scores
+    above its parent and comes after it, so the parent of a chosen node is chosen too.
     """
     if candidates.scores.shape[1] == nodes - 1:  # all are chosen, as in a chain
         best, parents = candidates, 1 + candidates.parents
     else:
         places = jnp.sort(jax.lax.top_k(candidates.scores, nodes - 1)[1], axis=1)
         best = chosen(candidates, places)
-        # Compared with all: a search is a loop in every round, whose passes a GPU's host starts.
+        # A binary search would be a loop in every round, and the host launches each iteration of a loop on a GPU.
         found = partial(jnp.searchsorted, method="compare_all")
         parents = 1 + jax.vmap(found)(places, best.parents)
 
@@ -75,18 +74,17 @@ def rerank(candidates: Candidates, roots: Int32[Array, " B"], nodes: int) -> Dra
 
 @shaped
 def merge(first: Candidates, second: Candidates, depth: int) -> Candidates:
-    """The candidates of two drafters, those of `first` before; paths proposed by both appear once.
+    """The candidates of two drafters, those of `first` before those of `second`; paths that both propose appear once.
 
-    `depth`: levels of `second` at most.
+    `depth`: most levels of `second`.
 
-    Two candidates are equal when the tokens on their paths from the root are. The one of `second`
-    becomes padding (ABSENT, score -inf); its children become children of the one of `first`, which
-    gets the higher score. Scores keep the calibration of their drafters. `ranks` count the siblings
-    of both, so they can be larger than each drafter's.
+    Two candidates are equal when the tokens on their paths from the root are. The one of `second` then becomes padding
+    (ABSENT, score -inf), and its children become children of the one of `first`, which gets the higher score. Scores keep
+    the calibration of their drafters. `ranks` count the siblings of both, so they can be larger than each drafter's.
 
-    The invariants of Candidates hold for the result when they hold for both. No child scores above
-    its parent: a set that contains a node contains its parent, with at least the node's score, so
-    the maximum of the parent's scores is at least the maximum of the node's.
+    The invariants of Candidates hold for the result when they hold for both. No child scores above its parent: a set that
+    contains a node contains its parent, with at least the node's score, so the maximum of the parent's scores is at least
+    the maximum of the node's.
     """
     both, parents = shared(first, second, depth)
     absorbed = both.any(axis=2)
@@ -109,14 +107,14 @@ def merge(first: Candidates, second: Candidates, depth: int) -> Candidates:
 def shared(
     first: Candidates, second: Candidates, depth: int
 ) -> tuple[Bool[Array, "B E C"], Int32[Array, "B E"]]:
-    """Which of `second` equal which of `first`; the parents of `second` in the merged set."""
+    """Which candidates of `second` equal which of `first`; and the parents of `second` in the merged set."""
     count = first.tokens.shape[1]
     own = count + jnp.arange(second.tokens.shape[1], dtype=jnp.int32)
     here = (second.scores > -jnp.inf)[:, :, None] & (first.scores > -jnp.inf)[:, None, :]
     alike = here & (second.tokens[:, :, None] == first.tokens[:, None, :])
 
     def found(nodes: Array) -> tuple[Array, Array]:
-        """The result of `shared`, right one level deeper than `nodes`, the indices of second's."""
+        """The result of `shared`, right one level deeper than `nodes`: the merged indices of second's candidates."""
         above = jnp.take_along_axis(nodes, jnp.maximum(second.parents, 0), axis=1)
         parents = jnp.where(second.parents < 0, -1, above)
         return alike & (parents[:, :, None] == first.parents[:, None, :]), parents
@@ -133,7 +131,7 @@ def shared(
 def ranks_of(candidates: Candidates) -> Int32[Array, "B C"]:
     """The largest sibling rank by score on the path to each candidate.
 
-    Of equal scores the earlier candidate first. Pointer doubling: O(log C) steps.
+    Of equal scores the earlier candidate comes first. Pointer doubling: O(log C) steps.
     """
     scores, parents = candidates.scores, candidates.parents
     index = jnp.arange(scores.shape[1])

@@ -1,9 +1,9 @@
-"""Candidates of a learned drafter, correlated with the target's sampling noise; knows no network.
+"""Draft trees of a learned drafter, correlated with the target's sampling noise; knows no network.
 
-The shape is that of EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): k children for each of
-the k best nodes of every level, k + (D - 1) k^2 candidates. What differs: siblings are ordered by
-log q + strength * noise, with the noise that the target will sample with, and a node's score is the
-log-probability that the target goes there, given that noise.
+The shape is that of EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): k children for each of the k best nodes of
+every level, k + (D - 1) k^2 candidates. The difference: siblings are ordered by log q + strength * noise, with the noise
+that the target samples with, and a node's score is the log-probability that the target chooses its path, given that
+noise.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import chosen
 
-# Sequences x tokens per step of `catch_up`: while many tokens are missing, and for the rest.
+# Sequences x tokens per step of `catch_up`: while many tokens are missing, then for the rest.
 BLOCKS = ((16, 64), (4, 16))
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """How much the noise decides the order of siblings and their scores.
+    """How much the noise determines the order and the scores of siblings.
 
-    Siblings are ordered by log q + strength * noise; scores are the log-softmax of `sharpness`
-    times that.
+    Siblings are ordered by log q + strength * noise; scores are the log-softmax of `sharpness` times that.
     """
 
     strength: float = 0.75
@@ -171,20 +170,20 @@ def expand(
     context: Context,
     strategy: Strategy,
 ) -> Candidates:
-    """All candidates of a round: k children of the root and of the k best nodes of each level."""
+    """All candidates of a round: k children of the root, and k children of each of the k best nodes of a level."""
     B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
     ids = network.ids(weights)
     logits = network.logits(weights, state.hidden[:, None])
     tokens, scores = (found[:, 0] for found in guess(logits, noise_of(context, 0, ids), ids))
 
-    own = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
+    places = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))
     parents, depths = jnp.full((B, k), -1, jnp.int32), jnp.ones((B, k), jnp.int32)
-    first = Candidates(tokens, parents, depths, scores, own)
+    first = Candidates(tokens, parents, depths, scores, places)
     if depth == 1:
         return first
 
     def grow(carry: tuple, level: Int32[Array, ""]) -> tuple[tuple, Candidates]:
-        """One level more: the children of the beams, the best of which are the next beams."""
+        """Adds a level: the children of the beams; the best of them are the next beams."""
         beams, index, hidden, scratch, seen = carry
         eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))
         seen = jax.lax.dynamic_update_slice_in_dim(seen, eye, level * k, axis=2)
@@ -212,7 +211,7 @@ def expand(
 
     hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
     nodes = k * (depth - 1)
-    carry = first, own, hidden, network.scratch(B, nodes), jnp.zeros((B, k, nodes), bool)
+    carry = first, places, hidden, network.scratch(B, nodes), jnp.zeros((B, k, nodes), bool)
     levels = jnp.arange(depth - 1, dtype=jnp.int32)
     _, rest = jax.lax.scan(grow, carry, levels, unroll=network.unrolls)
     rest = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(B, -1), rest)
@@ -223,9 +222,9 @@ def expand(
 def noise_of(
     context: Context, level: int | Int32[Array, ""], ids: Int32[Array, " U"] | None
 ) -> Float[Array, "B 1 U"] | None:
-    """The noise with which the target will choose among the children of this level.
+    """The noise with which the target chooses among the children of this level, at the ids of the draft vocabulary.
 
-    At the token ids of the draft vocabulary; None when the target is greedy.
+    None when the target is greedy, or the drafter reads no noise.
     """
     if context.ahead is None:
         return None
@@ -247,9 +246,9 @@ def children(
 ) -> tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]:
     """Tokens of the k best children of w nodes, and their log-probabilities given the parent.
 
-    The model: given the noise G, a target that differs from the drafter by a random error chooses
-    v with probability softmax(sharpness * (log q + strength * G)). Values that are not finite give
-    children of score -inf. `ids`: token ids of the draft vocabulary; None: 0, 1, ...
+    The model: given the noise G, a target that differs from the drafter by a random error chooses v with probability
+    softmax(sharpness * (log q + strength * G)). Children with values that are not finite score -inf. `ids`: token ids of
+    the draft vocabulary; None: 0, 1, ...
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     value = jax.nn.log_softmax(wide / temperature, axis=-1)

@@ -1,7 +1,4 @@
-"""Verification of draft trees: the path that agrees with the tokens the target chooses.
-
-It knows neither noise nor networks.
-"""
+"""Verification of draft trees: the path that matches the tokens that the target chooses; knows no noise and no network."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tlt_jax.spec_decode.draft_tree import DraftTree
 
 @struct.dataclass
 class Visit:
-    """What the target chose at one node of each row: the token, its log-probability, whether its logits are broken."""
+    """The target's choice at one node of each row: the token, its log-probability, and whether the logits are broken."""
 
     tokens: Int32[Array, "*A"]
     logprobs: Float[Array, "*A"]
@@ -27,10 +24,10 @@ class Visit:
 
 @struct.dataclass
 class Walk:
-    """The accepted path of each tree: path[b, 0] is the root, then `accepted` nodes.
+    """The accepted path of each tree: path[b, 0] is the root, then `accepted` nodes; after these the last node is repeated.
 
-    After these the last node is repeated. `visits` [B, M] are what was chosen on the path: the
-    accepted tokens, then the bonus token at m = accepted; after it anything.
+    `visits` [B, M]: the target's choices on the path: the accepted tokens, then the bonus token at m = accepted;
+    undefined after it.
     """
 
     path: Int32[Array, "B M"]
@@ -49,9 +46,9 @@ def walk(
 ) -> Walk:
     """The path that goes to the child equal to the token chosen at its parent.
 
-    It ends where no child is, or after `depth` steps. visit(nodes, step, alive) is the choice at one
-    node of each row: at the nodes of the path, and no others. It is asked for only while a row is
-    alive; `unrolls`: for all depths, without a loop.
+    It ends where no child matches, or after `depth` steps. visit(nodes, step, alive) is the target's choice at one node
+    of each row; it is evaluated on the nodes of the path only. The loop ends when no row is alive; `unrolls`: all `depth`
+    steps, without a loop.
     """
     nodes = jnp.arange(tree.tokens.shape[1])
     root = jnp.zeros(live.shape, jnp.int32)
@@ -78,14 +75,16 @@ def walk(
         found = Walk(here, visits, found.accepted + alive)
         return (count + 1, *child(node, alive, visited.tokens), found)
 
-    def goes_on(carry: tuple) -> Array:
+    def has_alive(carry: tuple) -> Array:
         count, _, alive, _ = carry
         return (count <= depth) & alive.any()
 
-    begun = Walk(jnp.zeros((live.shape[0], depth + 1), jnp.int32), jax.tree.map(wide, first), root)
-    carry = (jnp.int32(1), *child(root, live, first.tokens), begun)
+    initial = Walk(
+        jnp.zeros((live.shape[0], depth + 1), jnp.int32), jax.tree.map(wide, first), root
+    )
+    carry = (jnp.int32(1), *child(root, live, first.tokens), initial)
     if not unrolls:
-        return jax.lax.while_loop(goes_on, step, carry)[-1]
+        return jax.lax.while_loop(has_alive, step, carry)[-1]
     for _ in range(depth):
         carry = step(carry)
     return carry[-1]

@@ -14,11 +14,11 @@ from tlt_jax.config import load as configuration
 
 def main() -> int:
     """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
-    # Nothing is lost before the loop begins, which takes the signal from there on. At once: half imported extensions crash.
+    # Until the loop starts and handles SIGTERM itself there is nothing to save. Exit at once: half-imported extensions crash.
     signal.signal(signal.SIGTERM, stop)
     settings = configuration.load(command="python -m tlt_jax.train")
     with cli.prepared(settings, is_one_of_many=True):
-        # These import JAX: not before the process is prepared.
+        # These import JAX, so only after the process is prepared.
         from tlt_jax import run_folder
         from tlt_jax.distributed import watch
         from tlt_jax.train import loop
@@ -28,8 +28,8 @@ def main() -> int:
 
 
 def stop(*_) -> NoReturn:
-    """Ends the process at once."""
-    os.write(2, b"stopped: the same command begins again, or goes on from what is saved\n")
+    """SIGTERM handler: ends the process at once."""
+    os.write(2, b"stopped: the same command starts again, or resumes from the last checkpoint\n")
     os._exit(cli.PREEMPTED)
 
 

@@ -1,4 +1,4 @@
-"""Where the seconds of the loop go: to which phase, and how many of them were compiling; knows no device and no phase."""
+"""Seconds of the training loop by phase, and how many of them went into compiling; knows no device and no phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax import monitoring
 
 OTHER = "other"
-# What JAX reports of each program: tracing, lowering, and compilation by XLA or reading it from the persistent cache.
+# Events that JAX reports for each program: tracing, lowering, and compilation by XLA or a read from the persistent cache.
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 COMPILING = (
     "/jax/core/compile/jaxpr_trace_duration",
@@ -21,17 +21,17 @@ COMPILING = (
 
 
 class Span(NamedTuple):
-    """From `begin` to `end`, in seconds of one clock."""
+    """The time from `begin` to `end`, in seconds of one clock."""
 
     begin: float
     end: float
 
 
 class Stopwatch:
-    """Context in which every second belongs to one phase, and every compilation of the process is noticed.
+    """Context that counts every second for one phase, and records every compilation of the process.
 
-    A phase inside another one takes its seconds out of that; what is in none is `other`. A lap is
-    the time since the lap before. `tell` hears of every phase that begins.
+    Seconds of an inner phase do not count for the outer one; seconds outside of all phases count for
+    `other`. A lap is the time since the previous lap. `tell` is called with every phase that starts.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Stopwatch:
         self.programs = 0
 
     def __enter__(self) -> Stopwatch:
-        monitoring.register_event_duration_secs_listener(self.hear)
+        monitoring.register_event_duration_secs_listener(self.on_event)
         return self
 
     def __exit__(self, *_) -> None:
-        monitoring.unregister_event_duration_listener(self.hear)
+        monitoring.unregister_event_duration_listener(self.on_event)
 
-    def hear(self, event: str, seconds: float, **_) -> None:
-        """Notes what JAX reports: something that took these seconds has just ended."""
+    def on_event(self, event: str, seconds: float, **_) -> None:
+        """JAX's listener: an event that took `seconds` has just ended."""
         if event in COMPILING:
             now = self.clock()
             self.compiling.append(Span(now - seconds, now))
@@ -61,31 +61,31 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context whose seconds belong to timing_s/name; one that raises stays the phase that `tell` heard of last."""
-        outer = self.turn_to(name)
+        """Context whose seconds count for timing_s/name. On an error `tell` is not called: its last call names the phase."""
+        outer = self.switch_to(name)
         try:
             yield
         except BaseException:
-            self.turn_to(outer, is_told=False)
+            self.switch_to(outer, reports=False)
             raise
-        self.turn_to(outer)
+        self.switch_to(outer)
 
-    def turn_to(self, name: str, is_told: bool = True) -> str:
-        """Ends the phase, and begins the named one; the name of the ended one."""
+    def switch_to(self, name: str, reports: bool = True) -> str:
+        """Ends the current phase and starts the named one; returns the name of the ended one."""
         before, now = self.phase_name, self.clock()
         self.phases.append((before, Span(self.since, now)))
         self.phase_name, self.since = name, now
-        if is_told:
+        if reports:
             self.tell(name)
         return before
 
     def lap(self) -> dict[str, float]:
-        """The accounts of the time since the last lap, as metrics; begins the next one.
+        """Ends the lap and returns its seconds as metrics.
 
-        timing_s/* of the phases add up to timing_s/step. Compiling counts each second once, however
-        many programs were compiled in it, and belongs to the phase that it happened in.
+        timing_s/* of the phases add up to timing_s/step. A second in which several programs compiled
+        counts once, for the phase that it was in.
         """
-        self.turn_to(self.phase_name)
+        self.switch_to(self.phase_name)
         phases, compiling, programs = self.phases, merged(self.compiling), self.programs
         self.phases, self.compiling, self.programs = [], [], 0
 
@@ -100,7 +100,7 @@ class Stopwatch:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time as disjoint spans, in order."""
+    """The union of the spans, as disjoint spans in order of time."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.begin <= found[-1].end:
@@ -111,5 +111,5 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(span: Span, others: Sequence[Span]) -> float:
-    """Seconds of a span that disjoint others cover."""
+    """Seconds of a span that the others, which are disjoint, cover."""
     return sum(max(0.0, min(span.end, one.end) - max(span.begin, one.begin)) for one in others)

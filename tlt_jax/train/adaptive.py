@@ -1,4 +1,4 @@
-"""The drafter of speculation.drafter `adaptive` in the RL loop: made from nothing, trained in RL steps and in idle time."""
+"""The `adaptive` drafter (speculation.drafter) in the RL loop: initialization, replay configuration, metrics, export."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
 WIDTH_MULTIPLE = 16  # of a window
-HELD_OUT = 8  # one sequence in so many is not learned from, to measure on
+HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 
 
 def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
-    """What every data group keeps of finished sequences. Raises ConfigError when not one window fits."""
+    """The replay buffer of each data group. Raises ConfigError when one window exceeds idle_training.replay_mib."""
     knobs, longest = config.idle_training, packing.longest(config)
     width = min(knobs.window, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
     numbers = (len(recipe.drafter.captures) + 1) * recipe.model.hidden_size  # features and states
@@ -52,8 +52,8 @@ def create(
 ) -> DrafterState:
     """The drafter before its first update: `start`, or a new one.
 
-    A new one that can propose a part of the vocabulary has the tokens that stand in the answers most
-    often; of equal ones those with the lower ids.
+    The draft vocabulary of a new one, if smaller than the policy's, has the most frequent tokens of the answers;
+    ties go to the lower ids.
     """
     drafter, dtype = recipe.drafter, config.model.param_dtype
     if start is not None:
@@ -67,13 +67,13 @@ def create(
 
 
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:
-    """How each data group spent the rollout; idle work, whose spans are of this kind, is idle time."""
+    """Busy, idle and compile-wait seconds of each data group; spans of `kind` (idle work) count as idle."""
     spans = [span for span in rollout.spans if span.kind != kind]
     return group_seconds(spans, rollout.compile_waits, groups, (0.0, rollout.stats["seconds"]))
 
 
 def idle_metrics(rollout: RolloutResult, groups: Sequence[GroupSeconds]) -> dict[str, float]:
-    """The metrics idle/*: how much of the groups' time the rollout leaves, and how much of that is used."""
+    """The metrics idle/*: idle share of the groups' rollout time, and the share of it that idle work used."""
     idle, used = sum(group.idle for group in groups), rollout.stats.get("idle_used", 0.0)
     return {
         "idle/ratio": idle / (len(groups) * rollout.stats["seconds"]),
@@ -89,7 +89,7 @@ def export(
     acceptance: Sequence[float],
     step: int,
 ) -> None:
-    """Writes the directory of the drafter after a step, beside the policy's."""
+    """Writes the drafter after a step to its directory in the run folder."""
     dtype = config.model.param_dtype
     atomic.write_directory(
         run_folder.drafter_export(config),

@@ -11,7 +11,7 @@ STD_FLOOR = 1e-6  # added to the standard deviation of a group
 
 
 def zero_variance(rewards: np.ndarray) -> np.ndarray:
-    """bool[P]: groups of rewards [P, G] that are all equal, and so give no gradient."""
+    """bool[P]: whether all rewards [P, G] of a group are equal; such a group gives no gradient."""
     return rewards.max(axis=1) == rewards.min(axis=1)
 
 

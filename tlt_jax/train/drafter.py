@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.data.dataset import Dataset, Encoder
+from tlt_jax.data.dataset import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
@@ -36,14 +36,22 @@ from tlt_jax.train import run_state, sft
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 
-SAY_EVERY = 25  # also the most steps that wait on the devices
+LOG_EVERY = 25  # steps between log lines, and the most steps in flight on the devices
 
 ABOUT = f"""Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
 {run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it (an EAGLE drafter of a Qwen2 policy only SGLang)."""
 
 
+class Session(NamedTuple):
+    """Where a training run writes, and the check whether it must stop."""
+
+    store: Store
+    writer: Writer
+    interrupted: Callable[[], bool]
+
+
 def train(config: Config) -> int:
-    """Trains to drafter_training.steps, going on from the newest checkpoint; returns the exit code."""
+    """Trains to drafter_training.steps, from the newest checkpoint if one exists; returns the exit code."""
     config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
     check_trackers(config)
     from_config.check_drafter_training(config)
@@ -52,7 +60,6 @@ def train(config: Config) -> int:
     if config.sft.steps or not config.drafter_training.texts:
         dataset = datasets.load(config, tokenizer)
     setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
-    model, mesh = setup.model, setup.mesh
     if dataset:
         print(dataset.describe(), flush=True)
     digest = dataset.digest() if dataset else ""
@@ -73,26 +80,25 @@ def train(config: Config) -> int:
         with Writer(config, steps, resumed) as writer:
             try:
                 params = sft.warm_start(setup, writer, preempted)
-                examples = gather(config, model, mesh, params, dataset, tokenizer, preempted)
+                examples = gather(setup, params, preempted)
             except Interrupted:
                 return PREEMPTED
-            recipe, state = begin(config, model, mesh, examples, store, resumed)
+            recipe, state = begin(setup, examples, store, resumed)
             rows = corpus.PackedCorpus(examples, config)
-            state, acceptance, code = train_drafter(
-                config, recipe, state, params, rows, store, writer, preempted
-            )
+            session = Session(store, writer, preempted)
+            state, acceptance, code = train_drafter(config, recipe, state, params, rows, session)
         if code == DONE:
             write(config, recipe, state, acceptance)
     return code
 
 
 def of_step(step: int) -> dict[str, Any]:
-    """What the directory of a drafter is made from: one that a run trained beside its rollouts is another."""
+    """Provenance of an exported drafter; differs from that of a drafter trained during RL."""
     return run_folder.of_step(step, "tlt_jax.train.drafter")
 
 
 def find_tokenizer(config: Config) -> Any:
-    """The tokenizer; None for a policy that has none and only reads texts, which are token ids then."""
+    """The tokenizer; None when the policy has none and the drafter learns from given texts, which must be token ids."""
     is_reading = config.drafter_training.texts and not config.sft.steps
     if is_reading and config.model.path and not config.model.tokenizer:
         if not datasets.has_tokenizer(from_config.policy_directory(config)):
@@ -100,20 +106,15 @@ def find_tokenizer(config: Config) -> Any:
     return datasets.tokenizer(config)
 
 
-def gather(
-    config: Config,
-    model: ModelConfig,
-    mesh: Mesh,
-    params: Params,
-    dataset: Dataset | None,
-    tokenizer: Any,
-    interrupted: Callable[[], bool],
-) -> list[Example]:
-    """The texts to learn from, cut to rows and to the policy's positions."""
+def gather(setup: Setup, params: Params, interrupted: Callable[[], bool]) -> list[Example]:
+    """The training texts, cut to the row length and the policy's positions."""
+    config, model = setup.config, setup.model
     sources = [config.drafter_training.texts]
     if not config.drafter_training.texts:
-        sources = corpus.answer(config, model, mesh, params, dataset, tokenizer, interrupted)
-    encoder = Encoder(config, tokenizer)
+        sources = corpus.answer(
+            config, model, setup.mesh, params, setup.dataset, setup.tokenizer, interrupted
+        )
+    encoder = Encoder(config, setup.tokenizer)
     examples = [
         example
         for source in sources
@@ -124,14 +125,10 @@ def gather(
 
 
 def begin(
-    config: Config,
-    model: ModelConfig,
-    mesh: Mesh,
-    examples: list[Example],
-    store: Store,
-    resumed: int | None,
+    setup: Setup, examples: list[Example], store: Store, resumed: int | None
 ) -> tuple[Recipe, DrafterState]:
-    """The recipe, and the state to go on from: of the checkpoint, of drafter_training.start, or new."""
+    """The recipe, and the initial state: from the checkpoint, from drafter_training.start, or new."""
+    config, model, mesh = setup.config, setup.model, setup.mesh
     drafter, params = initial_drafter(config, model, mesh, examples)
     recipe = Recipe.of(config, model, drafter, mesh)
     if resumed is not None:
@@ -142,9 +139,9 @@ def begin(
 def initial_drafter(
     config: Config, model: ModelConfig, mesh: Mesh, examples: list[Example]
 ) -> tuple[DrafterConfig, DrafterParams]:
-    """The drafter to start from: of drafter_training.start, or a new one.
+    """The drafter to start from: that of drafter_training.start, or a new one.
 
-    A new one proposes the most frequent tokens of the texts.
+    The draft vocabulary of a new one has the most frequent tokens of the texts.
     """
     start, dtype = config.drafter_training.start, config.model.param_dtype
     if start:
@@ -166,27 +163,25 @@ def train_drafter(
     state: DrafterState,
     params: Params,
     rows: corpus.PackedCorpus,
-    store: Store,
-    writer: Writer,
-    interrupted: Callable[[], bool],
+    session: Session,
 ) -> tuple[DrafterState, list[float], int]:
-    """The state after the last step, or where it stopped, its acceptance by depth when it was trained, and the exit code."""
+    """The state after the last step run, the acceptance by depth (empty if nothing was measured), and the exit code."""
     acceptance: list[float] = []
     update, steps = drafter_update.program(recipe), config.drafter_training.steps
     begin, tokens, reported, step = time.perf_counter(), 0, int(state.step), int(state.step)
     while step < steps:
-        if interrupted():
-            run_state.save(store, RunState(step, drafter=state))
+        if session.interrupted():
+            run_state.save(session.store, RunState(step, drafter=state))
             return state, acceptance, PREEMPTED
         batch = rows.batch(step)
         tokens += int(batch["loss_mask"].sum())
         state, metrics = update(state, params, drafter_batch.make_batch(batch, recipe.mesh))
         step += 1
-        if step % SAY_EVERY == 0 or step == steps:
+        if step % LOG_EVERY == 0 or step == steps:
             metrics = jax.device_get(metrics)
             acceptance = drafter_update.depths(metrics)
             report(
-                writer,
+                session.writer,
                 step,
                 metrics,
                 tokens,
@@ -199,14 +194,14 @@ def train_drafter(
                 return state, acceptance, DIVERGED
             begin, tokens, reported = time.perf_counter(), 0, step
         if run_state.is_due(config, step, steps):
-            run_state.save(store, RunState(step, drafter=state))
+            run_state.save(session.store, RunState(step, drafter=state))
     return state, acceptance, DONE
 
 
 def report(
     writer: Writer, step: int, metrics: dict, tokens: int, steps: int, seconds: float
 ) -> None:
-    """Writes and shows what the newest step measured, and the speed since the last report, `steps` ago."""
+    """Logs the metrics of the newest step, and the speed since the last report, `steps` earlier."""
     values = {
         f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"
     }
@@ -218,7 +213,7 @@ def report(
 
 
 def write(config: Config, recipe: Recipe, state: DrafterState, acceptance: Sequence[float]) -> None:
-    """Writes the drafter's directory; says where it is, and what does not load it."""
+    """Writes the drafter's directory; prints its path, and which serving engines cannot load it."""
     directory = run_folder.export(config)
     is_owner, dtype = jax.process_index() == 0, config.model.param_dtype
     atomic.write_directory(

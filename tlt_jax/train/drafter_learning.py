@@ -19,7 +19,7 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
 from tlt_jax.train.run_state import RunState

@@ -28,7 +28,7 @@ from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 class Evaluator:
     """Evaluates policies on the evaluation split of a data set.
 
-    The noise does not depend on the training step, so two evaluations differ only by the policy.
+    The sampling noise does not depend on the training step: two evaluations differ only by the policy.
     """
 
     config: Config
@@ -105,7 +105,7 @@ def is_due(config: Config, step: int, steps: int) -> bool:
 def collected(job: Job, scorer: Scorer, interrupted: Callable[[], bool]) -> dict[int, Score]:
     """The scores of all processes' answers, by uid; waits for them.
 
-    All processes go on once each has all of its scores; when one is `interrupted` before, all raise Interrupted.
+    Returns once every process has all of its scores. If one is `interrupted` before, all raise Interrupted.
     """
     meeting = job.meeting()
     scores = scorer.collect(lambda: meeting.stops(interrupted()))
@@ -113,13 +113,13 @@ def collected(job: Job, scorer: Scorer, interrupted: Callable[[], bool]) -> dict
         raise Interrupted("the step was interrupted before its update")
     if job.count == 1:
         return scores
-    told = [(uid, *vars(score).values()) for uid, score in scores.items()]
-    every = [one for part in job.gather(json.dumps(told).encode()) for one in json.loads(part)]
+    local = [(uid, *vars(score).values()) for uid, score in scores.items()]
+    every = [one for part in job.gather(json.dumps(local).encode()) for one in json.loads(part)]
     return {uid: Score(*fields) for uid, *fields in every}
 
 
 def told_first(job: Job, texts: dict[int, str]) -> dict[int, str]:
-    """The texts of all processes' answers, by uid, in process 0, which writes them; none in others. A collective."""
+    """Gathers the texts of all processes' answers, by uid, in process 0, which writes them; empty in others. A collective."""
     if job.count == 1:
         return texts
     parts = job.to_first(json.dumps(list(texts.items())).encode())
@@ -127,7 +127,7 @@ def told_first(job: Job, texts: dict[int, str]) -> dict[int, str]:
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:
-    """Submits an answer to the scorer under its uid; its text, without special tokens."""
+    """Submits an answer to the scorer under its uid; returns its text, without special tokens."""
     text = tokenizer.decode(answer.tokens, skip_special_tokens=True)
     scorer.submit(answer.uid, prompt.text, text, prompt.row)
     return text
@@ -144,6 +144,18 @@ def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
     return {f"eval/mean@{samples}": float(scores.mean())} | {
         f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct]))
         for k in powers
+    }
+
+
+def length_metrics(answers: Sequence[Completion]) -> dict[str, float]:
+    """eval/response_length/*: mean and max in tokens, and the share cut at the length limit."""
+    lengths = np.array([len(answer.tokens) for answer in answers])
+    return {
+        "eval/response_length/mean": float(lengths.mean()),
+        "eval/response_length/max": float(lengths.max()),
+        "eval/response_length/clip_ratio": float(
+            np.mean([answer.finish == LENGTH for answer in answers])
+        ),
     }
 
 

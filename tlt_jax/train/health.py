@@ -1,4 +1,4 @@
-"""When a run cannot go on, by its answers, rewards and updates; knows no device."""
+"""Decides from answers, rewards and updates whether a run must stop; knows no device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
 
 
 class Health:
-    """What the steps of a run have in common with those before: how many rewards failed in a row."""
+    """Checks each step of a run; counts the consecutive steps in which every reward failed."""
 
     def __init__(self, config: Config):
         self.config = config
-        self.failed_steps = 0  # the last ones, in which every reward failed
+        self.failed_steps = 0  # consecutive steps in which every reward failed
 
     def problem(self, rollout: RolloutResult, scores: Mapping[int, Score], skips: int) -> str:
-        """Why the run has to stop after this step, and what to do; empty when it need not.
+        """Why the run has to stop after this step, and what to do; empty when it can continue.
 
-        `skips`: updates in a row that were not finite. To be asked once a step.
+        `skips`: consecutive updates that were not finite. Call it once a step.
         """
         failed = [score for _, score in sorted(scores.items()) if score.failure]
         self.failed_steps = self.failed_steps + 1 if failed and len(failed) == len(scores) else 0
         if all(answer.finish == NONFINITE for answer in rollout.completions):
             return (
-                "the policy's logits are not finite in any answer: look at the weights of model.path, or lower "
-                "optim.learning_rate and go on from an earlier checkpoint"
+                "the policy's logits are not finite in any answer: check the weights of model.path, or lower "
+                "optim.learning_rate and resume from an earlier checkpoint"
             )
         if skips >= self.config.train.max_nonfinite:
             return (
-                f"{skips} updates in a row were not finite: lower optim.learning_rate, or look at the rewards and completions "
+                f"{skips} updates in a row were not finite: lower optim.learning_rate, or check the rewards and completions "
                 "in the run folder"
             )
         if self.failed_steps >= self.config.reward.max_failed:
@@ -42,7 +42,7 @@ class Health:
 
 
 def failures(scores: Mapping[int, Score]) -> str:
-    """How many rewards of a step failed, and why the first did; empty when none did."""
+    """Number of failed rewards of a step, and why the first failed; empty when none failed."""
     failed = [score for _, score in sorted(scores.items()) if score.failure]
     if not failed:
         return ""

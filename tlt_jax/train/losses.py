@@ -1,4 +1,4 @@
-"""Losses of single tokens of the policy update, on devices; knows no model."""
+"""Per-token losses of the policy update, on devices; knows no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlt_jax.config.schema import PPO
 from tlt_jax.errors import ConfigError
 from tlt_jax.shapes import shaped
 
-LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped here, so that no ratio or gradient overflows
+LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to +-20, so that no ratio or gradient overflows
 
 
 class PolicyLoss(NamedTuple):
@@ -44,8 +44,8 @@ def policy_loss(
     2503.14476.
     """
     ratio = exp_ratio(logprobs - old_logprobs)
-    kept = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = -jnp.minimum(ratio * advantages, kept * advantages)
+    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    loss = -jnp.minimum(ratio * advantages, clipped * advantages)
     return PolicyLoss(
         loss,
         ratio,
@@ -55,7 +55,7 @@ def policy_loss(
 
 
 @shaped
-def own_loss(
+def custom_loss(
     name: str,
     logprobs: Float[Array, "*T"],
     old_logprobs: Float[Array, "*T"],
@@ -63,13 +63,13 @@ def own_loss(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, "*T"]:
-    """Loss per token of the user's function module:function."""
+    """Loss per token from the user's function `name` (module:function)."""
     function = extension.load("algorithm.loss", name)
     return function(logprobs, old_logprobs, advantages, clip_low, clip_high)
 
 
 def check(name: str) -> None:
-    """Raises ConfigError unless the value of algorithm.loss is a loss of tokens."""
+    """Raises ConfigError unless algorithm.loss names a per-token loss that JAX can trace."""
     if name == PPO:
         return
     function = extension.load("algorithm.loss", name)

@@ -1,4 +1,4 @@
-"""What fits a device: bytes of each kind of large array of a run, and the knobs that change them."""
+"""Device memory of a run: bytes of each kind of large array, and the knobs that change them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KNOBS = {
     "drafter in training": "mesh.model (every data group trains a copy, sharded over it)",
     "replay": "idle_training.replay_mib, or idle_training.replay_place host",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
-    "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0, with which only idle groups learn",
+    "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
     "gradients": "mesh.data (gradients are sharded over it)",
     "logits chunk": "train.logits_chunk",
     "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
@@ -78,9 +78,9 @@ def budget(
     capacity: int,
     drafter: DrafterConfig | None,
 ) -> dict[str, int]:
-    """Bytes on one device of each kind of large array; programs' temporaries are not among them.
+    """Bytes on one device of each kind of large array, without the temporaries of programs.
 
-    `shapes` are those of a data group that decodes at most `capacity` sequences at once.
+    `shapes`: of a data group that decodes at most `capacity` sequences at once.
     """
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
     state = policy_update.abstract_state(recipe)
@@ -117,7 +117,7 @@ def budget(
 
 
 def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
-    """Bytes on one device of what grows with the sequences, this many of the longest: the policy's, then the drafter's."""
+    """Bytes on one device of the caches of policy and drafter, for `batch` sequences of the longest length."""
     state = shapes.state(StateShape(0, batch, cache_slots(config)))
     kinds = {"cache": device_bytes((state.cache.keys, state.cache.values))}
     if state.cache.features.size:
@@ -132,14 +132,14 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
 
 
 def cache_slots(config: Config) -> int:
-    """Slots of the longest cache of a rollout, for training or evaluation."""
+    """Slots of the longest cache that a rollout of training or evaluation uses."""
     prompt = config.data.max_prompt_tokens
     longest = max(prompt + validate.answer_limit(config), bucket_width(prompt))
     return next((size for size in config.rollout.cache_buckets if size >= longest), longest)
 
 
 def device_memory(mesh: Mesh) -> int:
-    """Bytes of one device: known for TPUs, a share of the host's memory on a CPU, else measured."""
+    """Memory of one device in bytes: a table for TPUs, a share of the host's memory for CPUs, else as the device reports."""
     if is_cpu(mesh):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.device_count("cpu")
     if device_kind(mesh) in TPU_GIB:
@@ -148,12 +148,12 @@ def device_memory(mesh: Mesh) -> int:
 
 
 def phases(kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-    """What is on a device at once: in the rollout the copies and the caches, in the update the gradients and the logits."""
+    """The kinds that a device holds at once in the rollout (copies, caches) and in the update (gradients, logits)."""
     return {"rollout": pick(kinds, *RESIDENT, *ROLLOUT), "update": pick(kinds, *RESIDENT, *UPDATE)}
 
 
 def pick(kinds: dict[str, int], *names: str) -> dict[str, int]:
-    """Those of the kinds that there are."""
+    """The named kinds that exist in this run."""
     return {name: kinds[name] for name in names if name in kinds}
 
 
@@ -164,7 +164,7 @@ def preflight(
     capacity: int,
     drafter: DrafterConfig | None,
 ) -> None:
-    """Raises ConfigError, with the knob to turn, when the large arrays alone do not fit a device."""
+    """Raises ConfigError, which names the knob to change, when the large arrays alone do not fit a device."""
     limit = device_memory(recipe.mesh)
     for name, kinds in phases(budget(config, recipe, shapes, capacity, drafter)).items():
         if sum(kinds.values()) > limit:
@@ -180,6 +180,6 @@ def spell(kinds: dict[str, int]) -> str:
 
 
 def advice(kinds: dict[str, int]) -> str:
-    """Which knob makes the largest kind smaller."""
+    """Names the knob that shrinks the largest kind."""
     largest = max(kinds, key=lambda kind: kinds[kind])
     return f"the largest are the {largest}: change {KNOBS[largest]}"

@@ -1,4 +1,4 @@
-"""What a rollout teaches the policy: its minibatches, their old and reference log-probs, and the optimizer steps on them."""
+"""The policy update on one rollout: minibatches, their old and reference log-probs, and the optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tlt_jax.train.setup import Setup
 
 
 class Learned(NamedTuple):
-    """Of the optimizer steps on one rollout: the metrics of each; its rewards and advantages; the filled share of the rows.
+    """Result of the optimizer steps on one rollout: metrics of each step, and the filled share of the rows.
 
     `rewards` are float[prompts, samples], `advantages` float[prompts * samples].
     """
@@ -66,17 +66,17 @@ def kl_reference(
             f"{directory} is missing: the KL term needs the start policy, and only a new run has it: use another run folder"
         )
     reference = hf.load(directory, setup.model, setup.mesh, dtype)
-    kept = {"source": source, "leaves": leaf_index(reference)}
+    record = {"source": source, "leaves": leaf_index(reference)}
     path = directory / atomic.MADE_FROM
     if is_new and job.is_first:
-        atomic.write_text(path, json.dumps(kept, indent=1))
-    elif not is_new and path.exists():  # versions without it kept none
-        check_reference(path, kept)
+        atomic.write_text(path, json.dumps(record, indent=1))
+    elif not is_new and path.exists():  # older versions wrote no such file
+        check_reference(path, record)
     return reference
 
 
 def check_reference(path: Path, ours: Mapping[str, Any]) -> None:
-    """Raises CheckpointError when the file says that the reference beside it was made from something else, or has changed."""
+    """Raises CheckpointError when the record at `path` names other settings, or the weights have changed since."""
     try:
         theirs = json.loads(path.read_text())
         source, leaves = theirs["source"], theirs["leaves"]
@@ -89,7 +89,7 @@ def check_reference(path: Path, ours: Mapping[str, Any]) -> None:
             )
     if other := [name for name, leaf in ours["leaves"].items() if leaves.get(name) != leaf]:
         raise CheckpointError(
-            f"{path.parent} is corrupt ({other[0]} changed on disk): the run cannot go on without its start policy"
+            f"{path.parent} is corrupt ({other[0]} changed on disk): the run cannot continue without its start policy"
         )
 
 
@@ -165,19 +165,19 @@ def needed(
     groups: Sequence[int],
     answers: Sequence[Completion],
 ) -> set[int]:
-    """The uids of the answers that `update_policy` packs into rows of these data groups; of all others it needs the lengths."""
+    """Uids of the answers that `update_policy` packs into rows of these data groups; of the others it needs only lengths."""
     rows, found = packing.rows(config), set()
     share = rows // config.mesh.data
-    own = {group * share + index for group in groups for index in range(share)}
+    local_rows = {group * share + index for group in groups for index in range(share)}
     for part in split(config, answers):
         examples = [example(prompts, answers[i]) for i in part]
         places = packing.arrange(examples, packing.row_tokens(config), rows, config.mesh.data)
-        found |= {examples[place.example].uid for place in places if place.row in own}
+        found |= {examples[place.example].uid for place in places if place.row in local_rows}
     return found
 
 
 def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
-    """An answer with its prompt, to be packed."""
+    """An answer with its prompt, as input of packing."""
     return Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens)
 
 
@@ -205,6 +205,6 @@ def make_batch(
 
 
 def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:
-    """The batch with the log-probs under `params` as this field."""
+    """The batch with the log-probs under `params` stored in `field`."""
     logprobs = policy_update.token_logprobs(programs, params, batch)
     return [rows.replace(**{field: part}) for rows, part in zip(batch, logprobs, strict=True)]

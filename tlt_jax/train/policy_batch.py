@@ -1,4 +1,4 @@
-"""The packed rows that a policy update learns from, on the mesh.
+"""The packed rows of a policy update, on the mesh.
 
 Shapes: R packed rows of an accumulation step, T tokens of a row.
 """
@@ -24,8 +24,8 @@ class Rows:
     """The packed rows of one accumulation step; see packing.Packed.
 
     Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
-    targets. `recorded`: the sampler's log-probs. `old`: the policy's before its first minibatch;
-    None: the update's own, so that ratios are 1. `reference`: the frozen initial policy's.
+    targets. Log-probs: `recorded` of the sampler; `old` of the policy before the first minibatch
+    (None: those of the update itself, so ratios are 1); `reference` of the frozen initial policy.
     """
 
     tokens: Int32[Array, "R T"]
@@ -58,8 +58,8 @@ def make_batch(
     """The batch on the mesh.
 
     weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
-    ValueError for an example of more than `longest` tokens, for which the recipe was made, and for a row of more
-    examples than attention takes.
+    ValueError for an example longer than `longest` tokens (the recipe's limit), and for a row with more
+    examples than attention supports.
     """
     if longest is not None and packed.positions.max() >= longest:
         raise ValueError(
@@ -82,7 +82,7 @@ def make_batch(
 
 
 def abstract_rows(mesh: Mesh, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:
-    """ShapeDtypeStructs with shardings of an accumulation step: to compile.
+    """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 
     `given`: names of the optional fields that are not None.
     """

@@ -1,7 +1,7 @@
 """One optimizer step of the policy over the whole mesh, for GRPO or supervised learning.
 
 It knows no rollout. Shapes: R packed rows of an accumulation step, T tokens of a row. The host
-loops over accumulation steps, so that one program serves any number of them.
+loops over accumulation steps: one program serves any number of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tlt_jax.train import losses
 from tlt_jax.train.policy_batch import Batch, Rows, rows_sharding
 from tlt_jax.train.recipe import Objective, Recipe
 
-# Accumulation steps that are dispatched and not awaited, on accelerators.
+# Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
 
 
@@ -35,7 +35,7 @@ PolicyState = TrainState  # with params of type transformer.Params
 
 @struct.dataclass
 class Sums:
-    """What accumulation steps add up: gradients in at least float32, losses, and values for metrics.
+    """Accumulated over steps: gradients in at least float32, losses, and values for metrics.
 
     `totals` are sums over targets, `maxima` are maxima over them.
     """
@@ -52,7 +52,7 @@ def create(params: Params, recipe: Recipe) -> PolicyState:
 
 
 def abstract_state(recipe: Recipe) -> PolicyState:
-    """ShapeDtypeStructs with shardings of the state: to restore a checkpoint, or to compile."""
+    """ShapeDtypeStructs with shardings of the state, to restore a checkpoint or to compile."""
     params = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params, recipe.mesh)
 
@@ -60,7 +60,7 @@ def abstract_state(recipe: Recipe) -> PolicyState:
 def token_scores(
     params: Params, rows: Rows, recipe: Recipe, entropy_learns: bool
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of each target, and entropy of each distribution, of one accumulation step.
+    """Log-probability of each target, and entropy at its position, for one accumulation step.
 
     `entropy_learns`: whether the entropy carries a gradient.
     """
@@ -89,10 +89,7 @@ def token_scores(
 
 
 def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
-    """The loss of one accumulation step; for metrics, sums over its targets and maxima.
-
-    The loss is sum(weights * token loss).
-    """
+    """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets."""
     objective, mask = recipe.objective, rows.weights > 0
     logprobs, entropy = token_scores(params, rows, recipe, objective.entropy_coef != 0)
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
@@ -127,14 +124,14 @@ def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], 
 def policy_loss(
     objective: Objective, rows: Rows, logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"]
 ) -> tuple[Float[Array, "R T"], dict, dict]:
-    """Policy-gradient loss of each token; per-token values to sum and to maximize for metrics."""
+    """Policy-gradient loss of each token; for metrics, per-token values to sum and to take the maximum of."""
     old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
     given = logprobs, old, rows.advantages, objective.clip_low, objective.clip_high
     if objective.loss == PPO:
         token_loss, ratio, low, high = losses.policy_loss(*given)
         totals = {"pg_clipfrac": low | high, "pg_clipfrac_low": low, "pg_clipfrac_high": high}
     else:
-        token_loss, totals = losses.own_loss(objective.loss, *given), {}
+        token_loss, totals = losses.custom_loss(objective.loss, *given), {}
         ratio = losses.exp_ratio(logprobs - old)
     totals, maxima = totals | {"ratio_mean": ratio}, {"ratio_max": ratio}
 
@@ -147,7 +144,7 @@ def policy_loss(
 
 
 def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
-    """The sums over no accumulation step. Raises ValueError as `check`."""
+    """Zero sums, before the first accumulation step. Raises ValueError as `check` does."""
     check(rows, recipe)
     value, (totals, maxima) = jax.eval_shape(partial(loss, recipe=recipe), params, rows)
     sums = Sums(optimizer.widen(params), value, totals, maxima)
@@ -157,7 +154,7 @@ def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
 def accumulate(
     sums: Sums, params: Params, rows: Rows, recipe: Recipe
 ) -> tuple[Sums, Float[Array, ""]]:
-    """The sums with those of another accumulation step, and its loss."""
+    """The sums after another accumulation step, and the loss of that step."""
     grad = jax.value_and_grad(partial(loss, recipe=recipe), has_aux=True)
     (value, (totals, maxima)), grads = grad(params, rows)
     grads = jax.tree.map(jnp.add, sums.grads, optimizer.widen(grads))
@@ -173,8 +170,8 @@ def accumulate(
 def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the gradients of a whole batch, and its metrics.
 
-    An update that is not finite leaves weights and moments unchanged. Metrics are means over
-    targets, or maxima.
+    A non-finite update leaves weights and moments unchanged. Metrics are means or maxima over
+    targets.
     """
     norm = optax.tree.norm(sums.grads)
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -215,7 +212,7 @@ def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
 
 
 class UpdatePrograms(NamedTuple):
-    """The jitted functions of a recipe, for one accumulation step each but `apply`.
+    """The jitted functions of a recipe; all but `apply` run one accumulation step.
 
     empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums) donates
     the state; score(params, rows).
@@ -229,10 +226,10 @@ class UpdatePrograms(NamedTuple):
 
 @cache
 def programs(recipe: Recipe) -> UpdatePrograms:
-    """The programs over the whole mesh.
+    """The programs of the policy update over the whole mesh.
 
     To compile them ahead of time, lower them with abstract_state, abstract_rows and abstract_sums.
-    They return sums and state with the shardings of their arguments, so that they compile once.
+    Sums and state come out with the shardings they went in with, so each program compiles once.
     """
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
     weights = transformer.shardings(recipe.model, recipe.mesh, "train")
@@ -255,7 +252,7 @@ def programs(recipe: Recipe) -> UpdatePrograms:
 
 
 def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
-    """ShapeDtypeStructs with shardings of the sums over such rows: to compile."""
+    """ShapeDtypeStructs with shardings of the sums over such rows, for compilation."""
     params = abstract_state(recipe).params
     return programs(recipe).empty.eval_shape(params, rows)
 
@@ -264,36 +261,36 @@ def update(
     programs: UpdatePrograms, state: PolicyState, batch: Batch
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics. It owns `state`."""
-    sums, values = settled(programs.empty(state.params, batch[0])), []
+    sums, values = block_on_cpu(programs.empty(state.params, batch[0])), []
     for rows in batch:
         sums, value = programs.accumulate(sums, state.params, rows)
-        values = paced([*values, value])
-    return settled(programs.apply(state, sums))
+        values = throttle([*values, value])
+    return block_on_cpu(programs.apply(state, sums))
 
 
 def token_logprobs(
     programs: UpdatePrograms, params: Params, batch: Batch
 ) -> list[Float[Array, "R T"]]:
-    """Log-probability of each target, 0 elsewhere: for Rows.old and Rows.reference."""
+    """Log-probability of each target, 0 elsewhere, as stored in Rows.old and Rows.reference."""
     scores = []
     for rows in batch:
-        scores = paced([*scores, programs.score(params, rows)])
+        scores = throttle([*scores, programs.score(params, rows)])
     return scores
 
 
-def paced(results: list[Array]) -> list[Array]:
-    """The results, of which all but the last IN_FLIGHT are there; on a CPU all."""
+def throttle(results: list[Array]) -> list[Array]:
+    """Waits until at most IN_FLIGHT of the results are in flight, on a CPU until none is; returns them."""
     if len(results) > IN_FLIGHT:
         jax.block_until_ready(results[-IN_FLIGHT - 1])
-    settled(results[-1])
+    block_on_cpu(results[-1])
     return results
 
 
-def settled(results: Any) -> Any:
-    """The results, which on a CPU are there.
+def block_on_cpu(results: Any) -> Any:
+    """Returns the results; on a CPU waits until they are computed.
 
-    Programs over several fake devices whose collectives wait for each other take all of a CPU's
-    threads when some dozens are dispatched, and then none of them ends.
+    Some dozens of programs in flight over several fake devices deadlock: collectives that wait for
+    each other occupy every thread of the CPU.
     """
     if is_cpu(jax.tree.leaves(results)[0].sharding.mesh):
         jax.block_until_ready(results)

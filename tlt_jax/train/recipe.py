@@ -1,4 +1,4 @@
-"""What a policy update minimizes, and the static arguments of its programs."""
+"""The objective of a policy update, and the static arguments of its programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tlt_jax.optimizer import Adam
 
 @dataclass(frozen=True)
 class Objective:
-    """What the update minimizes.
+    """The loss that the update minimizes.
 
     The clipped policy gradient, or the user's `loss`, with KL and entropy terms (GRPO, arXiv
     2402.03300), or with `is_supervised` the negative log-likelihood of the answers.
@@ -45,7 +45,7 @@ class Recipe:
     remat: bool = False
     logits_chunk: int = 1024
     attention_block: int = 128
-    longest: int | None = None  # tokens of the longest example; None: a row's
+    longest: int | None = None  # tokens of the longest example; None: the row length
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:

@@ -1,7 +1,4 @@
-"""The state that persists across RL steps, and its checkpoints.
-
-Also which of it a run with changed settings can reuse.
-"""
+"""The state that persists across RL steps, its checkpoints, and what a run with changed settings reuses of it."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
-# Keys in a checkpoint's meta, whose values are JSON: the tuner's state, and what learning in the update may take.
+# Keys in a checkpoint's meta, with JSON values: the tuner's state, and the budget of the drafter's training in the update.
 TUNER, INVESTMENT = "tuner", "investment"
 
 log = logging.getLogger(__name__)
@@ -32,11 +29,11 @@ log = logging.getLogger(__name__)
 class RunState:
     """The state that the training loop owns and replaces at every step.
 
-    Not included, since losing them only costs time: executables, n-gram memory, timings of drafting
-    (all in Engine). Not included, since they never change: the KL reference, a drafter that is not
-    trained. `policy` and `drafter` (weights, Adam moments, counters) are None when the run does not
-    train them; `tuner` is JSON, None when the run does not decode. `step`: number of steps done. `investment`: what the
-    drafter learned in updates, and what that took.
+    It excludes what only costs time to lose (executables, n-gram memory, timings of drafting: all in
+    Engine), and what never changes (the KL reference, a drafter that is not trained). `policy` and
+    `drafter` (weights, Adam moments, counters) are None when the run does not train them; `tuner` is
+    JSON, None when the run does not decode. `step`: number of finished steps. `investment`: progress
+    and cost of the drafter's training in policy updates.
     """
 
     step: int = struct.field(pytree_node=False)
@@ -51,7 +48,7 @@ def abstract(
     policy: Recipe | None = None,
     drafter: drafter_recipe.Recipe | None = None,
 ) -> RunState:
-    """ShapeDtypeStructs with shardings of what these recipes train: to restore, or to plan."""
+    """ShapeDtypeStructs with shardings of what these recipes train, to restore or to plan."""
     return RunState(
         step,
         policy and policy_update.abstract_state(policy),
@@ -67,7 +64,7 @@ def save(
 ) -> None:
     """Starts saving a checkpoint of the step.
 
-    `basis`: the settings that the tuner's state is only valid for.
+    `basis`: the settings for which the tuner's state is valid.
     """
     items = {"policy": state.policy, "drafter": state.drafter}
     meta = {} if state.tuner is None else {TUNER: {"basis": basis, "state": state.tuner}}
@@ -83,8 +80,8 @@ def restore(
 ) -> RunState:
     """The state of the checkpoint of `like.step`, with the shardings of `like`.
 
-    Reads every checkpoint format so far. A tuner state of another basis is replaced by an initial
-    one, which is logged. Raises CheckpointError.
+    Reads every checkpoint format so far. A tuner state of another basis is dropped for an initial
+    one, with a log line. Raises CheckpointError.
     """
     targets = {"policy": like.policy, "drafter": like.drafter}
     restored = store.restore(
@@ -107,8 +104,8 @@ def resume(
 ) -> RunState | None:
     """The state of the newest checkpoint, with the drafter of this recipe if it was saved; None without a checkpoint.
 
-    With checkpoint.resume last_good damaged ones are set aside, but for the last one: a run that had
-    checkpoints never begins anew by itself. Raises CheckpointError.
+    With checkpoint.resume last_good damaged checkpoints are set aside, except the only one left: a run
+    that had checkpoints never starts from scratch by itself. Raises CheckpointError.
     """
     while (step := store.latest()) is not None:
         try:
@@ -122,7 +119,7 @@ def resume(
             store.set_aside(step)
     if store.has_set_aside():
         raise CheckpointError(
-            f"{store.folder} holds damaged checkpoints alone: a new run needs another run folder"
+            f"{store.folder} holds only damaged checkpoints: a new run needs another run folder"
         )
     return None
 
@@ -140,8 +137,8 @@ def resumed_tuner(
         reason = "of another version"
     else:
         return saved["state"]
-    if fresh.keys() - {"cells"}:  # costs alone choose no strategy
-        log.warning("the tuner starts anew: what it had learned is %s", reason)
+    if fresh.keys() - {"cells"}:  # a tuner that only has costs chooses no strategy
+        log.warning("the tuner starts from scratch: its saved state is %s", reason)
     return fresh
 
 

@@ -1,4 +1,4 @@
-"""Supervised warm start on worked solutions, cached by all that it depends on; also `python -m tlt_jax.train.sft`."""
+"""Supervised warm start on worked solutions, cached by all of its inputs; also `python -m tlt_jax.train.sft`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.recipe import Objective, Recipe
 from tlt_jax.train.setup import Setup
 
-FORMAT = 1  # of what the cache holds
-SAY_EVERY = 25  # steps between two that are written
-SAY_EVERY_S = 10.0  # seconds after which a step is said though it is not written
+FORMAT = 1  # version of the cache
+LOG_EVERY = 25  # steps between metrics that are written
+LOG_EVERY_S = 10.0  # seconds after which a step is logged though its metrics are not written
 
 log = logging.getLogger(
     "tlt_jax.train.sft"
-)  # the name also of the main module: its messages are the progress
+)  # fixed, since as the main module __name__ is "__main__"
 
 
 def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) -> Params:
@@ -74,20 +74,20 @@ class Progress:
 
     def __init__(self, steps: int, writer: Writer):
         self.steps, self.writer, self.tokens = steps, writer, 0
-        self.began, self.said = time.perf_counter(), -math.inf
+        self.began, self.logged = time.perf_counter(), -math.inf
 
     def step(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
         """After a step that learned from so many solution tokens."""
         self.tokens += tokens
         now = time.perf_counter()
-        is_written = step % SAY_EVERY == 0 or step == self.steps
-        if not is_written and now - self.said <= SAY_EVERY_S:
+        is_written = step % LOG_EVERY == 0 or step == self.steps
+        if not is_written and now - self.logged <= LOG_EVERY_S:
             return
         shown = {name: float(metrics[name]) for name in ("loss", "grad_norm", "lr")}
         shown["tokens_per_second"] = self.tokens / (time.perf_counter() - self.began)
         if is_written:
             self.writer.scalars(step, {f"sft/{name}": value for name, value in shown.items()})
-        self.said = now
+        self.logged = now
         log.info(
             "warm start %d/%d  loss %.3f  %.0f tokens/s",
             step, self.steps, shown["loss"], shown["tokens_per_second"],
@@ -95,9 +95,9 @@ class Progress:
 
 
 def supervised(recipe: Recipe, config: Config) -> Recipe:
-    """The recipe of the warm start: negative log-likelihood, and an optimizer of its own.
+    """The recipe of the warm start: negative log-likelihood, with the learning rate and weight decay of sft.
 
-    Worked solutions may be longer than answers: as long as a row.
+    Worked solutions may be longer than answers, up to the row length.
     """
     adam = Adam.short(config, config.sft.learning_rate, config.sft.steps, config.sft.weight_decay)
     return replace(recipe, adam=adam, objective=Objective(is_supervised=True), longest=None)
@@ -118,7 +118,7 @@ def make_batch(
 
 
 def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path | None:
-    """Where a warm start with these settings is kept; None when sft.cache is off."""
+    """The cache folder of a warm start with these settings; None when sft.cache is off."""
     if config.sft.cache == "off":
         return None
     root = (
@@ -149,7 +149,7 @@ def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path |
 
 
 def main() -> int:
-    """Makes the warm start of a configuration and writes it, with its tokenizer, to --out; its metrics to <run>/sft."""
+    """Runs the warm start of a configuration; writes the model and tokenizer to --out, the metrics to <run>/sft."""
     arguments = sys.argv[1:]
     out = "" if "--help" in arguments else cli.take(arguments, "--out")
     config = configuration.load(

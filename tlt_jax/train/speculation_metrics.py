@@ -1,4 +1,4 @@
-"""Metrics of speculative decoding in a step, and its speculation file; knows no device."""
+"""Metrics of speculative decoding in a step, and the lines of its speculation file; knows no device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tlt_jax.tuner.interface import Measurement
 def metrics(
     drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]
 ) -> dict[str, float]:
-    """The metrics speculation/* of a rollout; none without a chunk that drafted.
+    """The metrics speculation/* of a rollout; empty when no chunk drafted.
 
-    `drafter_kind`: of the drafter that strategies do not name; `drafting`: seconds of a round's drafting by shape.
+    `drafter_kind`: drafter of strategies that name none; `drafting`: drafting seconds of a round, by shape.
     """
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
@@ -52,7 +52,7 @@ def metrics(
 
 
 def accept_lengths(drafted: Sequence[Measurement]) -> dict[str, float]:
-    """accept_length/DRAFTER of each drafter that strategies name: tokens of a drafting round of a sequence."""
+    """accept_length/DRAFTER of each drafter that strategies name: tokens per sequence and drafting round."""
     tokens, row_rounds = Counter(), Counter()
     for one in drafted:
         if drafter := one.strategy.drafter:
@@ -62,7 +62,7 @@ def accept_lengths(drafted: Sequence[Measurement]) -> dict[str, float]:
 
 
 def rates(drafted: Sequence[Measurement]) -> dict[str, float]:
-    """accept_rate@d: share of the drafting rounds that accept a node of depth d."""
+    """accept_rate@d: share of the rounds with a tree at least d deep that accept a node of depth d."""
     found = {}
     for depth in range(1, max(one.strategy.depth for one in drafted) + 1):
         deep = [one for one in drafted if one.strategy.depth >= depth]
@@ -89,9 +89,9 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
 
 
 def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
-    """Milliseconds of a round's drafting, and of the rest, by batch bucket.
+    """Milliseconds of a round's drafting, and of the rest (verify_ms), by batch bucket.
 
-    Of each bucket's most used shape among those with a drafting time.
+    From the most used shape of each bucket that has a drafting time.
     """
     rounds: Counter = Counter()
     for one in drafted:

@@ -1,4 +1,4 @@
-"""Metrics, timings and records of an RL step; knows no device."""
+"""Metrics, timings and records of an RL step; of devices it reads only the peak memory."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def of_rollout(
 
 
 def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
-    """Busy, idle and compile-wait seconds of every data group, which add up to the rollout's.
+    """Busy, idle and compile-wait seconds of every data group; the three add up to the rollout's seconds.
 
-    Of more than MOST_LANES groups the least, the mean and the most of each, and the latest group.
+    With more than MOST_LANES groups: min, mean and max of each, and the group that ended last.
     """
     window = 0.0, rollout.stats["seconds"]
     seconds = group_seconds(rollout.spans, rollout.compile_waits, groups, window)
@@ -98,9 +98,9 @@ def of_groups(rollout: RolloutResult, groups: int) -> dict[str, float]:
 def of_update(
     updates: Sequence[Mapping[str, float]], rewards: np.ndarray, advantages: np.ndarray, fill: float
 ) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout, whose rows were filled to this share.
+    """Metrics of the optimizer steps on one rollout; `fill`: filled share of the packed rows.
 
-    Means over the steps; of maxima the largest, of counters and the learning rate the last.
+    Means over the steps, but the maximum of maxima, and the last counter and learning rate.
     """
     merge = {"ratio_max": max, "rollout_logprob_diff_max": max, "nonfinite": last, "lr": last}
     merged = {
@@ -123,9 +123,9 @@ def of_step(
     watch: Stopwatch,
     job: Job,
 ) -> dict[str, float]:
-    """The accounts of the step, which end here; throughput in tokens per second, epochs so far.
+    """Ends the step's lap; its seconds, throughput in tokens per second, and epochs so far.
 
-    All processes of the job take part: others wait for one that compiles.
+    A collective of all processes: compile seconds are those of the process that compiled longest.
     """
     seconds = watch.lap()
     seconds |= most_compiling([json.loads(lap) for lap in job.gather(json.dumps(seconds).encode())])
@@ -140,7 +140,7 @@ def of_step(
 
 
 def seconds_without(scalars: Mapping[str, float], *phases: str) -> float:
-    """Seconds of a step, but for compiling and for these phases."""
+    """Seconds of a step without compiling and without these phases."""
 
     def of(phase: str) -> float:
         compiling = scalars.get(f"perf/compile_s/{phase}", 0.0)
@@ -151,7 +151,7 @@ def seconds_without(scalars: Mapping[str, float], *phases: str) -> float:
 
 
 def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What was compiled in a step, of the laps of all processes: by the one that took longest for it."""
+    """The perf/compile* metrics of the process that compiled longest, from the laps of all processes."""
     longest = max(laps, key=lambda lap: lap["perf/compile_s"])
     parts = {name for lap in laps for name in lap if name.startswith("perf/compile")}
     return {name: longest.get(name, 0.0) for name in parts}
@@ -219,7 +219,7 @@ def records(
 
 
 def padding(rollout: RolloutResult) -> float:
-    """Share of the row-rounds that no live sequence used."""
+    """Share of the row rounds that no live sequence used."""
     rows = sum(one.batch * one.rounds for one in rollout.measurements)
     return 1.0 - sum(one.row_rounds for one in rollout.measurements) / rows if rows else 0.0
 

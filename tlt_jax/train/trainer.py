@@ -21,7 +21,7 @@ from tlt_jax.rollout import exchange
 from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.spec_decode.decode import Weights
+from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.train import evaluation, minibatches, run_state, speculation_metrics, step_metrics
 from tlt_jax.train.accounts import Stopwatch

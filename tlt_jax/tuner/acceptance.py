@@ -1,11 +1,11 @@
-"""Expected accepted tokens per round of each strategy, estimated from measurements of all of them.
+"""Expected accepted tokens per round of each strategy, estimated from the measurements of all strategies.
 
-It knows neither costs nor choices. Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
+Knows neither costs nor choices. Evidence is JSON-able: {batch: {source: {"at": clock in rounds,
 "rounds": row rounds, "accepted": {target: mean per row and round}}}}, where source and target are
 strategies as text. A verified tree shows what every smaller tree would have accepted, so one
-measurement is evidence for all smaller strategies of the same drafter too. Estimates are what is
-known of drafters from elsewhere: {drafter: {"at": clock in rounds, "levels": probabilities that a
-draft holds to depth 1, 2, ..., each given the depth before}}.
+measurement is evidence for all smaller strategies of the same drafter too. Estimates come from
+elsewhere, such as held-out answers: {drafter: {"at": clock in rounds, "levels": probabilities that
+a draft is accepted to depth 1, 2, ..., each given the depth before}}.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ MEMORY = 2048.0  # limit on the weight of one source, in row rounds
 WALK = 0.12  # std of the random walk of log(1 + accepted) over one half-life
 FARTHEST = 0.5  # limit on the std of that random walk
 REPEATS = 2.0  # row rounds per effectively independent sample: rounds of one row are correlated
-CHANGED = 2.0  # standard errors by which a measurement differs from those before, that count less from there on
+CHANGED = 2.0  # standard errors of difference above which a measurement reduces the weight of earlier ones
 OTHER_TREE = 0.03  # relative error of the estimate for a smaller tree
 OTHER_BATCH = 0.1  # relative error of an estimate from another batch size (other answer lengths)
 PRIOR = 4.0  # weight of the prior, in row rounds
-# The target's token is among the best w children with probability p ** w^-0.9, where p is that of
-# the best child: within 0.01 of an EAGLE layer's at temperature 1 for w = 1, 2, 4, 8.
+# The target's token is among the best w children with probability p ** w^-0.9, where p is the best
+# child's: within 0.01 of an EAGLE layer's at temperature 1 for w = 1, 2, 4, 8.
 WIDTHS = 0.9
 HITS = np.exp(-np.geomspace(0.02, 9.0, 48))  # grid of p for the prior
-GUESS = (0.6,)  # levels before any measurement, the last for all deeper ones too
-GUESS_ROUNDS = 8.0  # and the weight of its p, in row rounds
-SIBLINGS = 0.1  # weight of the prior, over that of all that fitted it
+GUESS = (0.6,)  # levels before any measurement; the last holds for all deeper ones
+GUESS_ROUNDS = 8.0  # weight of GUESS, in row rounds
+SIBLINGS = 0.1  # weight of the prior, relative to the measurements that it was fitted to
 # Weight of an estimate, in row rounds: with it the prior's log(1 + accepted) has a standard error
 # of 1/8, and p one of (2 * 32)^-0.5, the same. Held-out acceptance is a mean over thousands of
-# tokens, but of answers of the policy before, and without the noise that drafts are coupled with.
+# tokens, but of the previous policy's answers, and without the noise that drafts are coupled with.
 ESTIMATED = 32.0
 
 
@@ -48,8 +48,8 @@ def counterfactual(hits: np.ndarray, strategy: Strategy) -> float:
     first ranks: the result is exact. With a smaller depth or topk it contains nodes of lower ranks
     instead. Scores are calibrated, so nodes of equal rank have equal acceptance rates: the smaller
     tree's share of a rank's hits estimates its share of that rank's nodes, and the sum of the
-    shares of all higher ranks is a node's rank in the smaller tree. Ranks that were not measured
-    count half the rate of the last quarter of the measured ones.
+    shares of all higher ranks is a node's rank in the smaller tree. Unmeasured ranks count with
+    half the rate of the last quarter of the measured ones.
     """
     inside_N = hits[: strategy.depth, :, : strategy.topk].sum((0, 2))
     total_N, budget = hits.sum((0, 2)), strategy.nodes - 1
@@ -96,9 +96,7 @@ def add(
     rows = evidence.get(str(batch), {})
     old = rows.get(text, {"at": clock, "rounds": 0.0, "accepted": {}})
     before = remaining(old, clock)
-    if (
-        text in old["accepted"]
-    ):  # the drafter has changed where the means are too far apart for chance
+    if text in old["accepted"]:  # means too far apart for chance: the drafter has changed
         newest, mean = float(hits.sum()) / row_rounds, old["accepted"][text]
         chance = REPEATS * (1 + mean) ** 2 * (1 / row_rounds + 1 / max(before, 1e-9))
         before *= min(CHANGED**2 * chance / max((newest - mean) ** 2, 1e-12), 1.0)
@@ -126,12 +124,12 @@ def drafters(evidence: Mapping) -> set[str]:
 
 
 def estimated(clock: float, levels: Sequence[float]) -> dict:
-    """An estimate of one drafter as of this clock; of probabilities that `modelled` can scale.
+    """An estimate of one drafter as of this clock, with the levels clipped to the range of `modelled`.
 
-    What is not finite counts as 0. Raises ValueError without a level.
+    Levels that are not finite count as 0. Raises ValueError without a level.
     """
     if not len(levels):
-        raise ValueError("an estimate of acceptance has no level: give that of depth 1 at least")
+        raise ValueError("an estimate of acceptance has no level: give at least depth 1")
     finite = np.where(np.isfinite(levels), levels, 0.0)
     return {"at": clock, "levels": np.clip(finite, HITS[-1], HITS[0]).tolist()}
 
@@ -145,30 +143,30 @@ def estimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Accepted tokens per row and round [A], and the standard error of log(1 + accepted) [A].
 
-    Each drafter's arms from its own measurements and its own estimate.
+    Each drafter's arms are estimated from its own measurements and its own estimate.
     """
     mean_A, error_A = np.zeros((2, len(arms)))
     for drafter in dict.fromkeys(arm.drafter for arm in arms):
         here = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
-        own = {
+        of_drafter = {
             where: {text: entry for text, entry in rows.items() if parse(text).drafter == drafter}
             for where, rows in evidence.items()
         }
         mean_A[here], error_A[here] = estimate_of_one(
-            own, clock, batch, [arms[i] for i in here], estimates.get(drafter)
+            of_drafter, clock, batch, [arms[i] for i in here], estimates.get(drafter)
         )
     return mean_A, error_A
 
 
 def estimate_of_one(
-    evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy], told: Mapping | None
+    evidence: Mapping, clock: float, batch: int, arms: Sequence[Strategy], given: Mapping | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `estimate`, of the arms of one drafter, with its evidence and, when there is one, its estimate.
+    """As `estimate`, for the arms of one drafter, with its evidence and its estimate `given` (None: none).
 
-    The prior is fitted to each arm's own measurements, weighted as of the newest of them, or of the
-    estimate: time since then makes estimates less certain, and leaves the prior as it is.
+    The prior is fitted to each arm's own measurements, weighted as of the newest measurement or
+    estimate: later rounds make the result less certain, but do not change the prior.
     """
-    levels, since = (tuple(told["levels"]), told["at"]) if told else (GUESS, -math.inf)
+    levels, since = (tuple(given["levels"]), given["at"]) if given else (GUESS, -math.inf)
     position = {name(arm): i for i, arm in enumerate(arms)}
     sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
     fresh_A = np.full(len(arms), since)
@@ -197,7 +195,7 @@ def estimate_of_one(
     lasting, trust = (remaining({"rounds": ESTIMATED, "at": since}, at) for at in (newest, clock))
     own_A /= np.maximum(own_weight_A, 1e-12)
     prior_A = prior(arms, own_A, own_weight_A, levels, max(lasting, GUESS_ROUNDS))
-    # What other arms of the drafter measured has fitted the prior: it is worth more than a guess.
+    # A prior fitted to measurements of the drafter's other arms gets more weight than a guess.
     trust = max(trust, PRIOR, min(SIBLINGS * own_weight_A.sum(), ESTIMATED))
     mean_A = (sum_A + trust * prior_A) / (weight_A + trust)
 
@@ -213,10 +211,10 @@ def prior(
     levels: tuple[float, ...] = GUESS,
     rounds: float = GUESS_ROUNDS,
 ) -> np.ndarray:
-    """Accepted tokens per row and round [A] under acceptance rates of the levels in fixed proportion.
+    """Accepted tokens per row and round [A], with the levels' acceptance rates in fixed proportion.
 
     The rate of the first level is the one of `rates` that best fits the arms' measured means [A],
-    with weights [A], and `levels`, with a weight of so many row rounds.
+    with weights [A], and `levels`, with a weight of `rounds` row rounds.
     """
     model_HA = np.stack([modelled(arm, levels) for arm in arms], axis=1)
     error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + rounds * (
@@ -226,7 +224,7 @@ def prior(
 
 
 def rates(levels: tuple[float, ...]) -> np.ndarray:
-    """The grid of rates of the first level [H]: HITS, and that of an estimate itself."""
+    """The grid of rates of the first level [H]: HITS, and the estimate's own rate."""
     return HITS if levels == GUESS else np.append(HITS, levels[0])
 
 
@@ -234,8 +232,8 @@ def rates(levels: tuple[float, ...]) -> np.ndarray:
 def modelled(arm: Strategy, levels: tuple[float, ...] = GUESS) -> np.ndarray:
     """Accepted tokens of a round [H] for each of the `rates` of the first level.
 
-    Rates of deeper levels are its powers, with the exponents that `levels` have; the last for all
-    deeper ones. The tree has min(topk, (nodes - 1) / depth) children of each accepted node.
+    Rates of deeper levels are powers of it, with the exponents of `levels`; the last exponent holds
+    for all deeper ones. The tree has min(topk, (nodes - 1) / depth) children of each accepted node.
     """
     if arm == PLAIN:
         return np.zeros_like(rates(levels))

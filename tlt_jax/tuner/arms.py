@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, check, parse
 
 # The arms of the reference implementation of arXiv 2511.16665 and the smallest batch of each. Its
-# 8_4_8 is 7_4_8 here: 8 nodes, one of them the root, reach no deeper than 7.
+# 8_4_8 is 7_4_8 here: 8 nodes, with the root, reach a depth of at most 7.
 PAPER_ARMS = ("8_4_48", "8_4_32", "8_4_16", "7_4_8")
 THRESHOLDS = (1, 2, 5, 21)
 EXAMPLE_ARMS = ("2_2_4", "4_2_8", "6_4_16", "8_4_32", "8_4_48")

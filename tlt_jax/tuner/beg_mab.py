@@ -1,6 +1,6 @@
 """BEG-MAB, the bucketed epsilon-greedy bandit of arXiv 2511.16665, section 5.
 
-It has no model of costs or acceptance.
+It models neither costs nor acceptance.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def begin_beg_mab() -> State:
 
 
 def begin_kind() -> State:
-    """The part of the initial state that is one kind of rollouts' own."""
+    """The part of the initial state that each kind of rollouts has separately."""
     return {"tried": [], "rewards": {}}
 
 

@@ -3,8 +3,8 @@
 A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A prediction has two parts:
 seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with weights >= 0 fitted to all cells (verification
 costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones; levels are those that
-a network drafts); and what cells take more or less than that: the cell itself where it was measured, else the mean of
-those of the same batch or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
+a network drafts); and a cell's residual: its own where it was measured, else the mean residual of cells of the same batch
+or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tlt_jax.spec_decode.strategy import DRAFTERS, Strategy, name, parse
 from tlt_jax.tuner.interface import Cell, Measurement
 
 SHORT = 4, 0.1  # rounds and seconds below both of which a chunk's fixed overhead distorts its time
-SAMPLES = 9  # samples kept of a cell, the latest; its cost is their median
-CELLS = 96  # cells kept, the latest
+SAMPLES = 9  # the latest samples of a cell that are stored; its cost is their median
+CELLS = 96  # the latest cells that are stored
 # Prior weights of the terms, in units of a round's fixed cost: the round itself, a node, a draft
 # level, a drafted node, a cache slot of a row. nan: `node`, NODE by default.
 UNITS = np.array([1.0, math.nan, 0.06, 1 / 400, 1 / 131072])
@@ -28,10 +28,10 @@ NODE = 1 / 32  # between a CPU (1/10) and a memory-bound accelerator (1/300)
 RIDGE = 0.02  # strength of the prior weights, relative to one cell
 # Standard deviations of log seconds: one warm sample, one cold sample, the least of a warm cell.
 WARM_NOISE, COLD_NOISE, FLOOR_NOISE = 0.08, 0.2, 0.01
-# Std that age adds: AGEING after LIFE measurements of other cells of the batch; at most OLD.
+# Standard deviation that age adds: AGEING after LIFE measurements of other cells of the batch; at most OLD.
 AGEING, LIFE, OLD = 0.1, 64, 0.2
 FAR = 0.3  # log error of the linear part above which a cell is an outlier and gets less weight
-# Standard deviations of the log seconds of a cell around the linear part, and of one that has no cell of its batch or strategy.
+# Standard deviations of a cell's log seconds around the linear part: with and without cells of its batch or strategy.
 ALIKE, ALONE = 0.2, 0.25
 TERMS, BATCH, SLOTS, ARM = slice(0, 5), 5, 6, 7  # columns that describe a cell
 
@@ -112,13 +112,13 @@ def units_of(node: float) -> np.ndarray:
 
 
 def prior_rounds(cell: Cell, node: float = NODE) -> float:
-    """What a round of this cell is expected to cost before anything is measured, in fixed costs of a round."""
+    """The expected cost of a round of this cell before any measurement, in fixed costs of a round."""
     terms = described(cell.batch, cell.slots, cell.strategy)[TERMS]
     return float(np.array(terms) @ units_of(node))
 
 
 def law(cells: Mapping, node: float = NODE) -> np.ndarray:
-    """Weights [F], in seconds, of the terms that fit the cells."""
+    """Weights [F] of the terms, in seconds, fitted to the cells."""
     cell_CX, log_C, noise_C = known(cells)
     return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
 
@@ -131,7 +131,7 @@ def predict(
     """Log seconds of a round of each target [A], and their standard errors [A].
 
     `weights`: the result of `law` for nearly the same cells; None: fitted here. Without cells the
-    result is the prior, correct up to one unknown common factor: the errors are infinite.
+    result is the prior, up to one unknown common factor: the errors are infinite.
     """
     target_AX = np.array([described(*target) for target in targets], float)
     if not cells:
@@ -151,10 +151,10 @@ def predict(
 def residual(
     cell_CX: np.ndarray, target_AX: np.ndarray, rest_C: np.ndarray, noise_C: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the targets take more than the linear part [A], in log seconds, and standard errors [A].
+    """Residuals of the targets over the linear part [A], in log seconds, and their standard errors [A].
 
-    From that of the cells `rest_C`, which have variances `noise_C`: the weight of a cell of the same batch or strategy is
-    that of its precision. A target's own cell counts against their mean by its precision.
+    Estimated from the residuals `rest_C` of the cells, with variances `noise_C`: the precision-weighted mean over cells of
+    the same batch or strategy, combined with the target's own cell by precision.
     """
     same = cell_CX[None, :, BATCH:] == target_AX[:, None, BATCH:]  # [A, C, identity]
     is_alike = same[..., 0] | same[..., -1]

@@ -1,6 +1,6 @@
 """The arm of the next chunk: exploitation, or an exploration whose expected gain exceeds its cost.
 
-It knows neither measurements nor the models that predict from them.
+Knows neither measurements nor the models that predict from them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Prediction(NamedTuple):
 
 
 def decide(
-    state: State, view: Prediction, batch: int, is_there: np.ndarray
+    state: State, view: Prediction, batch: int, is_compiled: np.ndarray
 ) -> tuple[State, int, str]:
     """The new state, the index of the arm, and the reason.
 
-    The arm is the best one, or one to explore at a cost that the budget covers; of those whose
-    programs are there (`is_there`: bool[A]).
+    The arm is the best one, or one to explore at a cost that the budget covers, among those with
+    compiled programs (`is_compiled`: bool[A]).
     """
     texts = [name(arm) for arm in view.arms]
-    sure_A = np.where(is_there, view.speed - CAUTION * view.error, -np.inf)
+    sure_A = np.where(is_compiled, view.speed - CAUTION * view.error, -np.inf)
     incumbent = state["incumbents"].get(str(batch), name(PLAIN))
     i = texts.index(incumbent) if incumbent in texts else 0
-    i = i if is_there[i] else int(np.argmax(sure_A))
+    i = i if is_compiled[i] else int(np.argmax(sure_A))
 
     sure_A[i] = view.speed[i] + HYSTERESIS
     best, trial = int(np.argmax(sure_A)), state["trial"]
@@ -56,7 +56,7 @@ def decide(
     is_waiting = trial and state["choices"] - trial["since"] < (
         EXPLORATION_TIMEOUT if trial["open"] else REST
     )
-    tried = i if best != i or is_waiting else worth_trying(state, view, i, is_there)
+    tried = i if best != i or is_waiting else worth_trying(state, view, i, is_compiled)
     j = best if best != i else tried
     reason = "kept" if j == i else "faster" if j == best else f"exploring against {texts[i]}"
 
@@ -68,18 +68,18 @@ def decide(
     return {**state, "incumbents": {**state["incumbents"], str(batch): texts[best]}}, j, reason
 
 
-def worth_trying(state: State, view: Prediction, i: int, is_there: np.ndarray) -> int:
+def worth_trying(state: State, view: Prediction, i: int, is_compiled: np.ndarray) -> int:
     """The arm whose exploration has the largest expected net saving over HORIZON chunks.
 
     i when no exploration has a positive one at a cost within the budget.
     """
     saved_A, lost_A = stakes(view, i)
-    price_A = min(state["chunk"], EXPLORATION_ROUNDS) * np.exp(view.seconds) * lost_A
-    prize_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
+    cost_A = min(state["chunk"], EXPLORATION_ROUNDS) * np.exp(view.seconds) * lost_A
+    gain_A = state["chunk"] * math.exp(view.seconds[i]) * saved_A * HORIZON
     funds = state["funds"] + CREDIT * math.exp(view.seconds[0])
 
-    is_worth_A = is_there & (price_A <= funds) & (saved_A > WORTHWHILE)
-    worth_A = np.where(is_worth_A, prize_A - price_A, -np.inf)
+    is_worth_A = is_compiled & (cost_A <= funds) & (saved_A > WORTHWHILE)
+    worth_A = np.where(is_worth_A, gain_A - cost_A, -np.inf)
     worth_A[i] = 0.0
     return int(np.argmax(worth_A))
 

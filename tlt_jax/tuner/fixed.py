@@ -15,17 +15,17 @@ from tlt_jax.tuner.interface import Cell, Choice, Measurement, State, Tuner, unc
 
 
 def begin() -> State:
-    """The initial state: `cells` as in cost_model, by which a program's price is weighed."""
+    """The initial state: `cells` as in cost_model, from which the planner estimates paybacks."""
     return {"cells": {}}
 
 
 def learn_costs(state: State, seen: Measurement) -> State:
-    """The state with the seconds of one measurement more."""
+    """The state with the seconds of one more measurement."""
     return {**state, "cells": cost_model.measured(state["cells"], seen)}
 
 
 def costs_alone(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
-    """Log rounds per second in each cell, and their standard errors: what one strategy accepts is unknown, and alike."""
+    """Log rounds per second in each cell, and their standard errors; acceptance is unknown and counts as equal in all cells."""
     seconds, error = cost_model.predict(state["cells"], cells)
     return -seconds, error
 

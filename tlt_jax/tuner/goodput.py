@@ -1,8 +1,8 @@
 """The goodput tuner: predicted accepted tokens over predicted seconds.
 
-It knows no clock, device or rollout. State is a dict, of which `choose`, `observe` and `update_prior`
-return a new one; it is saved in checkpoints, and a rollout's choices can be recomputed from it. All
-seconds are wall-clock seconds of a chunk on the devices of its group.
+Knows no clock, device or rollout. The state is a dict; `choose`, `observe` and `update_prior` return a
+new one. It is saved in checkpoints, and a rollout's choices can be recomputed from it. All seconds
+are wall-clock seconds of a chunk on the devices of its group.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def goodput(
     whose prediction is uncertain, is explored for one chunk when the exploration budget covers the
     expected loss: some plain rounds, and small shares of all time and of the time saved. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
-    accelerator. `learning`: drafters that know nothing at first; an arm of theirs is not usable
-    before their acceptance was estimated (`update_prior`) or measured. Raises ValueError as
+    accelerator. `learning`: drafters that start untrained; their arms are not usable before
+    their acceptance was estimated (`update_prior`) or measured. Raises ValueError as
     arms.parse_arms does.
     """
     arms = parse_arms(strategies)
@@ -63,18 +63,20 @@ def goodput(
         return tuple(arm for arm in few if arm.drafter not in learning or arm.drafter in known)
 
     def choose(
-        state: State, live: int, batch: int, slots: int, there: Sequence[Strategy] = ()
+        state: State, live: int, batch: int, slots: int, compiled: Sequence[Strategy] = ()
     ) -> tuple[State, Choice]:
         state = {**state, "choices": state["choices"] + 1}
-        offered = (PLAIN, *usable(state, batch))
-        known = [arm for arm in offered if not there or arm in there]
+        candidates = (PLAIN, *usable(state, batch))
+        available = [arm for arm in candidates if not compiled or arm in compiled]
         if not state["cells"]:
-            return state, Choice(PLAIN if PLAIN in known else known[0], math.nan, "baseline")
+            return state, Choice(
+                PLAIN if PLAIN in available else available[0], math.nan, "baseline"
+            )
 
         state = refitted(state, node_cost)
-        view = predict(state, offered, batch, slots)
-        is_there = np.array([arm in known for arm in offered])
-        state, i, reason = decide(state, view, batch, is_there)
+        view = predict(state, candidates, batch, slots)
+        is_compiled = np.array([arm in available for arm in candidates])
+        state, i, reason = decide(state, view, batch, is_compiled)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
         rounds = EXPLORATION_ROUNDS if is_exploring else MOST_ROUNDS
         predicted = live * math.exp(view.speed[i])
@@ -119,7 +121,7 @@ def begin() -> State:
 
 
 def begin_kind() -> State:
-    """The part of the initial state that is one kind of rollouts' own."""
+    """The part of the initial state that each kind of rollouts has separately."""
     return {
         "gain": 1.0,
         "chunk": 16,
@@ -130,7 +132,7 @@ def begin_kind() -> State:
 
 
 def switched(state: State, kind: str) -> State:
-    """The state for rollouts of another kind; the drafters know nothing of these."""
+    """The state for rollouts of another kind, whose acceptance evidence is separate."""
     return swapped(state, kind, begin_kind())
 
 
@@ -169,9 +171,9 @@ def predict_cells(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.n
 
 
 def observe_goodput(state: State, seen: Measurement, arms: tuple[Strategy, ...]) -> State:
-    """The state with one measurement more.
+    """The state with one more measurement.
 
-    One without a reliable time only counts as evidence of acceptance.
+    Without a reliable time it counts only as evidence of acceptance.
     """
     if min(seen.rounds, seen.row_rounds, seen.tokens) <= 0:
         return state
@@ -218,9 +220,9 @@ def update_prior(state: State, estimated: Mapping[str, Sequence[float]] = {}) ->
     """The state after an update of weights, and with the estimated acceptance of these drafters.
 
     Acceptance evidence and earlier estimates age by UPDATE rounds, costs stay, an open exploration
-    is dropped. Merged trees hold the learned drafter's best candidates, and accept about what its
-    own do or more: they have its estimate when they have none of their own. Raises ValueError for
-    an estimate without a depth.
+    is dropped. Merged trees hold the learned drafter's best candidates, and accept about as much as
+    its own trees or more: without an estimate of their own they get its estimate. Raises ValueError
+    for an estimate without a level.
     """
     clock, estimates = state["clock"] + UPDATE, dict(state["estimates"])
     if LEARNED in estimated:

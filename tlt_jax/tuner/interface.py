@@ -1,4 +1,4 @@
-"""The interface of a tuner: measurements in, choices out, a state that is JSON. No JAX."""
+"""The interface of a tuner: it takes measurements and returns choices; its state is JSON. No JAX."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BUSY = 0.02  # seconds: normal delays of the host, such as dispatching
 def is_timed(seconds: float, uncertainty: float) -> bool:
     """True when an uncertainty of `uncertainty` seconds leaves the duration usable.
 
-    It is below half of the duration, or below BUSY: normal delays of the host never make a
-    duration unusable, compilations do.
+    It must be below half of the duration, or below BUSY: normal delays of the host never make a
+    duration unusable, but compilations do.
     """
     return uncertainty < max(seconds / 2, BUSY)
 
@@ -39,9 +39,9 @@ class Measurement(NamedTuple):
     chunk, or the program before it, was done; inf for the first run of a program.
     `is_moved`: `seconds` includes copying the rows to another batch size or cache size.
     `catch_up` is the time the drafter took before the chunk to process the tokens that were decoded
-    without it; 0 when that time is unreliable. `least_slots`: slots that the rows needed at least,
-    as a cache bucket; 0: not known. `planned_live`: the live rows that the prediction is for: some
-    may end during the chunk, or have ended before it.
+    without it; 0 when that time is unreliable. `least_slots`: the smallest cache bucket that holds
+    the rows; 0: unknown. `planned_live`: the live rows of the prediction, of which some may end
+    during the chunk, or have ended before it.
     """
 
     group: int
@@ -71,7 +71,7 @@ class Measurement(NamedTuple):
 
     @property
     def promised(self) -> float:
-        """The predicted tokens per second of the rows that were live in the mean; nan: no prediction."""
+        """The predicted tokens per second, scaled to the mean live rows; nan: no prediction."""
         return self.predicted * self.live / (self.planned_live or self.live)
 
 
@@ -101,17 +101,17 @@ class Tuner(NamedTuple):
     """A tuner as pure functions.
 
     init() -> state. choose(state, live rows, batch, cache slots, arms) -> (state, Choice); `arms`
-    are the strategies whose programs are there, () when all are. observe(state, Measurement) ->
-    state. renew(state, acceptance={}) -> state, after the weights of the policy or a drafter changed;
-    acceptance[drafter] is new knowledge of a drafter that strategies name: the expected probability
-    that its draft holds to depth 1, 2, ..., each given the depth before.
-    usable(state, batch, fewest_live) -> the strategies, plain decoding left out, that `choose` may
-    return for this batch size when at least `fewest_live` rows are unfinished; during a rollout they
-    stay the same. outlook(state, cells) -> log tokens per second of one live row, and their standard
+    are the strategies with compiled programs, () for all. observe(state, Measurement) -> state.
+    update_prior(state, estimated={}) -> state, after the weights of the policy or a drafter changed;
+    estimated[drafter], for a drafter that strategies name: the expected probability that its draft
+    is accepted to depth 1, 2, ..., each given the depth before.
+    usable(state, batch, fewest_live) -> the strategies, without plain decoding, that `choose` may
+    return for this batch size when at least `fewest_live` rows are unfinished; constant during a
+    rollout. predict(state, cells) -> log tokens per second of one live row, and their standard
     errors: float[C] each; the errors are infinite before any seconds were measured.
-    `has_fixed_policy`: `choose` may return a strategy that is not among `arms`, and wants no other.
-    switched(state, kind) -> the state for rollouts of another kind (TRAINING, the first one, or
-    EVALUATION), whose answers say nothing of how drafts hold in these; what programs cost is the same.
+    `has_fixed_policy`: `choose` may return a strategy that is not among `arms`; only that one is compiled.
+    switched(state, kind) -> the state for rollouts of another kind (TRAINING at first, or
+    EVALUATION), with acceptance evidence of its own and the same costs.
     """
 
     init: Callable[[], State]
@@ -125,15 +125,16 @@ class Tuner(NamedTuple):
 
 
 def swapped(state: State, kind: str, own: State) -> State:
-    """The state with what belongs to this kind of rollouts in the place of what belongs to the one before.
+    """The state with the entries of this kind of rollouts in place of those of the current kind.
 
-    `own`: the initial values of that. state["kind"] is the kind, state["others"] has the rest.
+    `own`: the initial values of these entries. state["kind"] is the current kind; state["others"]
+    stores the entries of the other kinds.
     """
     if kind == state["kind"]:
         return state
     others = {**state["others"], state["kind"]: {name: state[name] for name in own}}
-    mine = others.pop(kind, own)
-    return {**state, **mine, "kind": kind, "others": others}
+    current = others.pop(kind, own)
+    return {**state, **current, "kind": kind, "others": others}
 
 
 def unchanged(state: State, *_: Any) -> State:

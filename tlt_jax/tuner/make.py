@@ -17,8 +17,8 @@ from tlt_jax.tuner.interface import Tuner
 def arms(speculation: Speculation) -> tuple[Strategy, ...]:
     """The strategies of speculation.strategies, without plain decoding; none without a drafter.
 
-    With drafter adaptive each is one of every drafter that it makes sense for (`drafters_of`), in
-    the order of DRAFTERS, or of the one that it names. Raises ConfigError.
+    With the drafter adaptive, each strategy becomes an arm of every drafter of `drafters_of`, in the
+    order of DRAFTERS, or of the drafter that it names. Raises ConfigError.
     """
     try:
         parsed = parse_arms(speculation.strategies)
@@ -41,16 +41,16 @@ def arms(speculation: Speculation) -> tuple[Strategy, ...]:
 
 
 def drafters_of(strategy: Strategy) -> tuple[str, ...]:
-    """The drafters for which a strategy is an arm of its own.
+    """The drafters for which a strategy is a separate arm.
 
-    Arms are few: n-grams alone draft chains, their other continuations are in merged trees. Merged
-    trees have topk 2 or more: a chain has no room for the candidates of two drafters.
+    To keep arms few, n-grams alone draft only chains; their other continuations are in merged trees.
+    Merged trees have topk 2 or more: a chain has no room for the candidates of two drafters.
     """
     return (NGRAM, LEARNED) if strategy.topk == 1 else (LEARNED, MERGED)
 
 
 def node_cost(is_cpu: bool) -> float:
-    """The expected cost of a node, as a share of a plain round.
+    """The expected cost of a node, as a share of a plain round's cost.
 
     1/8 on CPUs, which are compute-bound from small batches on, 1/200 on accelerators, which are
     memory-bound.
@@ -77,21 +77,21 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
 
 
 def own_tuner(name: str, arms: Sequence[Strategy]) -> Tuner:
-    """What the user's module:function makes of the arms. Raises ConfigError when that is no Tuner."""
-    made = extension.load("speculation.tuner", name)(arms)
-    if not isinstance(made, Tuner):
+    """The tuner that the user's module:function returns for the arms. Raises ConfigError when it is no Tuner."""
+    found = extension.load("speculation.tuner", name)(arms)
+    if not isinstance(found, Tuner):
         raise ConfigError(
-            f"speculation.tuner {name!r} gave a {type(made).__name__}: return a Tuner of tlt_jax/tuner/interface.py"
+            f"speculation.tuner {name!r} gave a {type(found).__name__}: return a Tuner of tlt_jax/tuner/interface.py"
         )
-    return made
+    return found
 
 
 def largest_batches(
     tuner: Tuner, batches: Sequence[int], drafters: Collection[str] = ()
 ) -> dict[Strategy, int]:
-    """For each strategy that the tuner may use, the largest batch bucket it may use it for.
+    """The largest batch bucket for each strategy that the tuner may use.
 
-    `batches`: the batch buckets, ascending; `drafters`: names of those that have learned to draft.
+    `batches`: the batch buckets, ascending; `drafters`: names of the trained drafters.
     """
     state = tuner.update_prior(tuner.init(), dict.fromkeys(drafters, (1.0,)))
     fewest = (1, *(size + 1 for size in batches))

@@ -1,1 +1,1 @@
-"""The compiled programs of the rollout: what they are, how they are compiled and cached, and what compiling costs."""
+"""The rollout's programs: their definitions, compilation, caches and compile costs."""

@@ -1,4 +1,4 @@
-"""The executables of a rollout's programs, compiled ahead of time and kept in one place, with a log of compilations."""
+"""Compiles the rollout's programs ahead of time, caches their executables and logs the compilations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout.executables import disk_cache, serialized
-from tlt_jax.rollout.executables.compile_cost import KEPT, LOADING, CompileCosts
+from tlt_jax.rollout.executables.compile_cost import CACHED, LOADING, CompileCosts
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
 from tlt_jax.rollout.executables.programs import Decode, GroupShapes, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
@@ -25,21 +25,21 @@ from tlt_jax.rollout.executables.serialized import SerializationError, Serialize
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.strategy import PLAIN
 
-MAX_PROGRAMS = 1024  # beyond this the least recently used one is dropped
-# Kernels of the rollout's programs run as fast (0.98 to 1.05) with less of LLVM's optimization, and
-# compile in four fifths of the time: what takes their time is matrix products, which come from libraries.
+MAX_PROGRAMS = 1024  # limit on the executables in memory: the least recently used one is dropped
+# With less of LLVM's optimization the rollout's programs compile in four fifths of the time and run as fast
+# (0.98 to 1.05): most of their time is in matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
-NEVER_S = 1e9  # no compilation takes so long
-BACKGROUND = 0.3  # what a compilation costs a rollout that goes on meanwhile, over one that waits
+NEVER_S = 1e9  # longer than any compilation
+BACKGROUND = 0.3  # cost of a background compilation to a rollout, relative to one that it waits for
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A line of the compile log: seconds of lowering and compilation, and bytes on one device.
+    """An entry of the compile log: seconds of lowering and compilation, and bytes on one device.
 
-    `is_loaded`: it was not compiled, but loaded: from another data group, or an earlier run.
+    `is_loaded`: the executable was loaded, from another data group or an earlier run, not compiled.
     """
 
     program: Program
@@ -53,8 +53,8 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Made:
-    """An executable, and itself as bytes when it can be; seconds that a thread took for it; whether it was only loaded."""
+class CompileResult:
+    """An executable, its bytes where it can be serialized, the background thread's seconds, and whether it was loaded."""
 
     executable: jax.stages.Compiled
     serialized: SerializedExecutable | None = None
@@ -63,14 +63,14 @@ class Made:
 
 
 class Executables:
-    """The executables of every data group; `compiles` is the log. Implements the port `Programs`.
+    """The executables of every data group; `compiles` is the log. Implements the protocol `Programs`.
 
-    `waited`: from when to when its caller waited for a compilation, in seconds of time.perf_counter.
+    `waited`: start and end of each time that the caller waited for a compilation, in seconds of time.perf_counter.
 
-    A program that another group has, or an earlier run has `kept`, is loaded from there where
-    the backend can do that. Others are compiled in the background, one at a time, on accelerators,
-    whose host is free, and on a CPU with more cores than devices; elsewhere compiling takes the
-    rollout's own cores, and is waited for.
+    Programs that another group or an earlier run (`kept`: the disk cache) has compiled are loaded
+    where the backend can do so. Others are compiled in the background, one at a time, on
+    accelerators, whose host is free, and on a CPU with more cores than devices; elsewhere compiling
+    takes the rollout's own cores, and the rollout waits.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Executables:
         self.executables: OrderedDict[Program, Callable[..., Any]] = OrderedDict()
         self.ran: set[Program] = set()
         self.compiles: list[Compiled] = []
-        self.waited: list[tuple[float, float]] = []  # when the host did nothing else but compile
+        self.waited: list[tuple[float, float]] = []  # start and end of each wait
         self.is_cpu, self.compile_costs, self.disk_cache = (
             is_cpu(shapes[0].mesh),
             CompileCosts(),
@@ -92,31 +92,31 @@ class Executables:
         self.serialized: dict[Program, SerializedExecutable] = {}  # of group 0's programs
         self.waits = self.is_cpu and cores() <= jax.local_device_count()
         self.sizes = sizes_of(shapes[0])
-        self.names: dict[tuple[Program, str], str] = {}  # of `asked`
+        self.cache_keys: dict[tuple[Program, str], str] = {}  # of `cache_key`
         self.thread = ThreadPoolExecutor(1, "compile")
-        self.ahead: dict[Program, Future] = {}
+        self.pending: dict[Program, Future] = {}
         self.changes = 0  # of `executables`
 
     def rebind(self, shapes: Sequence[GroupShapes]) -> None:
-        """Programs are for these shapes from here on; those that are there are dropped."""
-        for future in self.ahead.values():
+        """Drops all executables; new ones are compiled for these shapes."""
+        for future in self.pending.values():
             future.cancel()
-        for kept in (self.executables, self.ran, self.serialized, self.ahead):
-            kept.clear()
+        for cached in (self.executables, self.ran, self.serialized, self.pending):
+            cached.clear()
         self.shapes, self.sizes = tuple(shapes), sizes_of(shapes[0])
         self.changes += 1
 
     def rebinding(self, shapes: Sequence[GroupShapes]) -> float:
-        """Seconds that it is expected to take to compile what is there for these shapes, but for chunks that draft.
+        """Expected seconds to compile the current executables for these shapes, except chunks that draft.
 
-        Those are compiled again where they pay for themselves.
+        The planner compiles those again where they pay off.
         """
         sizes, seconds = sizes_of(shapes[0]), 0.0
         for program in self.executables:
             if getattr(program, "strategy", PLAIN) != PLAIN:
                 continue
-            kept = self.disk_cache.seconds(self.asked(program, sizes))
-            compile_cost = self.compile_costs.of(program) if kept is None else KEPT * kept
+            earlier = self.disk_cache.seconds(self.cache_key(program, sizes))
+            compile_cost = self.compile_costs.of(program) if earlier is None else CACHED * earlier
             seconds += compile_cost * (
                 LOADING if program.group and self.is_shared(program) else 1.0
             )
@@ -127,31 +127,33 @@ class Executables:
         return program.lower(self.shapes[program.group], self.get)
 
     def get(self, program: Program) -> Callable[..., Any]:
-        """The executable, compiled now when it is not there."""
+        """The executable; compiles it now, or waits for its background compilation, when it is missing."""
         if program not in self.executables:
             begin = time.perf_counter()
-            if program in self.ahead:
-                made = self.ahead.pop(program).result()
+            if program in self.pending:
+                result = self.pending.pop(program).result()
             else:
-                made = self.of_another_group(program) or self.make(program, self.lower(program))
+                result = self.load_shared(program) or self.make(program, self.lower(program))
             end = time.perf_counter()
             self.waited.append((begin, end))
-            self.hold(program, made, end - begin)
+            self.store(program, result, end - begin)
         self.executables.move_to_end(program)
         return self.executables[program]
 
-    def hold(self, program: Program, made: Made, seconds: float) -> None:
-        """Keeps an executable, with its line of the log; drops the one unused longest when there are too many."""
-        line = compile_record(program, made.seconds or seconds, made.executable.memory_analysis())
-        line = replace(line, is_loaded=made.is_loaded)
-        self.compiles.append(line)
-        self.log(line)
-        if not made.is_loaded:
-            self.compile_costs.note(program, line.seconds)
-            self.disk_cache.note(self.asked(program), line.seconds)
-        if made.serialized and len(self.shapes) > 1:
-            self.serialized[of_group(program, 0)] = made.serialized
-        self.executables[program] = made.executable
+    def store(self, program: Program, result: CompileResult, seconds: float) -> None:
+        """Stores and logs an executable; drops the least recently used one beyond MAX_PROGRAMS."""
+        entry = compile_record(
+            program, result.seconds or seconds, result.executable.memory_analysis()
+        )
+        entry = replace(entry, is_loaded=result.is_loaded)
+        self.compiles.append(entry)
+        self.log(entry)
+        if not result.is_loaded:
+            self.compile_costs.note(program, entry.seconds)
+            self.disk_cache.note(self.cache_key(program), entry.seconds)
+        if result.serialized and len(self.shapes) > 1:
+            self.serialized[of_group(program, 0)] = result.serialized
+        self.executables[program] = result.executable
         if len(self.executables) > MAX_PROGRAMS:
             dropped = self.executables.popitem(last=False)[0]
             self.ran.discard(dropped)
@@ -162,96 +164,104 @@ class Executables:
         """Whether another group's executable can be loaded for this one's devices."""
         return of_group(program, 0) in self.serialized
 
-    def of_another_group(self, program: Program) -> Made | None:
-        """The executable of another group, for this group's devices, when there is one."""
+    def load_shared(self, program: Program) -> CompileResult | None:
+        """Loads the executable of another group for this group's devices; None when there is none."""
         if not self.is_shared(program):
             return None
         found = self.serialized[of_group(program, 0)]
         try:
-            return Made(serialized.deserialize(found, self.devices(program)), found, is_loaded=True)
+            return CompileResult(
+                serialized.deserialize(found, self.devices(program)), found, is_loaded=True
+            )
         except SerializationError as error:
-            log.info("every data group compiles its programs: %s", error)
+            log.info("every data group compiles its own programs: %s", error)
             del self.serialized[of_group(program, 0)]
             return None
 
-    def make(self, program: Program, lowered: jax.stages.Lowered) -> Made:
-        """The executable of a lowered program: from the folder, or compiled."""
+    def make(self, program: Program, lowered: jax.stages.Lowered) -> CompileResult:
+        """Loads the executable of a lowered program from the disk cache, or compiles it."""
         devices = self.devices(program)
         if found := self.disk_cache.get(lowered, self.options, devices):
-            return Made(*found, is_loaded=True)
+            return CompileResult(*found, is_loaded=True)
         hits = len(CACHE_HITS)
-        executable, made = compile_now(lowered, self.options), None
+        executable, data = compile_now(lowered, self.options), None
         if len(CACHE_HITS) > hits:
-            return Made(executable, is_loaded=True)
+            return CompileResult(executable, is_loaded=True)
         try:
-            made = serialized.serialize(executable, devices)
-            self.disk_cache.put(lowered, self.options, made)
+            data = serialized.serialize(executable, devices)
+            self.disk_cache.put(lowered, self.options, data)
         except SerializationError as error:
-            log.debug("%s stays where it was compiled: %s", program, error)
-        return Made(executable, made)
+            log.debug("%s cannot be serialized: %s", program, error)
+        return CompileResult(executable, data)
 
-    def asked(self, program: Program, sizes: str = "") -> str:
-        """The program and its sizes, or others, as text that is the same in every run."""
+    def cache_key(self, program: Program, sizes: str = "") -> str:
+        """The key of a program in the disk cache, the same in every run; `sizes`: a digest, by default the current shapes'."""
         key = program, sizes or self.sizes
-        if key not in self.names:
-            self.names[key] = repr((of_group(program, 0), key[1], sorted(self.options.items())))
-        return self.names[key]
+        if key not in self.cache_keys:
+            self.cache_keys[key] = repr(
+                (of_group(program, 0), key[1], sorted(self.options.items()))
+            )
+        return self.cache_keys[key]
 
     def devices(self, program: Program) -> list[jax.Device]:
-        """The devices of its group."""
+        """The devices of the program's group."""
         return list(self.shapes[program.group].mesh.devices.flat)
 
     def is_first_run(self, program: Program) -> bool:
-        """Whether this is the first call with this program: a first run also loads its kernels.
+        """Whether this is the first call with this program: its first run also loads its kernels.
 
-        On a CPU loading takes half a second for a chunk of 12 layers.
+        On a CPU, loading takes half a second for a chunk of 12 layers.
         """
         is_first = program not in self.ran
         self.ran.add(program)
         return is_first
 
     def compile_cost(self, program: Program) -> float:
-        """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
-        if program in self.executables or (program in self.ahead and self.ahead[program].done()):
+        """The expected cost of compiling it to a rollout, in seconds; 0: `get` returns at once."""
+        if program in self.executables or (
+            program in self.pending and self.pending[program].done()
+        ):
             return 0.0
         share = 1.0 if self.waits else BACKGROUND
         if self.is_shared(program):
             return share * LOADING * self.compile_costs.of(program)
-        kept = self.disk_cache.seconds(self.asked(program))
-        return share * self.compile_costs.of(program) if kept is None else KEPT * kept
+        earlier = self.disk_cache.seconds(self.cache_key(program))
+        return share * self.compile_costs.of(program) if earlier is None else CACHED * earlier
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles what is not there: now, or in the background, where it is one program at a time."""
+        """Compiles missing programs: now, or in the background, one program at a time."""
         for program in programs:
             if self.waits or self.is_shared(program):
                 self.get(program)
             elif self.compile_cost(program) and all(
-                future.done() for future in self.ahead.values()
+                future.done() for future in self.pending.values()
             ):
                 begin = time.perf_counter()
-                self.ahead[program] = self.thread.submit(self.timed, program, self.lower(program))
+                self.pending[program] = self.thread.submit(
+                    self.timed_make, program, self.lower(program)
+                )
                 self.waited.append((begin, time.perf_counter()))
 
-    def timed(self, program: Program, lowered: jax.stages.Lowered) -> Made:
-        """`make`, with its seconds. Lowering is not done here: in a thread it would miss JAX's local settings."""
+    def timed_make(self, program: Program, lowered: jax.stages.Lowered) -> CompileResult:
+        """`make`, with its seconds. The caller lowers: in this thread lowering would miss JAX's thread-local settings."""
         begin = time.perf_counter()
-        made = self.make(program, lowered)
-        return replace(made, seconds=time.perf_counter() - begin)
+        result = self.make(program, lowered)
+        return replace(result, seconds=time.perf_counter() - begin)
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes with the programs that are there."""
-        return self.changes, sum(future.done() for future in self.ahead.values())
+        """Changes whenever a program becomes available or is dropped."""
+        return self.changes, sum(future.done() for future in self.pending.values())
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's options of a compilation."""
+        """XLA's compile options."""
         return CPU_OPTIONS if self.is_cpu else {}
 
     @property
     def compiling_alongside(self) -> bool:
-        """Whether something is compiled in the background that takes the devices' own cores."""
-        return self.is_cpu and not all(future.done() for future in self.ahead.values())
+        """Whether a background compilation takes cores from the devices."""
+        return self.is_cpu and not all(future.done() for future in self.pending.values())
 
     def memory_held(self, groups: Sequence[int]) -> dict[str, int]:
         """Stats of the compiled programs that draft: how many, and the most bytes that those of one of the groups hold.
@@ -274,31 +284,31 @@ class Executables:
         return {"pool_programs": len(drafting), "pool_bytes": max(sizes)}
 
     def read(self, report: Report) -> Report:
-        """The report of a chunk that is done, as NumPy arrays."""
+        """The report of a finished chunk, as NumPy arrays."""
         return jax.device_get(report)
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sizes_of(shapes: GroupShapes) -> str:
-    """A digest of what a group's programs are lowered for beside their own sizes."""
+    """A digest of the shapes that a group's programs share: mesh, weights and decoding state."""
     leaves = jax.tree.leaves((shapes.weights, shapes.state(StateShape(0, 1, 1))))
     return digest(dict(shapes.mesh.shape), [(leaf.shape, str(leaf.dtype)) for leaf in leaves])
 
 
 def compile_now(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
-    """The executable."""
+    """Compiles a lowered program."""
     return lowered.compile(compiler_options=dict(options) or None)
 
 
-CACHE_HITS: list[str] = []  # what JAX read from its own cache, which cannot be serialized again
+CACHE_HITS: list[str] = []  # JAX's cache hits, whose executables cannot be serialized again
 
 
 def count_cache_hits(event: str, **_: Any) -> None:
-    """Notes that JAX has read an executable instead of compiling it."""
+    """Notes that JAX has loaded an executable instead of compiling it."""
     if event == "/jax/compilation_cache/cache_hits":
         CACHE_HITS.append(event)
 
@@ -307,7 +317,7 @@ jax.monitoring.register_event_listener(count_cache_hits)
 
 
 def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
-    """The log line of a compilation."""
+    """The log entry of a compilation."""
     return Compiled(
         program,
         seconds,
@@ -320,7 +330,7 @@ def compile_record(program: Program, seconds: float, memory: Any) -> Compiled:
 
 
 def log_compile(compiled: Compiled) -> None:
-    """One line per executable; a chunk's name has its strategy."""
+    """Logs one line per executable; a chunk's name includes its strategy."""
     sizes = (compiled.arguments, compiled.outputs, compiled.aliased, compiled.temporary)
     log.debug(
         "%s %s in %.2f s: %.1f MiB in, %.1f out (%.1f in place), %.1f temporary",
@@ -330,10 +340,10 @@ def log_compile(compiled: Compiled) -> None:
 
 
 def use_compile_cache(folder: str) -> ExecutableCache:
-    """Turns on JAX's persistent compilation cache, in this folder, the default one, or not at all.
+    """Turns on JAX's persistent compilation cache in `folder` ("": the default one, "off": none), and prunes it.
 
-    The rollout's own executables are in a folder in it. It is pruned first. One that cannot be written is only read, or
-    not used at all, which one line says.
+    The returned cache of the rollout's executables is a subfolder of it. A folder that cannot be written is only read, or
+    not used when it cannot be read either, with one warning.
     """
     if folder == "off":
         return ExecutableCache()
@@ -346,8 +356,8 @@ def use_compile_cache(folder: str) -> ExecutableCache:
         disk_cache.prune(path, time.time())
     if jax.config.jax_compilation_cache_dir != str(path):
         jax.config.update("jax_compilation_cache_dir", str(path))
-        compilation_cache.reset_cache()  # JAX decides at its first compilation whether it has a cache
-    # What takes less is not written: everything is, or nothing.
+        compilation_cache.reset_cache()  # JAX decides at its first compilation whether to use a cache
+    # JAX writes what compiled for at least this long: everything, or nothing.
     least = NEVER_S if reason else 0.0
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

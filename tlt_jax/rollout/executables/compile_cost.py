@@ -1,4 +1,4 @@
-"""Seconds that compiling a program is expected to take, from those that others took; knows no device."""
+"""Expected seconds of a compilation, estimated from earlier ones; knows no device."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from tlt_jax.spec_decode.strategy import PLAIN
 
 # Seconds relative to a chunk of plain decoding, measured on policies of 1, 12 and 30 layers.
 RELATIVE = {Start: 0.07, Prefill: 0.4, Admit: 0.3, Resize: 0.1, CatchUp: 0.5}
-DRAFTS, LEVEL = 1.8, 0.05  # of a chunk that drafts, and more for each level
-LOADING = 0.07  # of a program that another data group has
-KEPT = 0.2  # of one that an earlier run compiled: it is lowered again, and loaded
-FIRST = 3.0  # seconds of a chunk of plain decoding before anything was compiled
-RECENT = 12  # compilations that the estimate is made from: later ones may come from a cache
+DRAFTS, LEVEL = 1.8, 0.05  # of a chunk that drafts, plus this for each level
+LOADING = 0.07  # of a program that another data group has compiled
+CACHED = 0.2  # of one that an earlier run compiled: it is lowered again, and loaded
+FIRST = 3.0  # expected seconds of a chunk of plain decoding before the first compilation
+RECENT = 12  # compilations that the estimate uses: newer ones may come from a cache
 
 
 class CompileCosts:
-    """What compilations took, and what the next is expected to take."""
+    """Measured seconds of compilations, and the expected seconds of the next."""
 
     def __init__(self) -> None:
         self.units: deque[float] = deque(maxlen=RECENT)
         self.alike: dict[tuple, float] = {}
 
     def note(self, program: Program, seconds: float) -> None:
-        """A compilation took so long."""
+        """Adds the measured seconds of a compilation."""
         self.units.append(seconds / relative(program))
         self.alike[kind(program)] = seconds
 
     def of(self, program: Program) -> float:
-        """Expected seconds: those of the last program of this kind, or in proportion to others."""
+        """Expected seconds: those of the last program of this kind, or scaled from other kinds."""
         unit = median(self.units) if self.units else FIRST
         return self.alike.get(kind(program), unit * relative(program))
 
 
 def kind(program: Program) -> tuple:
-    """Programs that take about as long to compile: sizes hardly matter."""
+    """The key of programs that compile in about the same time: sizes hardly matter."""
     return type(program), getattr(program, "strategy", None)
 
 
 def relative(program: Program) -> float:
-    """Expected seconds over those of a chunk of plain decoding; work beside the rollout says so itself."""
+    """Expected seconds relative to a chunk of plain decoding; programs of idle work define `relative_seconds`."""
     if isinstance(program, Decode):
         strategy = program.strategy
         return 1.0 if strategy == PLAIN else DRAFTS + LEVEL * strategy.depth

@@ -1,4 +1,4 @@
-"""A folder of serialized executables for later runs, and what is known of them before they are lowered."""
+"""The disk cache of serialized executables, and the seconds that compiling them took, known before lowering."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tlt_jax.rollout.executables.serialized import (
     deserialize,
 )
 
-SECONDS = "seconds"  # the folder of what compilations took, by what they were asked for
-KEPT_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # of programs that nobody uses, and of all
-ABANDONED_S = 86400.0  # after which nobody is still writing a file
+SECONDS = "seconds"  # the subfolder of compile seconds, by cache key
+MAX_AGE_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # since a file's last use, and of all files
+ABANDONED_S = 86400.0  # age at which a temporary file counts as abandoned by its writer
 PROBE_BYTES = 4096
-UNWRITABLE = "programs are not kept, since %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or off"
+UNWRITABLE = "programs are not cached: %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or off"
 
 log = logging.getLogger(__name__)
 
 
 class ExecutableCache:
-    """Serialized executables, each under a digest of all that it was compiled from; without a folder nothing is kept.
+    """A folder of serialized executables, each under a digest of its compile inputs; without a folder, an empty cache.
 
     Only folders that nobody else can write to are safe: loading an executable may run any code, as
-    it does from JAX's own compilation cache.
+    with JAX's own compilation cache.
     """
 
     def __init__(self, folder: Path | None = None, is_writable: bool = True):
@@ -43,7 +43,7 @@ class ExecutableCache:
         self.found: dict[str, float | None] = {}
 
     def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
-        """Where an executable of this program lies."""
+        """The file of this program's executable."""
         return self.folder / digest(*machine(), sorted(options.items()), lowered.as_text())
 
     def get(
@@ -52,20 +52,20 @@ class ExecutableCache:
         options: Mapping[str, Any],
         devices: Sequence[jax.Device],
     ) -> tuple[jax.stages.Compiled, SerializedExecutable] | None:
-        """The executable for these devices, if it is there and can be loaded."""
+        """The executable for these devices, if it is cached and can be loaded."""
         path = self.path(lowered, options) if self.folder else None
         if path is None or not path.exists():
             return None
         try:
             head, _, data = path.read_bytes().partition(b"\n")
             with contextlib.suppress(OSError):
-                os.utime(path)  # what is used is pruned last
+                os.utime(path)  # files are pruned by their last use
             serialized = SerializedExecutable(
                 data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree
             )
             return deserialize(serialized, devices), serialized
         except (SerializationError, OSError, ValueError, TypeError) as error:
-            log.info("%s is not used, and compiled again: %s", path, error)
+            log.info("%s cannot be loaded, and is compiled again: %s", path, error)
             return None
 
     def put(
@@ -74,32 +74,32 @@ class ExecutableCache:
         options: Mapping[str, Any],
         serialized: SerializedExecutable,
     ) -> None:
-        """Keeps the executable."""
+        """Stores the executable."""
         if self.folder:
             head = json.dumps(serialized.devices).encode()
             self.write(self.path(lowered, options), head + b"\n" + serialized.data)
 
-    def seconds(self, asked: str) -> float | None:
-        """What compiling took an earlier run that was asked for the same; None when none was.
+    def seconds(self, key: str) -> float | None:
+        """Seconds that an earlier run took to compile the program of this key; None when none did.
 
-        `asked` names a program and the shapes of its weights. It is only an estimate of what the
-        executable was compiled from: the same text may lead to another program where no file of
-        the package and no version differs.
+        `key` names a program and the shapes of its weights. It only approximates the executable's
+        digest: with the same files of the package and the same versions, one key may still stand
+        for different programs.
         """
-        if self.folder and asked not in self.found:
+        if self.folder and key not in self.found:
             try:
-                self.found[asked] = float(self.note_path(asked).read_text())
+                self.found[key] = float(self.note_path(key).read_text())
             except (OSError, ValueError):
-                self.found[asked] = None
-        return self.found.get(asked)
+                self.found[key] = None
+        return self.found.get(key)
 
-    def note(self, asked: str, seconds: float) -> None:
-        """Keeps what a compilation took, for `seconds` of later runs: its executable is in this folder or in JAX's own."""
+    def note(self, key: str, seconds: float) -> None:
+        """Stores the seconds of a compilation for later runs; its executable is in this folder or in JAX's own cache."""
         if self.folder:
-            self.write(self.note_path(asked), f"{seconds:.3f}".encode())
+            self.write(self.note_path(key), f"{seconds:.3f}".encode())
 
     def write(self, path: Path, content: bytes) -> None:
-        """Writes a file atomically, with the folder it is in; after one that cannot be written no more is tried."""
+        """Writes a file atomically, and makes its folder; after the first failure nothing more is written."""
         if not self.is_writable:
             return
         try:
@@ -110,9 +110,9 @@ class ExecutableCache:
             self.is_writable = False
             log.warning(UNWRITABLE, self.folder, error.strerror or error)
 
-    def note_path(self, asked: str) -> Path:
-        """Where it is said what a compilation took."""
-        return self.folder / SECONDS / digest(*machine(), sources(), asked)
+    def note_path(self, key: str) -> Path:
+        """The file with the seconds of a compilation."""
+        return self.folder / SECONDS / digest(*machine(), sources(), key)
 
 
 def digest(*basis: Any) -> str:
@@ -121,7 +121,7 @@ def digest(*basis: Any) -> str:
 
 
 def machine() -> tuple[str | None, ...]:
-    """What an executable is bound to, beside its program and XLA's options."""
+    """The versions, hardware and flags that an executable is bound to, besides its program and XLA's options."""
     device = jax.local_devices()[0]
     return (
         jax.__version__, device.client.platform_version, device.device_kind, os.environ.get("XLA_FLAGS"),
@@ -136,7 +136,7 @@ def sources() -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written to a folder, which is made if need be; empty when it can be."""
+    """Why a folder, which is made when it is missing, cannot be written; empty when it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(folder / "probe") as temporary:
@@ -148,14 +148,14 @@ def unwritable(folder: Path) -> str:
 
 
 def prune(folder: Path, now: float) -> None:
-    """Deletes what nobody has used for KEPT_S, and of the rest what was used longest ago, until MOST_BYTES are left.
+    """Deletes files unused for MAX_AGE_S, then the least recently used ones until MOST_BYTES are left.
 
-    `now` is in seconds of time.time. Other processes may do the same, and read or write meanwhile: each file is
-    there whole or not at all.
+    `now` is in seconds of time.time. Other processes may prune, read or write at the same time: each file
+    exists whole or not at all.
     """
     files = []
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # another process has deleted it
+        with contextlib.suppress(OSError):  # another process may have deleted it
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
                 files.append((max(status.st_mtime, status.st_atime), status.st_size, path))
@@ -163,6 +163,6 @@ def prune(folder: Path, now: float) -> None:
     for used, size, path in sorted(files, key=lambda file: file[0], reverse=True):
         left -= size
         is_abandoned = path.suffix == atomic.TEMPORARY and now - used > ABANDONED_S
-        if left < 0 or now - used > KEPT_S or is_abandoned:
+        if left < 0 or now - used > MAX_AGE_S or is_abandoned:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -1,7 +1,7 @@
 """The programs of a data group, each named by the sizes it is compiled for; knows shapes, not networks.
 
-A program is lowered for the devices of its group (`lower`) and, once compiled, called by its group
-through a `Programs` port, which compiles or simulates it.
+A program is lowered for the devices of its group (`lower`) and called by its group through a
+`Programs` protocol, which compiles or simulates it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.rollout import buckets
 from tlt_jax.rollout.executables.protocols import Program, Programs
-from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode.decode import Admission, Decoder, DecodeState, Known, Report, Weights
+from tlt_jax.spec_decode import admission, decode
+from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import Decoder, Known, Report
+from tlt_jax.spec_decode.decode_state import DecodeState, Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
@@ -39,10 +41,10 @@ class StateShape:
 
 @dataclass(frozen=True)
 class GroupShapes:
-    """Shapes and shardings of what the programs of one data group take and return.
+    """Shapes and shardings of the arguments and results of one data group's programs.
 
-    The decoding state holds the state of `drafter`, and the weights are its own. `drafters` are
-    those that strategies name: they share that state, and read, extend or leave it.
+    The decoding state and the weights are those of `drafter`. The `drafters` that strategies name
+    share that state; each reads, extends or ignores it.
     """
 
     target: Target
@@ -61,11 +63,11 @@ class GroupShapes:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of what every device of the group holds."""
+        """The sharding of arrays that every device of the group holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """A small array that every device of the group holds."""
+        """A small array that every device of the group holds whole."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def state(self, shape: StateShape) -> DecodeState:
@@ -84,7 +86,7 @@ class GroupShapes:
         )
 
     def known(self, shape: StateShape) -> Known:
-        """What drafting reads of the decoding state."""
+        """The part of the decoding state that drafting reads."""
         state = self.state(shape)
         features = self.target.features(state.cache)
         return Known(state.keys, state.lengths, state.history, features, state.drafter)
@@ -146,7 +148,7 @@ class Admit:
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state, size = shapes.state(self.state), buckets.admission_size(self.state.batch)
-        prefill = get(self.source)  # what the compiler chose for what it returns
+        prefill = get(self.source)  # its results have the shardings that the compiler chose
         prefilled = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             prefill.out_info[0],
@@ -157,7 +159,7 @@ class Admit:
             keys=shapes.array(size, 2, dtype=jnp.uint32),
             history=shapes.array(size, history_width(self.source.width, shapes.drafter.remembers)),
         )
-        function = partial(decode.admit, shapes.target, shapes.drafter)
+        function = partial(admission.admit, shapes.target, shapes.drafter)
         program = jax.jit(function, donate_argnums=0, out_shardings=shardings(state))
         return program.lower(state, prefilled, new)
 
@@ -185,7 +187,7 @@ class Resize:
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
         after = StateShape(self.group, self.batch, self.slots)
-        function = partial(decode.resize, shapes.target, shapes.drafter, self.slots)
+        function = partial(admission.resize, shapes.target, shapes.drafter, self.slots)
         program = jax.jit(function, out_shardings=shardings(shapes.state(after)))
         return program.lower(state, shapes.array(self.batch))
 
@@ -276,7 +278,7 @@ class DraftOnly:
 
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         known = shapes.known(self.state)
-        params = DecodingParams(Sampling(self.temperature))  # drafting knows no top-k or top-p
+        params = DecodingParams(Sampling(self.temperature))  # drafting ignores top-k and top-p
         drafter = shapes.drafter_of(self.strategy)
         decoder = Decoder(shapes.target, drafter, params, self.strategy)
         function = partial(decode.draft_alone, decoder, self.rounds)
@@ -304,7 +306,7 @@ def of_group(program: Program, group: int) -> Program:
 
 
 def history_width(width: int, remembers: bool) -> int:
-    """Tokens of a prompt that an admission from a prefill of this width brings along.
+    """Tokens of a prompt that an admission from a prefill of this width copies to the history.
 
     All of them, or none when the drafter reads no history.
     """

@@ -1,4 +1,4 @@
-"""What a rollout asks of its programs: protocols of what is named, compiled and read; knows no shape."""
+"""The protocols of programs and of what compiles and runs them; knows no shape."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class Program(Protocol):
     def group(self) -> int: ...
 
     def lower(self, shapes: Any, get: Callable[[Program], Any]) -> jax.stages.Lowered:
-        """The program for the devices, or descriptions of devices, of its group, of GroupShapes.
+        """The program lowered for its group's devices or device descriptions; `shapes`: the group's GroupShapes.
 
-        `get` gives the executable of another program that this one reads the shardings of.
+        `get` returns the executable of another program, whose shardings this one reads.
         """
 
 
 class Programs(Protocol):
-    """What runs programs: rollout.executables compiles them, rollout.simulated pretends to."""
+    """Compiles and runs programs: executables.compilation does so, simulate.simulator simulates it."""
 
     def get(self, program: Program) -> Callable[..., Any]:
-        """The executable; compiled now when it is not there."""
+        """The executable; compiles it now when it is missing."""
 
     @property
     def version(self) -> Hashable:
-        """Changes with the programs that are there."""
+        """Changes whenever a program becomes available or is dropped."""
 
     @property
     def compiling_alongside(self) -> bool:
-        """Whether compiling takes processors from what the programs run on."""
+        """Whether a background compilation takes cores from the devices."""
 
     def compile_cost(self, program: Program) -> float:
-        """What compiling it is expected to cost a rollout, in seconds; 0: `get` returns at once."""
+        """The expected cost of compiling it to a rollout, in seconds; 0: `get` returns at once."""
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles what is not there, now or in the background; whether it is there then `compile_cost` tells."""
+        """Compiles missing programs, now or in the background; `compile_cost` is 0 once one is available."""
 
     def is_first_run(self, program: Program) -> bool:
-        """Whether it had not run before it was asked for now."""
+        """Whether this is the first call with this program."""
 
     def read(self, report: T) -> T:
-        """The report of a chunk that is done, as NumPy arrays."""
+        """The report of a finished chunk, as NumPy arrays."""

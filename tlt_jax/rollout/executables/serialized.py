@@ -1,7 +1,7 @@
 """Executables as bytes, loaded for the devices of any data group.
 
-The only file that knows how JAX serializes executables and loads them for devices that they were not
-compiled for; of the latter its public functions know nothing.
+The only file that knows how JAX serializes executables, and that uses JAX's private functions to load
+them for other devices than they were compiled for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 Unpickler = getattr(serialize_executable, "_JaxPjrtUnpickler", object)
-PLATFORMS = ("cpu", "cuda", "gpu")  # a TPU's executable knows where its chips lie
-# What ends the loading where a backend, a version of JAX or a damaged file does not allow it.
+PLATFORMS = ("cpu", "cuda", "gpu")  # a TPU's executable is bound to the places of its chips
+# Errors of backends or JAX versions that cannot serialize or load, and of damaged files.
 FAILURES = (
     ImportError, AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError, KeyError,
     EOFError, pickle.UnpicklingError,
@@ -26,7 +26,7 @@ FAILURES = (
 
 
 class SerializationError(Exception):
-    """This executable cannot be serialized, or not loaded for these devices."""
+    """The executable cannot be serialized, or cannot be loaded for these devices."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class SerializedExecutable:
 def serialize(
     executable: jax.stages.Compiled, devices: Sequence[jax.Device]
 ) -> SerializedExecutable:
-    """An executable that this process compiled for these devices (one that it loaded has lost its kernels).
+    """Serializes an executable that this process compiled for these devices; a loaded one has lost its kernels.
 
-    Raises PortabilityError.
+    Raises SerializationError.
     """
     if devices[0].platform not in PLATFORMS:
         raise SerializationError(f"not on {devices[0].platform}")
@@ -58,7 +58,7 @@ def serialize(
 def deserialize(
     serialized: SerializedExecutable, devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
-    """The executable for these devices; takes a twentieth of a compilation. Raises PortabilityError."""
+    """Loads the executable for these devices, in a twentieth of a compilation's time. Raises SerializationError."""
     try:
         moved = dict(zip(serialized.devices, devices, strict=True))
         unloaded, arguments, no_kwargs = Loader(serialized.data, moved).load()
@@ -78,7 +78,7 @@ def deserialize(
 
 
 class Loader(Unpickler):
-    """Reads a serialized executable, for other devices: `moved` maps the ids of its own to them."""
+    """Unpickles an executable for other devices; `moved`: id of a device it was compiled for -> its replacement."""
 
     def __init__(self, data: bytes, moved: Mapping[int, jax.Device]):
         from jax._src import compiler

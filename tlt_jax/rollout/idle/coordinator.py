@@ -1,9 +1,9 @@
-"""Who may do idle work: a pure state machine over messages; knows no device, no clock and no kind of work.
+"""The coordinator of idle work, a pure state machine over messages; knows no device, clock or kind of work.
 
 The worker coordinator of TLT (arXiv 2511.16665, section 4.2). A data group is BUSY while it decodes,
-IDLE when it has nothing left to decode, and TRAINING while it does idle work. Groups work each on
-their own, so none waits for others: any number may train, and join at any time. Every message
-carries its RL step; those of another step are ignored.
+IDLE when it has nothing left to decode, and TRAINING while it does idle work. Groups work
+independently, so none waits for others: any number may train, and join at any time. Every message
+carries its RL step; messages of other steps are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Mode(Enum):
-    """What a data group does."""
+    """The mode of a data group."""
 
     BUSY = "busy"
     IDLE = "idle"
@@ -25,9 +25,9 @@ class Mode(Enum):
 class Coordinator:
     """The modes of all data groups in an RL step.
 
-    `least_seconds`: of expected idle time, below which no work is started. `gave_up`: groups whose
-    work ended by itself, and does not start again. `is_over`: the rollout is done, or was
-    interrupted: no work starts any more.
+    `least_seconds`: work starts only with at least this much expected idle time. `gave_up`: groups
+    whose work ended early, and does not start again. `is_over`: the rollout is done or was
+    interrupted, so no work starts.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Coordinator:
 
     @property
     def training(self) -> tuple[int, ...]:
-        """The groups that do idle work."""
+        """The groups in mode TRAINING."""
         return tuple(group for group, mode in enumerate(self.modes) if mode is Mode.TRAINING)
 
 
@@ -52,7 +52,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Expected:
-    """The rollout is expected to take so many seconds more; sent now and then."""
+    """The rollout is expected to take `seconds` more; sent repeatedly."""
 
     step: int
     seconds: float
@@ -60,7 +60,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A group's idle work has ended by itself: nothing to do, or an error. It stays idle in this step."""
+    """A group's idle work ended early: nothing to do, or an error. The group stays idle in this step."""
 
     step: int
     group: int
@@ -68,7 +68,7 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Ended:
-    """RL work needs all groups: the rollout is done, or was interrupted."""
+    """RL work needs all groups: the rollout is done or was interrupted."""
 
     step: int
 
@@ -78,7 +78,7 @@ Message = Finished | Expected | GaveUp | Ended
 
 @dataclass(frozen=True)
 class Start:
-    """This group is to begin idle work."""
+    """Tells a group to start idle work."""
 
     step: int
     group: int
@@ -86,7 +86,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """This group is to stop idle work: no further micro-step is dispatched."""
+    """Tells a group to stop idle work: it dispatches no further piece."""
 
     step: int
     group: int
@@ -96,12 +96,12 @@ Command = Start | Stop
 
 
 def begin(step: int, groups: int, least_seconds: float) -> Coordinator:
-    """An RL step begins: all groups are busy."""
+    """The coordinator at the start of an RL step: all groups are busy."""
     return Coordinator(step, (Mode.BUSY,) * groups, least_seconds)
 
 
 def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Command]]:
-    """The state after a message, and what the groups are told."""
+    """The state after a message, and the commands to the groups."""
     if message.step != state.step:
         return state, []
     match message:
@@ -122,7 +122,7 @@ def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Com
 
 
 def started(state: Coordinator) -> tuple[Coordinator, list[Command]]:
-    """Every idle group begins to work, unless it gave up or the rollout is over."""
+    """Starts every idle group, unless it gave up or the rollout is over."""
     if state.is_over:
         return state, []
     idle = [group for group, mode in enumerate(state.modes) if mode is Mode.IDLE]
@@ -133,13 +133,13 @@ def started(state: Coordinator) -> tuple[Coordinator, list[Command]]:
 
 
 def over(state: Coordinator) -> tuple[Coordinator, list[Command]]:
-    """No group works any more, and none begins."""
+    """Stops all groups; none starts again."""
     working = state.training
     commands: list[Command] = [Stop(state.step, group) for group in working]
     return replace(with_mode(state, frozenset(working), Mode.IDLE), is_over=True), commands
 
 
 def with_mode(state: Coordinator, groups: Set[int], mode: Mode) -> Coordinator:
-    """The state in which the groups do this."""
+    """The state with these groups in this mode."""
     modes = (mode if index in groups else old for index, old in enumerate(state.modes))
     return replace(state, modes=tuple(modes))

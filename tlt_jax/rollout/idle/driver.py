@@ -1,7 +1,7 @@
-"""Idle work beside a rollout, in one loop with its polls; knows no kind of work and no program.
+"""Idle work during a rollout, polled in the rollout's loop; knows no kind of work and no program.
 
-Work of a data group begins once the group has nothing left to decode, and is dispatched in short
-pieces, one at a time: RL work waits for one of them at most.
+The idle work of a data group starts once the group has nothing left to decode, and is dispatched in
+short pieces, one at a time: RL work waits for at most one of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tlt_jax.rollout.idle.coordinator import (
     Start,
 )
 
-EXPECT_EVERY = 0.05  # seconds from one estimate of the idle time to the next
+EXPECT_EVERY = 0.05  # seconds between two estimates of the idle time
 
 
 class Polled(Protocol):
-    """A rollout in steps: driver.Rollout."""
+    """A rollout in steps: scheduler.driver.Rollout."""
 
     clock: Any
     listeners: Sequence[Listener]
@@ -38,32 +38,32 @@ class Polled(Protocol):
 
 
 class IdleWork(Protocol):
-    """What data groups do while they have nothing to decode; `kind` names it in the timeline."""
+    """The work of idle data groups; `kind` names it in the timeline."""
 
     kind: str
 
     def dispatch(self, group: int) -> bool:
         """Dispatches the group's next piece of work; False when there is none. Never waits for a device.
 
-        Whatever it raises ends the group's work in this step.
+        An exception ends the group's work in this step.
         """
 
     def is_ready(self, group: int) -> bool:
-        """Whether the piece that was dispatched last is done."""
+        """Whether the last dispatched piece is done."""
 
     def done(self, group: int, least: float, most: float) -> None:
-        """It is done, and took between so many seconds: until it was seen at work last, and until it was seen done."""
+        """The piece is done; it took `least` (last poll that saw it running) to `most` (poll that saw it done) seconds."""
 
     def failed(self, group: int, error: Exception) -> None:
-        """One of the above raised this."""
+        """One of the methods above raised `error`."""
 
 
 class IdleDriver:
-    """Gives the rollout's idle groups work; the owner of the rollout's loop calls `poll` after each of its polls.
+    """Gives the rollout's idle groups work; the rollout's loop calls `poll` after each poll of the rollout.
 
-    `expected()`: seconds that the rollout will still take; `is_over()`: whether all its groups are
-    done, those of other processes too. `delay`: seconds from the end of the rollout until the last
-    piece of work was done; `used`: seconds of idle work by group.
+    `expected()`: seconds that the rollout is expected to take still; `is_over()`: whether the groups of all
+    processes are done. `delay`: seconds from the end of the rollout until the last piece of work was
+    done; `used`: seconds of idle work by group.
     """
 
     def __init__(
@@ -79,47 +79,49 @@ class IdleDriver:
         self.rollout, self.work, self.expected = rollout, work, expected
         self.is_over = is_over or rollout.is_done
         self.state: Coordinator = coordinator.begin(step, groups, least_seconds)
-        self.is_shared = groups > len(rollout.states)  # others want to know what is expected here
-        # group -> number and start of its piece, and when it was seen at work last
+        self.is_shared = groups > len(
+            rollout.states
+        )  # other processes read this one's expected time
+        # group -> number and start of its piece, and the last poll that saw it running
         self.running: dict[int, tuple[int, float, float]] = {}
         self.pieces = dict.fromkeys(rollout.states, 0)
         self.used = dict.fromkeys(rollout.states, 0.0)
-        self.asked, self.over_at, self.delay = -math.inf, math.nan, 0.0
+        self.estimated_at, self.over_at, self.delay = -math.inf, math.nan, 0.0
 
     def poll(self) -> bool:
-        """Reads what is done, and dispatches what may be; whether anything happened. Never waits."""
+        """Reads finished pieces and dispatches new ones; whether anything happened. Never waits."""
         now, happened = self.rollout.clock.now(), False
         for group in self.rollout.states:
             if self.rollout.is_idle(group) and self.state.modes[group] is coordinator.Mode.BUSY:
                 self.send(Finished(self.state.step, group))
         if self.is_over():
             self.end()
-        elif now - self.asked >= EXPECT_EVERY and (self.idle() or self.is_shared):
-            self.asked = now
+        elif now - self.estimated_at >= EXPECT_EVERY and (self.idle() or self.is_shared):
+            self.estimated_at = now
             self.send(Expected(self.state.step, self.expected()))
         for group in self.rollout.states:
             happened |= self.advance(group)
         return happened
 
     def idle(self) -> bool:
-        """Whether a group could begin to work."""
+        """Whether a group is idle without work."""
         return coordinator.Mode.IDLE in self.state.modes
 
     def send(self, message: Message) -> None:
-        """The coordinator is told."""
+        """Sends a message to the coordinator, and starts the groups that it commands."""
         self.state, commands = coordinator.receive(self.state, message)
         for command in commands:
             if isinstance(command, Start) and command.group in self.pieces:
                 self.advance(command.group)
 
     def advance(self, group: int) -> bool:
-        """One look at a group: a piece that is done is read, and the next is dispatched while it may work."""
+        """Polls one group: reads its finished piece, and dispatches the next while the group may train."""
         began, events = self.rollout.clock.now(), []
         try:
             events += self.retire(group, began)
             if self.state.modes[group] is coordinator.Mode.TRAINING and group not in self.running:
                 events += self.dispatch(group)
-        except Exception as error:  # idle work never ends a run
+        except Exception as error:  # an error of idle work never ends the run
             self.running.pop(group, None)
             self.work.failed(group, error)
             self.send(GaveUp(self.state.step, group))
@@ -130,7 +132,7 @@ class IdleDriver:
         return bool(events)
 
     def retire(self, group: int, now: float) -> list[Event]:
-        """The piece that runs, if it is done."""
+        """Reads the running piece, if it is done."""
         if group not in self.running:
             return []
         number, start, seen = self.running[group]
@@ -145,7 +147,7 @@ class IdleDriver:
         return [Retired(number, self.work.kind)]
 
     def dispatch(self, group: int) -> list[Event]:
-        """The next piece of work."""
+        """Dispatches the next piece of work."""
         if not self.work.dispatch(group):
             self.send(GaveUp(self.state.step, group))
             return []
@@ -156,12 +158,12 @@ class IdleDriver:
         return [Dispatched(number, self.work.kind, 0, 0)]
 
     def end(self) -> None:
-        """RL work needs the devices: nothing more is dispatched."""
+        """RL work needs the devices: stops dispatching."""
         if math.isnan(self.over_at):
             self.over_at = self.rollout.clock.now()
             self.send(Ended(self.state.step))
 
     @property
     def is_done(self) -> bool:
-        """Nothing runs, and nothing will."""
+        """The rollout is over, and no piece runs."""
         return self.state.is_over and not self.running

@@ -1,4 +1,4 @@
-"""How long a rollout will still take: from what is live, how fast it goes, and how long answers are."""
+"""The expected time that a rollout still takes, from its live rows, their speed, and the lengths of answers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tlt_jax.tuner.interface import Measurement
 
 
 class Lengths:
-    """How many answers have each number of tokens; an answer costs one addition, and a question none of the answers."""
+    """A histogram of answer lengths; `expected_tokens` costs no pass over the answers."""
 
     def __init__(self, lengths: Sequence[int] = ()):
         self.counts = np.zeros(1, np.int64)
         self.add(lengths)
 
     def add(self, lengths: Sequence[int]) -> None:
-        """More answers."""
+        """Adds the lengths of more answers."""
         new = np.bincount(np.asarray(lengths, np.int64), minlength=len(self.counts))
         new[: len(self.counts)] += self.counts
         self.counts = new
         tokens = new * np.arange(len(new))
-        # Of the answers that are longer than the index: how many, and their tokens.
+        # The number of answers that are longer than the index, and the sum of their tokens.
         self.longer = np.append(np.cumsum(new[:0:-1])[::-1], 0)
         self.tokens = np.append(np.cumsum(tokens[:0:-1])[::-1], 0)
 
     def expected_tokens(self, so_far: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Expected tokens that answers of `so_far` tokens still get, at most `most`.
+        """Expected further tokens of answers that have `so_far` tokens, at most `most`.
 
-        The mean of what the longer answers had left there; where none was longer, as many as it has.
+        The mean of the tokens that longer answers had left at that length; `so_far` where none was longer.
         """
         at = np.minimum(so_far, len(self.counts) - 1)
         longer = self.longer[at]
@@ -40,15 +40,15 @@ class Lengths:
 
 
 class ExpectedTime:
-    """What one rollout still takes. `earlier`: tokens of answers like these.
+    """The expected time that one rollout still takes. `earlier`: lengths of similar answers, in tokens.
 
-    Asked again and again while groups decode: what came before is not read again, and the rows of a
-    group are read when they have changed.
+    `seconds` is called again and again while groups decode: each call reads only new answers and
+    measurements, and only changed rows.
     """
 
     def __init__(self, request: RolloutRequest, earlier: Sequence[int] = ()):
         self.request, self.lengths = request, Lengths(earlier)
-        self.ended = self.measured = 0  # answers and measurements that are known
+        self.ended = self.measured = 0  # numbers of answers and measurements that were read
         self.speeds: dict[int, float] = {}  # tokens per second of one live row, by group
         self.rows: dict[int, tuple[tuple[Running | None, ...], np.ndarray]] = {}
 
@@ -58,10 +58,10 @@ class ExpectedTime:
         measurements: Sequence[Measurement],
         ended: Sequence[int],
     ) -> float:
-        """Expected seconds until the last live row ends; 0 before anything was measured.
+        """Expected seconds until the last live row ends; 0 before the first measurement.
 
-        `measurements` and the tokens of `ended` answers grow from call to call. Of several rows it
-        is the one that is expected to take longest: a little less than the expected longest.
+        `measurements` and the lengths of `ended` answers grow from call to call. The result is the
+        largest expectation of a row, a little less than the expectation of the largest.
         """
         self.learn(measurements, ended)
         groups = [group for group in states if group in self.speeds]
@@ -73,7 +73,7 @@ class ExpectedTime:
         return float(np.max(self.lengths.expected_tokens(so_far, most) / speeds, initial=0.0))
 
     def learn(self, measurements: Sequence[Measurement], ended: Sequence[int]) -> None:
-        """Reads what is new: how long answers are, and how fast each group was in its latest chunk."""
+        """Reads new answer lengths, and each group's speed in its latest chunk."""
         if len(ended) > self.ended:
             self.lengths.add(ended[self.ended :])
             self.ended = len(ended)
@@ -83,12 +83,12 @@ class ExpectedTime:
         self.measured = len(measurements)
 
     def live(self, group: int, rows: tuple[Running | None, ...]) -> np.ndarray:
-        """int64[live rows, 2]: tokens of each answer so far, and how many more it may have."""
-        known = self.rows.get(group)
-        if known is None or known[0] is not rows:
+        """int64[live rows, 2]: tokens of each answer so far, and how many more it may get."""
+        cached = self.rows.get(group)
+        if cached is None or cached[0] is not rows:
             found = [(self.answered(row), row.limit - row.tokens) for row in rows if row]
-            known = self.rows[group] = rows, np.array(found, np.int64).reshape(-1, 2)
-        return known[1]
+            cached = self.rows[group] = rows, np.array(found, np.int64).reshape(-1, 2)
+        return cached[1]
 
     def answered(self, row: Running) -> int:
         """Tokens of the row's answer so far."""

@@ -1,1 +1,1 @@
-"""The scheduler of a data group: which sequences it decodes, in which shapes and with which strategy, chunk by chunk."""
+"""The scheduler of a data group: chooses the sequences, the shape and the strategy of every chunk."""

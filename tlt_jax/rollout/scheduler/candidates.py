@@ -1,4 +1,4 @@
-"""The programs that one data group may go on with, and what they cost to compile."""
+"""The candidate programs of one data group's next chunk, and their compile costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tlt_jax.tuner.interface import Cell
 
 @dataclass(frozen=True)
 class GroupCandidates:
-    """What a group may go on with, from the rows and slots that it has now; implements state.Offers."""
+    """The candidate programs of a group with its current rows and slots; implements state.CandidatePrograms."""
 
     context: GroupContext
     view: GroupView
@@ -49,7 +49,7 @@ class GroupCandidates:
         return StateShape(self.context.index, cell.batch, cell.slots)
 
     def needed(self, cell: Cell) -> list[Program]:
-        """What a chunk of this cell needs: the chunk, and what brings the rows to its shape."""
+        """The programs that a chunk of this cell needs: the chunk itself, and those that bring the rows to its shape."""
         context, view = self.context, self.view
         shape = self.shape(cell)
         programs: list[Program] = [self.chunk(cell)]
@@ -70,7 +70,7 @@ class GroupCandidates:
 
 
 def most_lag(context: GroupContext, strategy: Strategy) -> float:
-    """How many tokens the drafter may lack when a chunk of this strategy begins."""
+    """The most tokens that the drafter may lack when a chunk of this strategy starts."""
     return strategy.path if extends(context, strategy) else math.inf
 
 

@@ -1,8 +1,8 @@
-"""A rollout whose decisions come from counts and a table of costs, and from no clock (`rollout.deterministic`).
+"""A deterministic rollout: decisions depend on counts and a cost table, not on a clock (`rollout.deterministic`).
 
-Prompts are dealt to the data groups beforehand, every group has a planner of its own, chunks are read
+Prompts are assigned to the data groups beforehand, every group has its own planner, chunks are read
 one by one in the order in which decisions follow from them, every program counts as compiled, and a
-round costs what the cost model expects of its shape before anything is measured.
+round costs what the cost model predicts for its shape before any measurement.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tlt_jax.rollout.scheduler.queue import Taken
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Measurement, State, Tuner
 
-ROUND = 0.02  # seconds that the fixed part of a round counts as
+ROUND = 0.02  # seconds assumed for the fixed part of a round
 
 CostTable = Callable[[Measurement], Measurement]
 
 
 def cost_table(node: float) -> CostTable:
-    """Measurements with the seconds of the table instead of the measured ones; `node`: cost of a node, in rounds."""
+    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds."""
 
     def with_table_seconds(seen: Measurement) -> Measurement:
         cell = Cell(seen.batch, seen.slots, seen.strategy)
@@ -30,14 +30,14 @@ def cost_table(node: float) -> CostTable:
 
 
 class DealtQueue:
-    """The samples of one of G groups: of its prompts index, index + G, ..., whole prompts one after the other."""
+    """The queue of group `index` of G: all samples of prompts index, index + G, ..., prompt by prompt."""
 
     def __init__(self, index: int, groups: int, prompts: int, samples: int):
-        mine = range(index, prompts, groups)
-        self.left = [(prompt, sample) for prompt in mine for sample in range(samples)]
+        local = range(index, prompts, groups)
+        self.left = [(prompt, sample) for prompt in local for sample in range(samples)]
 
     def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
-        """As WorkQueue.take; nothing is stolen."""
+        """As WorkQueue.take, without work stealing."""
         taken, self.left = self.left[:free], self.left[free:]
         waiting = {prompt for prompt, _ in self.left}
         begun = {prompt for prompt, _ in taken} | set(prefilled)
@@ -47,7 +47,7 @@ class DealtQueue:
 def learned(
     tuner: Tuner, state: State, measurements: Sequence[Measurement], with_table_seconds: CostTable
 ) -> State:
-    """The tuner's state after a rollout, whatever the order in which its chunks were read."""
+    """The tuner's state after a rollout; independent of the order in which the chunks were read."""
     for seen in sorted(measurements, key=lambda seen: (seen.number, seen.group)):
         state = tuner.observe(state, with_table_seconds(seen))
     return state

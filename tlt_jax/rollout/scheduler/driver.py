@@ -1,4 +1,4 @@
-"""A rollout in steps: one thread polls its groups, as often as its owner likes; knows no network and no program."""
+"""A rollout in steps: one thread polls its data groups; knows no network and no program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
 
-PAUSE = 2e-4, 5e-3  # seconds from one look at the devices to the next: at first, and at most
-LATE = 0.02  # share of what they wait for that looks may come late: they take processors from devices that are such
+PAUSE = 2e-4, 5e-3  # seconds between two polls of the devices: at first, and at most
+LATE = 0.02  # relative growth of the pause: a late poll costs little, and polling takes cores from CPU devices
 
 
 class Clock(Protocol):
-    """Tells and passes time, in seconds."""
+    """A source of time, in seconds, that can sleep."""
 
     def now(self) -> float: ...
 
@@ -39,9 +39,9 @@ WALL = WallClock()
 
 
 class Rollout:
-    """The groups of one process that decode a request together; the owner of its loop calls `poll`.
+    """The data groups of one process that decode a request; the caller's loop calls `poll`.
 
-    Listeners are called in order, after the dispatches of each look. `on_finish` is called with every complete sequence.
+    Listeners are called in order, after the dispatches of each poll. `on_finish` is called with every complete sequence.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Rollout:
         self.listeners = (*listeners, self.recorder.record)
 
     def poll(self) -> list[Look]:
-        """One look at each group: reads what is ready and dispatches what there is to do; never waits."""
+        """Polls each group once: reads finished programs and dispatches new ones; never waits."""
         looks = []
         for context in self.contexts:
             began = self.clock.now()
@@ -74,23 +74,23 @@ class Rollout:
         return looks
 
     def is_idle(self, group: int) -> bool:
-        """Nothing in flight, no live row, nothing left to take: its devices are free, its decoding state is released."""
+        """The group has finished: nothing in flight, no live row, an empty queue; its decoding state is released."""
         return self.states[group].is_released
 
     def is_done(self) -> bool:
-        """All groups are idle; says nothing of other processes."""
+        """All groups of this process are idle."""
         return all(state.is_released for state in self.states.values())
 
     def unawaited(self, group: int) -> int:
-        """Programs of a group that were dispatched and may not be done; idle work adds its own."""
+        """The number of a group's dispatched programs that may still run, idle work not included."""
         return self.states[group].unawaited
 
     def stop(self) -> None:
-        """No new decision is taken; a group goes idle when its chunks in flight are read."""
+        """Takes no new decisions; a group goes idle once its chunks in flight are read."""
         self.is_stopping = True
 
     def result(self) -> RolloutResult:
-        """Completions by uid; of a stopped rollout also what the other sequences have so far."""
+        """Completions by uid; for a stopped rollout also the partial sequences."""
         return self.recorder.result(self.clock.now())
 
 
@@ -100,12 +100,12 @@ def start(
     on_finish: Callable[[Completion], None] | None = None,
     clock: Clock = WALL,
 ) -> Rollout:
-    """A rollout of which nothing is dispatched yet."""
+    """A rollout, before its first dispatch."""
     return Rollout(contexts, listeners, on_finish, clock)
 
 
 class BackgroundWork(Protocol):
-    """What else is done in the loop of a rollout: rollout.idle.IdleDriver."""
+    """Work that the loop polls next to the rollout: rollout.idle.driver.IdleDriver."""
 
     def poll(self) -> bool:
         """Whether anything happened; never waits."""
@@ -120,17 +120,17 @@ def run(
     background: BackgroundWork | None = None,
     ending: Ending | None = None,
 ) -> RolloutResult:
-    """Polls until all groups of all processes are idle, and what is done `beside` it; pauses grow while nothing happens.
+    """Polls the rollout and the `background` work until all groups of all processes are idle; pauses grow between events.
 
-    The result is that of when all groups of this process were idle. Raises Interrupted, in every
-    process, soon after `interrupted()` in one. Without an `ending` there is no other process.
+    The result is taken when all groups of this process are idle. Raises Interrupted in every process
+    soon after `interrupted()` is true in one. Without an `ending` this is the only process.
     """
     ending = ending or Ending(len(rollout.states))
     pause, result = PAUSE[0], None
     while result is None or not (ending.how and (background is None or background.is_done)):
         if interrupted and not ending.how and interrupted():
             ending.interrupt()
-        if ending.look(rollout.clock.now()) == INTERRUPTED:
+        if ending.poll(rollout.clock.now()) == INTERRUPTED:
             raise Interrupted("the rollout was interrupted")
         happened = result is None and any(look.events for look in rollout.poll())
         for group in filter(rollout.is_idle, rollout.states):

@@ -1,4 +1,4 @@
-"""One data group's rollout as a machine: `advance(state) -> (state, events)`; it never waits and reads no clock."""
+"""The rollout of one data group as a state machine: `advance(state) -> (state, events)`; it never waits and reads no clock."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tlt_jax.rollout.scheduler.state import (
     Running,
     queued,
 )
-from tlt_jax.spec_decode.decode import Admission
+from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN
 
-# Un-awaited programs of one group, whatever they are: more than about 30 on fake CPU devices abort the process.
+# Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.
 MAX_UNAWAITED = 16
-MOST_PER_STEP = 2  # programs that one step of `advance` dispatches: a prefill and an admission
+MOST_PER_STEP = 2  # most programs that one step of `advance` dispatches: a prefill and an admission
 
 
 def advance(
     context: GroupContext, state: GroupState, is_stopping: bool = False
 ) -> tuple[GroupState, list[Event]]:
-    """Reads what is ready, then dispatches what there is to do, at most `in_flight` chunks ahead of what was read.
+    """Reads finished programs, then dispatches new ones, at most `in_flight` chunks ahead of the last one read.
 
-    When stopping, no new decision is taken. What is wanted of ended rows is harvested before anything else is done with the
-    decoding state. A group that has nothing left releases it. In order, what is in flight is read once nothing else is left
-    to do, one at a time, and nothing else with it: listeners are told of it before anything follows from it.
+    When stopping, no new decision is taken. Ended rows are harvested before any other program takes the decoding state. A
+    group that has finished releases it. With `is_in_order`, one flight is read at a time, once nothing more can be
+    dispatched: listeners see its events before any decision depends on them.
     """
     events: list[Event] = []
     if context.is_in_order and state.flights and state.is_blocked:
@@ -95,7 +95,7 @@ def is_ready(state: GroupState) -> bool:
 
 
 def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
-    """The oldest flight is read: its tokens become events, and ended sequences leave their rows."""
+    """Reads the oldest flight: its tokens become events, and ended sequences leave their rows."""
     flight, *flights = state.flights
     state = replace(state, flights=tuple(flights))
     if flight.report is None:
@@ -139,7 +139,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 
 
 def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
-    """Decides the next chunk, gives samples to free rows and moves the rows; no events when there is nothing to do now."""
+    """Decides the next chunk, assigns samples to free rows and moves the rows; no events when there is nothing to decode."""
     request = context.request
     ahead = sum(flight.kind == "decode" for flight in state.flights)
     if ahead >= request.in_flight:
@@ -193,7 +193,7 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
 
 
 def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
-    """A sequence that has its prompt only."""
+    """A new sequence: it has only its prompt."""
     length = len(request.prompts[prompt])
     return Running(
         prompt * request.samples + sample, length, length + request.max_new_tokens[prompt]
@@ -201,7 +201,7 @@ def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
-    """(prompt, sample) for every free row, as long as the queue has some."""
+    """Takes (prompt, sample) for every free row, as long as the queue has some."""
     if state.is_exhausted:
         return state, []
     free = context.request.capacity - sum(running is not None for running in state.rows)
@@ -213,13 +213,13 @@ def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tup
 def prefill_sources(
     request: RolloutRequest, state: GroupState, starts: Iterable[tuple[int, int]]
 ) -> list[Prefilled]:
-    """The prefills that these samples come from: those kept here, and new ones of few different shapes, longest first."""
+    """The prefills that these samples need: cached ones, and new ones of few different shapes, longest first."""
     prompts = list(dict.fromkeys(prompt for prompt, _ in starts))
-    sources = [kept for kept in state.prefills if any(prompt in kept.rows for prompt in prompts)]
-    new = [prompt for prompt in prompts if not any(prompt in kept.rows for kept in sources)]
+    sources = [one for one in state.prefills if any(prompt in one.rows for prompt in prompts)]
+    new = [prompt for prompt in prompts if not any(prompt in one.rows for one in sources)]
     new = sorted(
         new, key=lambda prompt: len(request.prompts[prompt]), reverse=True
-    )  # so that few are widened
+    )  # so that few are padded to a larger width
     while new:
         width = bucket_width(len(request.prompts[new[0]]))
         size = block_size(len(new), width)
@@ -230,7 +230,7 @@ def prefill_sources(
 
 
 def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupState:
-    """The state with the decided numbers of rows and slots; live sequences come first."""
+    """Resizes the state to the decided numbers of rows and slots; live sequences move to the front."""
     if state.device is not None and (state.batch, state.slots) == (decision.batch, decision.slots):
         return state
     keep = [row for row, running in enumerate(state.rows) if running]
@@ -240,7 +240,7 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
         resize = Resize(shape_of(context, state), decision.batch, decision.slots)
         device = resize(context.programs, state.device, rows)
     else:
-        state = replace(state, device=None)  # its memory is free before the new one's is taken
+        state = replace(state, device=None)  # free its memory before the new state is allocated
         device = Start(shape_of(context, decision))(context.programs)
     rows = [state.rows[row] for row in keep] + [None] * (decision.batch - len(keep))
     return replace(
@@ -255,7 +255,7 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
 
 
 def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
-    """The next joining samples take their rows, as many as one admission brings; new prompts are prefilled first."""
+    """Admits the next joining samples, as many as one program admits; new prompts are prefilled first."""
     joining, *rest = state.joining
     source, events = joining.source, []
     if source.values is None:
@@ -285,7 +285,7 @@ def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
 
 
 def prefill(context: GroupContext, source: Prefilled) -> tuple[Prefilled, jax.Array]:
-    """The prefill with its values, and an array that is ready when they are."""
+    """Dispatches a prefill: the prefill with its values, and an array that is ready when they are."""
     size, width = source.sizes
     tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
     for prompt, row in source.rows.items():
@@ -299,7 +299,7 @@ def prefill(context: GroupContext, source: Prefilled) -> tuple[Prefilled, jax.Ar
 def admission(
     context: GroupContext, state: GroupState, source: Prefilled, joining: Iterable[tuple[int, int]]
 ) -> Admission:
-    """The host arrays that put sequences into their rows; what is left over goes to rows past the last."""
+    """The host arrays that put sequences into their rows; unused entries have row numbers past the last row."""
     request, size = context.request, admission_size(state.batch)
     width = history_width(source.sizes[1], context.remembers)
     small = {field: np.zeros(size, np.int32) for field in ("source", "roots", "lengths", "limits")}
@@ -317,7 +317,7 @@ def admission(
 
 
 def catch_up(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
-    """The drafter is given the tokens that it lacks for the decided chunk."""
+    """Dispatches the drafter's catch-up, so that it lacks no more tokens than the decided chunk allows."""
     missing = state.decision.strategy.path
     program = CatchUp(shape_of(context, state))
     device, marker = program(context.programs, state.device, context.weights, np.int32(missing))
@@ -327,7 +327,7 @@ def catch_up(context: GroupContext, state: GroupState) -> tuple[GroupState, list
 
 
 def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
-    """The decided chunk is dispatched."""
+    """Dispatches the decided chunk."""
     decision, strategy, request = state.decision, state.decision.strategy, context.request
     program = Decode(shape_of(context, state), request.rounds, strategy, request.params)
     uids = tuple(running.uid if running else None for running in state.rows)
@@ -353,5 +353,5 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
 
 
 def shape_of(context: GroupContext, sizes: GroupState | Decision | GroupView) -> StateShape:
-    """The decoding state of this group with these numbers of rows and slots."""
+    """The shape of this group's decoding state with these numbers of rows and slots."""
     return StateShape(context.index, sizes.batch, sizes.slots)

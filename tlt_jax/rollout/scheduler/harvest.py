@@ -1,4 +1,4 @@
-"""What is kept of ended sequences: features leave the decoding state; knows no network."""
+"""The harvest: copies the features of ended sequences out of the decoding state; knows no network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode import harvest as on_device
-from tlt_jax.spec_decode.decode import DecodeState
+from tlt_jax.spec_decode.decode_state import DecodeState
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.stopping import RUNNING
 
@@ -34,7 +34,7 @@ from tlt_jax.spec_decode.stopping import RUNNING
 class Harvest:
     """harvest(state, rows[R], starts[R]) -> a window of features of each of these rows.
 
-    The state is not donated. Windows lie on the devices as what they are copies of.
+    The state is not donated. Windows keep the sharding of the state's features.
     """
 
     state: StateShape
@@ -68,7 +68,7 @@ class Harvest:
 
 
 def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[Ended]:
-    """The sequences that end with these tokens, in the rows where they lie now."""
+    """The sequences that end with these tokens, with their current rows."""
     return [
         Ended(running.uid, row, running.tokens + len(news[running.uid].tokens))
         for row, running in enumerate(rows)
@@ -77,7 +77,7 @@ def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[E
 
 
 def wanted(harvester: Harvester, ends: Iterable[Ended]) -> list[Window]:
-    """The windows that are worth keeping of sequences that ended."""
+    """The windows that the harvester wants of these ended sequences."""
     return [
         Window(end.uid, end.row, start)
         for end in ends
@@ -88,10 +88,10 @@ def wanted(harvester: Harvester, ends: Iterable[Ended]) -> list[Window]:
 def harvest(
     context: GroupContext, state: GroupState, shape: StateShape
 ) -> tuple[GroupState, list[Event]]:
-    """The next windows are copied out of the decoding state of this shape.
+    """Dispatches the copy of the next windows out of the decoding state of this shape.
 
-    One program takes as many of them as a prefill of their width takes prompts: few sizes. Where it
-    is still compiled in the background these windows are given up.
+    One program copies as many windows as a prefill of their width has prompts: few sizes. While it
+    is still compiling in the background, these windows are dropped.
     """
     width = context.harvester.width
     size = block_size(len(state.windows), width)
@@ -107,14 +107,14 @@ def harvest(
     values = program(context.programs, state.device, rows, starts)
     marker = (
         values.features if values.states is None else values.states
-    )  # features may be none wide
+    )  # features may have width 0
     flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
     event = Dispatched(flight.number, "harvest", state.batch, state.slots)
     return queued(replace(state, windows=later), flight), [event]
 
 
 def harvested(flight: InFlight) -> list[Event]:
-    """The event of a harvest that is done; of other programs none."""
+    """The event of a finished harvest; none for other programs."""
     if flight.values is None:
         return []
     windows = tuple((window.uid, window.start) for window in flight.windows)

@@ -1,4 +1,4 @@
-"""What programs that are not there would save over the rest of a run; knows no program and no clock."""
+"""The payback of programs: the seconds that compiling one saves over the rest of a run; knows no program and no clock."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from tlt_jax.tuner.exploration import expected_saving
 from tlt_jax.tuner.interface import Cell
 
-MEMORY = 0.8  # weight of a rollout in the means over rollouts, relative to the next one
-LEAST = 0.5  # of the first rollout, before a mean over it is extrapolated
-# By which an expected saving must exceed the price: it is the largest of several estimates.
+MEMORY = 0.8  # weight of a rollout in the means, relative to the next rollout
+LEAST = 0.5  # least share of the first rollout that is extrapolated to a whole one
+# Factor by which an expected payback must exceed the compile cost, since it is the largest of several estimates.
 MARGIN = 1.5
-CAUTION = 0.5  # standard errors of log speed subtracted from what a cell is faster
-# A standard error of log speed above which a saving is a guess, and the share of the run that may be
-# spent on guesses: no run gets much slower for programs that disappoint.
+CAUTION = 0.5  # standard errors subtracted from a cell's gain in log speed
+# Above this standard error of log speed a payback is a guess; and the share of the run that may be spent
+# on guesses, so that programs with less payback than expected slow no run down much.
 GUESS, RISK = 0.3, 0.03
 
-Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.outlook
+Speeds = Callable[[Sequence[Cell]], tuple[np.ndarray, np.ndarray]]  # as Tuner.predict
 Situation = tuple[int, int]  # the smallest batch and cache buckets that hold the live rows
 
 
 class Payback:
-    """How much the rollouts of a run decode in which situation, and how many are still to come.
+    """How much the rollouts of a run decode in each situation, and how many rollouts are left.
 
     Decoding is counted in tokens of one live row, so that it does not depend on the programs that
     were used.
@@ -31,37 +31,36 @@ class Payback:
 
     def __init__(self) -> None:
         self.tokens: dict[Situation, float] = {}
-        self.rollouts = 0.0  # of which they are
-        self.left, self.sequences, self.finished = 0.0, 1, {}
-        self.seconds = self.guessed = 0.0  # measured, and spent on guesses
-        self.weighed: dict[
-            Situation, float
-        ] = {}  # measured seconds when programs for it were weighed last
+        self.rollouts = 0.0  # the (weighted) number of rollouts that `tokens` are from
+        self.rollouts_left, self.sequences, self.finished = 0.0, 1, {}
+        self.seconds = self.guess_seconds = 0.0  # measured, and spent on guesses
+        # The measured seconds at which candidates for a situation were evaluated last.
+        self.evaluated_at: dict[Situation, float] = {}
 
-    def begin(self, left: float, sequences: int) -> None:
-        """A rollout of so many sequences begins, and so many like it come after it."""
+    def begin(self, rollouts_left: float, sequences: int) -> None:
+        """Starts a rollout of `sequences` sequences, with `rollouts_left` similar ones after it."""
         self.tokens = {where: MEMORY * count for where, count in self.tokens.items()}
         self.rollouts = MEMORY * (self.rollouts + self.share) if self.finished else self.rollouts
-        self.left, self.sequences, self.finished = left, sequences, {}
+        self.rollouts_left, self.sequences, self.finished = rollouts_left, sequences, {}
 
     def progress(self, group: int, finished: int) -> None:
-        """So many sequences of this rollout have ended in a data group."""
+        """Notes that `finished` sequences of this rollout have ended in a data group."""
         self.finished[group] = finished
 
     def add(self, where: Situation, tokens: float, seconds: float = 0.0) -> None:
-        """So many tokens of one live row were decoded in this situation, in these seconds."""
+        """Adds the tokens of one live row that were decoded in this situation, and their seconds."""
         self.tokens[where] = self.tokens.get(where, 0.0) + tokens
         self.seconds += seconds
 
     @property
     def share(self) -> float:
-        """Of this rollout's sequences, those that have ended."""
+        """The share of this rollout's sequences that have ended."""
         return min(sum(self.finished.values()) / self.sequences, 1.0)
 
     @property
     def horizon(self) -> float:
-        """What is still to be decoded, over what was."""
-        return (self.left + 1 - self.share) / max(self.rollouts + self.share, LEAST)
+        """Decoding left in the run, relative to the decoding in `tokens`."""
+        return (self.rollouts_left + 1 - self.share) / max(self.rollouts + self.share, LEAST)
 
     def best(
         self,
@@ -70,29 +69,31 @@ class Payback:
         compile_costs: np.ndarray,
         speeds: Speeds,
     ) -> Cell | None:
-        """The cell that is expected to save most beyond its price (seconds [C]), if one does by MARGIN.
+        """The cell whose expected payback exceeds its compile cost (seconds [C]) by most, with MARGIN; None without one.
 
-        None before any seconds were measured: there is nothing to compare a price with. All that is
-        compiled on guesses may cost a small share of the run.
+        None before any seconds were measured: then nothing compares with a compile cost. All
+        compilations on guesses together may cost a small share of the run.
         """
         if not np.isfinite(speeds([*cells, *compiled])[1]).all():
             return None
-        saved, rest, error = self.expected(cells, compiled, speeds)
+        saved, seconds_left, error = self.expected(cells, compiled, speeds)
         is_guess = error > GUESS
-        is_sound = ~is_guess | (self.guessed + compile_costs <= RISK * (self.seconds + rest))
+        is_sound = ~is_guess | (
+            self.guess_seconds + compile_costs <= RISK * (self.seconds + seconds_left)
+        )
         worth = np.where(is_sound, saved - MARGIN * compile_costs, -np.inf)
         best = int(np.argmax(worth))
         if worth[best] <= 0:
             return None
-        self.guessed += compile_costs[best] if is_guess[best] else 0.0
+        self.guess_seconds += compile_costs[best] if is_guess[best] else 0.0
         return cells[best]
 
     def expected(
         self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
     ) -> tuple[np.ndarray, float, np.ndarray]:
-        """Seconds [C] that each of the cells is expected to save over the best of those that are there.
+        """Expected payback of each cell over the best compiled one, in seconds [C].
 
-        Also the seconds that the rest of the run takes without, and standard errors [C] of the cells' log speeds.
+        Also the seconds of the rest of the run without these cells, and standard errors [C] of their log speeds.
         """
         seconds_S, share_SC, error_C = self.shares(cells, compiled, speeds)
         return seconds_S @ share_SC, float(seconds_S.sum()), error_C
@@ -100,11 +101,11 @@ class Payback:
     def shares(
         self, cells: Sequence[Cell], compiled: Sequence[Cell], speeds: Speeds
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds [S] that the situations still take, the share of them [S, C] that each cell saves, and its error [C].
+        """Seconds [S] left in each situation, the share of them [S, C] that each cell saves, and the cell's error [C].
 
-        What is not known of a cell and of the best one there counts against it: of many cells some always look better than
-        they are. But of a guess it is the expectation: where the cell turns out to be slower it is not used, and saves
-        nothing; else drafting would never be tried.
+        The uncertainty of a cell and of the best compiled one lowers the share: of many cells, some are overestimated. For a
+        guess the share is the expectation instead, where a cell that turns out slower is not used and saves nothing;
+        otherwise drafting would never be tried.
         """
         speed, error = speeds([*cells, *compiled])
         speed_C, error_C = speed[: len(cells)], error[: len(cells)]

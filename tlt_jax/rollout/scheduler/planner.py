@@ -1,4 +1,4 @@
-"""Decides the shape of every chunk: buckets that fit, the tuner's strategy, and what is worth compiling; knows no network."""
+"""Plans every chunk: buckets that fit, the tuner's strategy, and the programs worth compiling; knows no network."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tlt_jax.rollout.scheduler.state import CandidatePrograms, GroupView
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 from tlt_jax.tuner.interface import Cell, Choice, Measurement, Tuner
 
-# Of the live sequences, one in so many may have ended before the others wait for the next to be admitted.
+# While samples wait, a chunk ends once one in this many of its sequences has ended.
 ADMISSION_PATIENCE = 64
-FEW = 4  # a chunk that could run fewer rounds than this is given a longer cache
-# Measured seconds after which it is weighed again what is worth compiling: so many, and this share of those of the run.
+FEW = 4  # a chunk with room for fewer rounds than this gets a longer cache
+# Measured seconds between two evaluations of the candidates: at least this many, and this share of the run's.
 WEIGHED, WEIGHED_SHARE = 0.5, 0.05
-LASTS = 2.0  # rollouts' worth of a saved share that pay for one program more
+LASTS = 2.0  # rollouts' worth of saved time that pay for one more program
 
 
 class AllCompiled:
-    """Every program is there."""
+    """Every program counts as compiled."""
 
     version = None
 
@@ -39,11 +39,11 @@ ALL_COMPILED = AllCompiled()
 
 
 class Planner:
-    """Decides from buckets and a tuner, whose `state` it owns while rollouts run; may serve several of them.
+    """Plans with buckets and a tuner, whose `state` it owns while rollouts run; may serve several rollouts.
 
-    `payback` say what the run still has to decode, `longest` how many slots its sequences may need,
-    `groups` how many data groups decode it side by side. With a `pricing` (see rollout.deterministic)
-    no clock takes part: measurements get its seconds, and every program counts as there.
+    `payback`: how much decoding is left in the run; `longest`: slots that its sequences may need;
+    `groups`: data groups that decode in parallel. With a `cost_table` (see scheduler.deterministic)
+    decisions depend on no clock: the table gives all seconds, and every program counts as compiled.
     """
 
     def __init__(
@@ -60,26 +60,26 @@ class Planner:
         self.batches, self.slots, self.tuner = batches, slots, tuner
         self.state = tuner.init() if state is None else state
         self.payback, self.longest, self.groups = payback or Payback(), longest, groups
-        self.known: dict[Hashable, list[Cell]] = {}
+        self.compiled_cells: dict[Hashable, list[Cell]] = {}
         self.cost_table = cost_table
 
     def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None:
-        """The cell for which something is to be compiled before the next chunk; None when nothing is.
+        """The cell whose programs should be compiled before the next chunk; None: none.
 
-        What the tuner's rule demands is; otherwise the cell, usable now, whose expected saving over
-        the rest of the run exceeds its price by most.
+        With a fixed policy, the cell that the tuner chooses; otherwise the usable cell whose expected
+        payback over the rest of the run exceeds its compile cost by most.
         """
         if self.cost_table:
             return None
         self.payback.progress(view.group, view.finished)
         least = self.least(view)
         wait = max(WEIGHED, WEIGHED_SHARE * self.payback.seconds)
-        is_due = self.payback.seconds >= self.payback.weighed.get(least, -math.inf) + wait
+        is_due = self.payback.seconds >= self.payback.evaluated_at.get(least, -math.inf) + wait
         if not (is_due or self.tuner.has_fixed_policy):
             return None
         compiled = self.fitting(view, self.compiled(view, candidates))
         if not compiled:
-            return None  # nothing is weighed: the chunk cannot do without
+            return None  # `decide` has no choice: the chunk compiles what it needs
         arms = (PLAIN, *self.tuner.usable(self.state, least[0], view.live))
         if self.tuner.has_fixed_policy:
             arms = (self.tuner.choose(self.state, view.live, *least)[1].strategy,)
@@ -89,7 +89,7 @@ class Planner:
         if not is_due:
             return None
 
-        self.payback.weighed[least] = self.payback.seconds
+        self.payback.evaluated_at[least] = self.payback.seconds
         cells = self.fitting(
             view,
             [
@@ -103,15 +103,15 @@ class Planner:
         cells = [cell for cell in cells if cell not in compiled]
         if not cells:
             return None
-        # Groups decode side by side: what one of them saves is not saved by the others too.
+        # Groups decode in parallel: the seconds that one of them saves are not saved again by the others.
         compile_costs = self.groups * np.array([candidates.compile_cost(cell) for cell in cells])
         return self.payback.best(cells, compiled, compile_costs, self.speeds)
 
     def decide(self, view: GroupView, candidates: CandidatePrograms = ALL_COMPILED) -> Decision:
-        """Buckets that hold the live rows, and a strategy for them, of the programs that are there.
+        """Buckets that hold the live rows, and a strategy for them, with compiled programs where possible.
 
         The cache shrinks only together with the batch. A chunk that could fill more slots than its
-        cache has gets fewer rounds, as long as these are not few.
+        cache has gets fewer rounds, but at least FEW.
         """
         every = self.compiled(view, ALL_COMPILED if self.cost_table else candidates)
         compiled = nearest(self.fitting(view, every)) or [self.first(view)]
@@ -130,7 +130,7 @@ class Planner:
             else:
                 batch, slots, _ = self.first(view, choice.strategy)
 
-        # The rows move on when they fit fewer that are there; those that hold them now were not chosen.
+        # The chunk ends once its rows fit a smaller compiled batch; batches that hold them already were not chosen.
         below = min(batch, view.live)
         fewer = max(
             (cell.batch for cell in every if cell.batch < below and cell.slots >= view.need(PLAIN)),
@@ -155,7 +155,7 @@ class Planner:
         )
 
     def observe(self, measurement: Measurement) -> None:
-        """Updates the tuner, and what is decoded where, with the measurement of a chunk."""
+        """Updates the tuner and the payback with the measurement of a chunk."""
         measurement = self.cost_table(measurement) if self.cost_table else measurement
         self.state = self.tuner.observe(self.state, measurement)
         batch = smallest(self.batches, measurement.live)
@@ -164,29 +164,33 @@ class Planner:
         self.payback.add(where, tokens, measurement.seconds)
 
     def compiled(self, view: GroupView, candidates: CandidatePrograms) -> list[Cell]:
-        """The cells whose programs are there, from the rows and slots that the group has now."""
+        """The cells whose programs are all compiled, given the group's current rows and slots."""
         key = (view.group, view.batch, view.slots, view.sources, candidates.version)
-        if key not in self.known:
-            self.known = {one: cells for one, cells in self.known.items() if one[-1] == key[-1]}
+        if key not in self.compiled_cells:
+            self.compiled_cells = {
+                one: cells for one, cells in self.compiled_cells.items() if one[-1] == key[-1]
+            }
             chunks = self.chunks(view.group, candidates)
-            self.known[key] = [cell for cell in chunks if not candidates.compile_cost(cell)]
-        return self.known[key]
+            self.compiled_cells[key] = [
+                cell for cell in chunks if not candidates.compile_cost(cell)
+            ]
+        return self.compiled_cells[key]
 
     def chunks(self, group: int, candidates: CandidatePrograms) -> list[Cell]:
-        """The cells whose chunks are there; few of all, of which alone it is asked what else they need."""
+        """The cells whose chunk is compiled: few, so that only these are checked for their other programs."""
         key = group, candidates.version
-        if key not in self.known:
-            self.known[key] = [
+        if key not in self.compiled_cells:
+            self.compiled_cells[key] = [
                 cell
                 for batch in self.batches
                 for slots in self.slots
                 for arm in (PLAIN, *self.tuner.usable(self.state, batch, 1))
                 if not candidates.chunk_compile_cost(cell := Cell(batch, slots, arm))
             ]
-        return self.known[key]
+        return self.compiled_cells[key]
 
     def fitting(self, view: GroupView, cells: Sequence[Cell]) -> list[Cell]:
-        """Those that hold the live rows, and a few rounds more of their tokens."""
+        """The cells that hold the live rows, and the tokens of a few more rounds."""
         return [
             cell
             for cell in cells
@@ -204,15 +208,15 @@ class Planner:
         return batch, smallest(self.slots, needed)
 
     def first(self, view: GroupView, strategy: Strategy = PLAIN) -> Cell:
-        """The cell of a strategy to begin with: with slots for all sequences, or the fewest where these pay.
+        """The first cell of a strategy: with slots for the longest sequence, or the fewest slots where these pay off.
 
-        How long rollouts take is not known yet; one takes about half as long as compiling a chunk.
+        The seconds of a rollout are not known yet; a rollout takes about half as long as compiling a chunk.
         """
         batch, slots = self.least(view, strategy)
         most = max(slots, smallest(self.slots, max(self.longest, view.limit)))
         speed, _ = self.speeds([Cell(batch, slots, PLAIN), Cell(batch, most, PLAIN)])
         share = 1 - math.exp(speed[1] - speed[0])
-        return Cell(batch, slots if share * self.payback.left > LASTS else most, strategy)
+        return Cell(batch, slots if share * self.payback.rollouts_left > LASTS else most, strategy)
 
     def shape(self, cells: Sequence[Cell]) -> tuple[int, int]:
         """Rows and slots of the cell with the highest predicted speed."""
@@ -221,12 +225,12 @@ class Planner:
         return cells[int(np.argmax(self.speeds(cells)[0]))][:2]
 
     def speeds(self, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
-        """What the tuner expects of these cells."""
+        """The tuner's predictions for these cells."""
         return self.tuner.predict(self.state, cells)
 
 
 def nearest(cells: Sequence[Cell]) -> list[Cell]:
-    """Without those for which there is one of the same strategy with no more rows and slots."""
+    """The cells without those that another cell of the same strategy matches with no more rows and slots."""
     return [
         cell
         for cell in cells
@@ -243,8 +247,8 @@ def nearest(cells: Sequence[Cell]) -> list[Cell]:
 def rounds_that_fit(view: GroupView, slots: int, choice: Choice) -> int:
     """Rounds of the chunk: those of the choice, or as many as the slots are sure to hold.
 
-    At least one, since every cell that is chosen holds a few: a rollout of chunks without rounds would never end. A caller
-    that breaks this is told so.
+    At least one, since every chosen cell holds a few: a rollout of chunks without rounds would never end. Raises
+    AssertionError when not even one fits.
     """
     if view.need(choice.strategy, choice.rounds) <= slots:
         return choice.rounds

@@ -1,4 +1,4 @@
-"""Which group decodes which samples: whole prompts first, then single samples of other groups' prompts."""
+"""The work queue of samples: a group takes whole prompts first, then steals single samples of other groups' prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlt_jax.distributed.board import Board
 
 
 class Taken(NamedTuple):
-    """(prompt, sample) of a group's free rows; prompts of which no sample waits any more; whether none waits at all."""
+    """(prompt, sample) for a group's free rows; prompts whose samples are all started; whether the queue is empty."""
 
     samples: list[tuple[int, int]]
     started: frozenset[int]
@@ -17,19 +17,19 @@ class Taken(NamedTuple):
 
 
 class WorkQueue:
-    """The queue of one rollout: `prompts` prompts of `samples` samples each, on the counters below `scope`.
+    """The queue of one rollout: `prompts` prompts of `samples` samples each, on the board's counters below `scope`.
 
-    A group that starts all samples of its prompts at once costs one message to the board for all of
-    them. Only a prompt of which samples wait has a counter of its own.
+    A group that starts all samples of its prompts at once sends one message to the board for all of
+    them. Only a prompt with waiting samples has its own counter.
     """
 
     def __init__(self, board: Board, scope: str, prompts: int, samples: int):
         self.board, self.scope, self.prompts, self.samples = board, scope, prompts, samples
-        self.claimed = 0  # prompts that are known to have been taken, by any process
-        self.whole: set[int] = set()  # those of which this process started all samples at once
+        self.claimed = 0  # prompts that all processes have claimed, as last read
+        self.whole: set[int] = set()  # the prompts whose samples this process started all at once
 
     def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
-        """Up to `free` samples, started now: of the prompts prefilled here, of whole new prompts, then stolen ones."""
+        """Starts up to `free` samples: of prompts prefilled by the caller, then of whole new prompts, then stolen ones."""
         found: list[tuple[int, int]] = []
         started: set[int] = set()
         for prompt in prefilled:
@@ -56,18 +56,18 @@ class WorkQueue:
         return Taken(found, frozenset(started), is_exhausted)
 
     def _waiting(self, prompt: int) -> str:
-        """The counter of a prompt's started samples, of which there is none when all were started at once."""
+        """The key of the counter of a prompt's started samples; no counter exists when all were started at once."""
         return f"{self.scope}/waiting/{prompt}"
 
     def _claim(self, count: int) -> range:
-        """The next prompts that nobody has, at most `count`."""
+        """Claims the next prompts, at most `count`."""
         if self.claimed >= self.prompts:
             return range(0)
         self.claimed = self.board.increment(f"{self.scope}/claimed", count)
         return range(min(self.claimed - count, self.prompts), min(self.claimed, self.prompts))
 
     def _start(self, prompt: int, count: int) -> tuple[list[tuple[int, int]], bool]:
-        """Up to `count` samples of a prompt of which samples may wait, and whether none is left."""
+        """Starts up to `count` waiting samples of a prompt; also whether none is left."""
         if prompt in self.whole:
             return [], True
         end = self.board.increment(self._waiting(prompt), count)
@@ -75,7 +75,7 @@ class WorkQueue:
         return [(prompt, sample) for sample in samples], end >= self.samples
 
     def _steal(self, count: int) -> list[tuple[int, int]]:
-        """Single samples, at most `count`, one of each prompt of which samples wait; none: none waits."""
+        """Steals at most `count` samples, one of each prompt with waiting samples; empty when none waits."""
         found: list[tuple[int, int]] = []
         for key, started in self.board.counters(f"{self.scope}/waiting/").items():
             if started < self.samples and len(found) < count:

@@ -12,7 +12,8 @@ from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.queue import Taken
-from tlt_jax.spec_decode.decode import DecodeState, Report, Weights
+from tlt_jax.spec_decode.decode import Report
+from tlt_jax.spec_decode.decode_state import DecodeState, Weights
 from tlt_jax.spec_decode.harvest import Features
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
@@ -21,11 +22,11 @@ from tlt_jax.tuner.interface import MOST_ROUNDS, Cell, Measurement
 
 @dataclass(frozen=True)
 class GroupView:
-    """What a decision is made from.
+    """The input of a decision.
 
-    `tokens`: most that a sequence may have when the chunk begins, `limit`: that any may ever have; `widest`: slots of the
-    prefills that join; `rounds`: of a chunk; `waiting`: whether samples wait; `sources`: prompts and width of the prefills
-    that sequences join from; `finished`: sequences that ended here.
+    `tokens`: most tokens of a sequence at the start of the chunk; `limit`: most that any sequence may ever have; `widest`:
+    slots of the widest joining prefill; `rounds`: of a chunk; `waiting`: whether samples wait; `sources`: prompts and width
+    of the prefills that sequences join from; `finished`: sequences that this group has finished.
     """
 
     group: int
@@ -42,34 +43,34 @@ class GroupView:
     finished: int = 0
 
     def need(self, strategy: Strategy, rounds: int = MOST_ROUNDS) -> int:
-        """Cache slots that a chunk of this strategy and so many rounds may fill."""
+        """Cache slots that a chunk of this strategy with at most `rounds` rounds may fill."""
         return max(
             self.widest, min(self.tokens + min(rounds, self.rounds) * strategy.path, self.limit)
         )
 
 
 class CandidatePrograms(Protocol):
-    """The programs that a group may go on with."""
+    """The candidate programs of a group's next chunk."""
 
     @property
     def version(self) -> Hashable:
-        """Changes with the prices."""
+        """Changes whenever a compile cost changes."""
 
     def compile_cost(self, cell: Cell) -> float:
-        """What compiling costs before a chunk of this cell, in seconds; 0: all its programs are there."""
+        """Compile cost of all that a chunk of this cell needs, in seconds; 0: everything is compiled."""
 
     def chunk_compile_cost(self, cell: Cell) -> float:
-        """The same of the chunk alone, whatever rows and slots the group has; above 0 only where `compile_cost` is."""
+        """The same for the chunk alone, independent of the group's rows and slots; above 0 only where `compile_cost` is."""
 
 
 class Queue(Protocol):
-    """Deals the samples of the prompts to groups."""
+    """Assigns the samples of the prompts to groups."""
 
     def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken: ...
 
 
 class Decider(Protocol):
-    """Takes decisions, and learns from what the chunks measured; may serve several rollouts."""
+    """Takes decisions, and learns from the measurements of chunks; may serve several rollouts."""
 
     def worth_compiling(self, view: GroupView, candidates: CandidatePrograms) -> Cell | None: ...
 
@@ -79,7 +80,7 @@ class Decider(Protocol):
 
 
 class Harvester(Protocol):
-    """Says which features of a finished sequence are copied out of the decoding state, in windows of `width` positions.
+    """Selects the features of a finished sequence that are copied out of the decoding state, in windows of `width` positions.
 
     Each width compiles its own program. Positions beyond the sequence hold undefined values.
     """
@@ -87,20 +88,20 @@ class Harvester(Protocol):
     width: int
 
     def wanted(self, uid: int, length: int) -> Sequence[int]:
-        """First positions of the windows worth keeping; asked once, when the sequence of `length` tokens was read as ended."""
+        """First positions of the windows to keep; called once, when the sequence of `length` tokens was read as ended."""
 
 
 def no_context(rows: Sequence[int | None]) -> PyTree:
-    """The host context of a drafter that needs none."""
+    """The (empty) host context of a drafter that needs none."""
     return ()
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter needs of the host.
+    """What a drafter needs from the host.
 
-    `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> what the drafter is given;
-    `catches_up`: whether it must learn of tokens that were decoded without it.
+    `host_context`: uids of the rows of a chunk that drafts (None: an empty row) -> the drafter's host input;
+    `catches_up`: whether it must process tokens that were decoded without it.
     """
 
     host_context: Callable[[Sequence[int | None]], PyTree] = no_context
@@ -109,11 +110,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """The fixed side of a group in a rollout.
+    """The constant inputs of a group in a rollout.
 
-    `needs`: of the drafters, by the names that strategies have for them; `remembers`: whether any reads the history.
-    Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: what is read when, and so what
-    each decision knows, follows from counts alone.
+    `needs`: needs of the drafters, by their names in strategies; `remembers`: whether any drafter reads the history.
+    Without a `harvester` nothing is copied out of the decoding state. `is_in_order`: programs are read in a fixed order,
+    so that the inputs of each decision depend on no clock.
     """
 
     index: int
@@ -130,7 +131,7 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class Running:
-    """A sequence in a row: tokens known so far (with the prompt), and how many it may have."""
+    """A sequence in a row: tokens read so far (with the prompt), and their limit."""
 
     uid: int
     tokens: int
@@ -139,7 +140,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Keys and values of prompts, on the device; `rows` says where each prompt is, `sizes` prompts and width."""
+    """Keys and values of prompts, on the device; `rows`: prompt -> row; `sizes`: number of prompts and width."""
 
     rows: dict[int, int]
     sizes: tuple[int, int]
@@ -148,7 +149,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Joining:
-    """Samples that enter together: from one prefill, which is still to be made when `values` is None."""
+    """Samples that are admitted together, from one prefill; `source.values` is None until it was dispatched."""
 
     source: Prefilled
     rows: tuple[tuple[int, int], ...]  # (row, uid)
@@ -156,7 +157,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class Window:
-    """What is to be copied out of a row that is free, from this position on, before it is used again."""
+    """A window to copy out of an ended row, from position `start` on, before the row is used again."""
 
     uid: int
     row: int
@@ -165,10 +166,10 @@ class Window:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A program that was dispatched and not read yet, and how many `programs` are done when it is.
+    """A dispatched program that was not read yet; `programs`: how many are done when it is, with itself.
 
-    Of a chunk: `rows` are the uids that its rows hold, `most` the tokens of any, `program` its name. Of a harvest: the
-    windows, and their `values`.
+    For a chunk: `rows` are the uids of its rows, `most` the most tokens that one may get. For a harvest: the `windows`, and
+    their `values`.
     """
 
     number: int
@@ -186,11 +187,11 @@ class InFlight:
 
 @dataclass(frozen=True)
 class GroupState:
-    """What the host knows of a group. `device` is the state after all that was dispatched; `rows` lag behind it.
+    """The host's state of a group. `device` is the decoding state after all dispatched programs; `rows` lag behind it.
 
-    `drafter_lag` is the most tokens that the drafter whose state it holds may lack of any row; `started` the prompts whose
-    samples are all started; `unmarked` counts programs on `device` since the last one in flight that took it: they end when
-    `device` is there. `windows` wait to be harvested, from rows as they are now: before them no row moves or is used again.
+    `drafter_lag`: most tokens that the drafter's state may lack in any row; `started`: prompts whose samples are all
+    started; `unmarked`: programs that took `device` after the last flight; they are done when `device` is ready. `windows`
+    wait to be harvested from the rows as they are now: until then no row moves or is used again.
     """
 
     device: DecodeState | None = None
@@ -208,29 +209,29 @@ class GroupState:
     is_exhausted: bool = False
     drafter_lag: int = 0
     unmarked: int = 0
-    finished: int = 0  # sequences that ended here
-    is_moved: bool = False  # to other numbers of rows or slots, since the last chunk
-    is_blocked: bool = False  # nothing more can be dispatched before something in flight is read
-    is_released: bool = False  # nothing was left to do; `device` was freed
+    finished: int = 0  # sequences that this group has finished
+    is_moved: bool = False  # resized since the last chunk
+    is_blocked: bool = False  # nothing can be dispatched before a flight is read
+    is_released: bool = False  # the group has finished; `device` was freed
 
     @property
     def unawaited(self) -> int:
-        """Programs that were dispatched and may not be done."""
+        """Dispatched programs that may still run."""
         return sum(flight.programs for flight in self.flights) + self.unmarked
 
     @property
     def is_idle(self) -> bool:
-        """Nothing in flight, no live row, nothing left to take or to harvest."""
+        """Nothing is in flight, live, waiting in the queue or to be harvested."""
         return self.is_exhausted and not (self.is_busy or any(self.rows))
 
     @property
     def is_busy(self) -> bool:
-        """Something is in flight, or will be dispatched whatever comes."""
+        """Something is in flight, or certain to be dispatched."""
         return bool(self.flights or self.decision or self.windows)
 
 
 def queued(state: GroupState, flight: InFlight) -> GroupState:
-    """The state with one more program in flight that consumes `device`; it ends after those before it."""
+    """The state with one more flight, whose program takes `device` and so ends after all earlier ones."""
     flight = replace(flight, programs=1 + state.unmarked)
     return replace(
         state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
