@@ -22,8 +22,10 @@ from speculation_setup import SEED_T_975, SEEDS, Arm, add_drafters, arguments, l
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.dataset import Prompt
+from tlt_jax.rollout import bindings
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.tree_drafter import Coupling
 
 STRENGTHS, TEMPERATURES, DEFAULT = (0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.6, 1.0), 0.75
 COLUMNS = (
@@ -59,8 +61,8 @@ def measure(
     plain: list[float] = []  # accept lengths without coupling, which come first
     for strategy in trees:
         for temperature, strength, sharp in cases(strategy, strategy == trees[0], sharpness):
-            knobs = {"coupling": strength, "sharpness": sharp}
-            arm = Arm(config, Speculation(drafter, "fixed", [strategy], **knobs), 8)
+            bindings.COUPLING = Coupling(strength, sharp)
+            arm = Arm(config, Speculation(drafter, "fixed", [strategy]), 8)
             results = [arm.decode(prompts, temperature, seed) for seed in range(SEEDS)]
             lengths = [result.stats["accept_length"] for result in results]
             plain = plain if strength else lengths

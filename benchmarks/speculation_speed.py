@@ -17,7 +17,6 @@ from result_table import ResultTable
 from speculation_race import COLUMNS, add_tuners, add_turns, race, tuned
 from speculation_setup import add_drafters, arguments, label, listed, read
 
-from tlt_jax.config import schema
 from tlt_jax.config.schema import NONE, Speculation
 
 
@@ -27,9 +26,6 @@ def arms_of(args: argparse.Namespace) -> dict[str, Speculation | str]:
     alone = texts if args.alone is None else listed(args.alone)
     arms = {"plain": Speculation(NONE)} | tuned(first, tuners, texts)
     arms |= {f"{label(first)} {text}": Speculation(first, "fixed", [text]) for text in alone}
-    for text in alone[-1:] if first != schema.NGRAM else ():
-        uncoupled = Speculation(first, "fixed", [text], coupling=0.0)
-        arms[f"{label(first)} {text}, uncoupled"] = uncoupled
     for other in others:
         arms |= tuned(other, tuners[:1], texts)
     return arms | ({"tunix": args.peer} if args.peer else {})

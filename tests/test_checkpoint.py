@@ -1,4 +1,4 @@
-"""Checkpoints restore on any mesh, the best one stays, and damaged or foreign ones are refused by name."""
+"""Checkpoints restore on any mesh, the best one is kept, and damaged or foreign ones are refused by name."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
                 assert store.improves(metrics) == (step in (1, 2)), step
                 store.save(step, {"policy": {"w": jnp.ones(2)}}, metrics=metrics)
                 store.wait()
-            assert store.best() == (2 if part[-1] == 3 else 5)  # the later one of two equal ones
+            assert store.best() == (2 if part[-1] == 3 else 5)  # the latest of equal ones
     assert store.steps() == [5, 7, 8] and store.latest() == 8
 
 
@@ -132,7 +132,7 @@ def test_a_step_that_is_saved_is_left_alone(saved):
         store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
 
 
-def test_metrics_that_come_later_are_added_and_the_arrays_stay(saved, monkeypatch):
+def test_later_metrics_are_added_and_the_arrays_stay(saved, monkeypatch):
     """A kill at any moment leaves the step with its arrays: only the metrics are written, atomically."""
     target = {"policy": abstract(state(make_mesh(1, 1)))}
     arrays = {
@@ -162,7 +162,7 @@ def killed(*_, **__):
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_half_of_a_checkpoint(saved, monkeypatch):
-    """A deletion starts with a rename; the next process finishes it."""
+    """Folders are renamed before they are deleted; the next process deletes the rest."""
     monkeypatch.setattr(Store, "_empty_deleted", lambda self: None)
     with Store(saved, keep=1) as store:
         store.save(3, {"policy": state(make_mesh(1, 1), 3)})
@@ -196,14 +196,14 @@ def test_a_checkpoint_of_another_run_or_another_name_is_refused(tmp_path):
         Store(tmp_path, identity={"train.seed": "1", "optim.learning_rate": "0.2"}) as store,
         pytest.raises(
             CheckpointError,
-            match="train.seed is 0 there and 1 here, and optim.learning_rate: go on with",
+            match="train.seed is 0 there and 1 here, and optim.learning_rate: use the",
         ),
     ):
         store.restore(2, target)
     (tmp_path / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "3")
     with (
         Store(tmp_path, identity=identity) as store,
-        pytest.raises(CheckpointError, match="3 holds step 2: give the folder its old name"),
+        pytest.raises(CheckpointError, match="3 holds step 2: rename the folder back"),
     ):
         store.restore(3, target)
 
@@ -257,9 +257,7 @@ KINDS = (
 )
 
 
-def test_a_restore_that_fails_leaves_no_read_behind_that_finds_its_loop_closed(
-    tmp_path, monkeypatch
-):
+def test_a_failed_restore_waits_for_all_its_reads(tmp_path, monkeypatch):
     tree = {f"w{i}": jnp.full(100_000, i, jnp.float32) + jnp.arange(100_000) for i in range(64)}
     with Store(tmp_path) as store:
         store.save(1, {"policy": tree})
@@ -316,13 +314,13 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name_and_the_one_before_i
         assert (
             message.startswith(f"{folder} ")
             and "\n" not in message
-            and "to go on from step 1" in message
+            and "to resume from step 1" in message
         )
         assert_equal(store.restore(1, target).items["policy"], state(make_mesh(1, 1), 1))
 
 
 def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_line(saved):
-    """300 random bits of its files, by a seed; half of them in files without arrays."""
+    """300 random bits of all files, half of them in files without arrays."""
     folder = saved / "checkpoints" / "2"
     target, whole = {"policy": abstract(state(make_mesh(1, 1)))}, state(make_mesh(1, 1), 2)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
@@ -353,7 +351,7 @@ def test_whatever_bit_of_a_checkpoint_flips_it_restores_or_is_refused_in_one_lin
 def test_an_index_without_a_digest_is_read_and_one_without_its_parts_refused(saved):
     path = saved / "checkpoints" / "2" / "meta" / "metadata"
     earlier = json.loads(path.read_text())
-    del earlier["digest"]  # as in versions without one
+    del earlier["digest"]  # as in older versions
     target = {"policy": abstract(state(make_mesh(1, 1)))}
     with Store(saved) as store:
         path.write_text(json.dumps(earlier))
@@ -375,7 +373,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
-def test_what_is_no_damage_is_not_called_so(error, saved, monkeypatch):
+def test_other_errors_are_not_called_damage(error, saved, monkeypatch):
     def fails(*_):
         raise error
 
@@ -385,14 +383,12 @@ def test_what_is_no_damage_is_not_called_so(error, saved, monkeypatch):
             store.restore(2, {"policy": abstract(state(make_mesh(1, 1)))})
     assert not isinstance(found.value, DamagedCheckpoint)
     if isinstance(error, (OSError, ValueError)):
-        assert "2 cannot be read" in str(found.value) and "it may be whole" in str(found.value)
+        assert "2 cannot be read" in str(found.value) and "it may be intact" in str(found.value)
 
 
 @pytest.mark.parametrize("first_reads", [True, False])
-def test_what_one_process_finds_wrong_all_raise_before_any_continues(
-    saved, monkeypatch, first_reads
-):
-    """Two processes on a board; one's part of the arrays is damaged."""
+def test_an_error_in_one_process_is_raised_in_all(saved, monkeypatch, first_reads):
+    """Two processes on a board; the arrays of one are damaged."""
     board, read, sums, found = LocalBoard(), reading.read, [], {}
     leaf_index = index.leaf_index
 
@@ -420,7 +416,7 @@ def test_what_one_process_finds_wrong_all_raise_before_any_continues(
     assert not sums, "checksums are a program of all devices"
 
 
-def test_processes_that_see_different_checkpoints_raise(saved, tmp_path_factory):
+def test_processes_with_different_checkpoints_are_refused(saved, tmp_path_factory):
     board, other, found = LocalBoard(), tmp_path_factory.mktemp("other"), []
 
     def run(process):
@@ -436,7 +432,7 @@ def test_processes_that_see_different_checkpoints_raise(saved, tmp_path_factory)
 
 
 def test_a_process_that_fails_waits_for_its_saves_and_deletes_nothing(saved, monkeypatch):
-    """Deleting is a collective of the checkpoint library: the other processes would not enter it."""
+    """Deleting is a collective of the checkpoint library, which the other processes do not join."""
     deleted = []
     with pytest.raises(ZeroDivisionError), Store(saved, keep=1) as store:
         monkeypatch.setattr(store._manager, "delete", lambda step: deleted.append(step))

@@ -25,7 +25,8 @@ from scipy import stats
 from whole_runs import Run
 
 from tlt_jax.config import load as configuration
-from tlt_jax.config.schema import Config, Log
+from tlt_jax.config.outputs import Log
+from tlt_jax.config.schema import Config
 from tlt_jax.metrics import Writer
 from tlt_jax.metrics.timeline import COLORS
 from tlt_jax.metrics.writer import ChunkRecord, Record

@@ -167,4 +167,4 @@ def test_a_drafter_that_learns_in_training_is_refused_before_anything_is_read(ca
     with pytest.raises(SystemExit) as stopped:
         generate.main(["--model", "nowhere", "--prompt", "1", "--drafter", "adaptive"])
     assert stopped.value.code == 2
-    assert "speculation.drafter adaptive learns while it trains" in capsys.readouterr().err
+    assert "speculation.drafter adaptive is trained during an RL run" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf_drafter_config
-from tlt_jax.rollout import bindings
+from tlt_jax.rollout import bindings, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
@@ -151,7 +151,7 @@ def test_captured_states_are_a_line_of_their_own_and_of_eagle_they_are_the_featu
 def test_n_grams_hold_texts_only():
     settings, recipe, engine = plan_of(*DRAFTERS["ngram"])
     kinds = budget(settings, recipe, engine)
-    texts = engine.capacity * (memory.cache_slots(settings) + 8 + settings.speculation.pool) * 4
+    texts = engine.capacity * (memory.cache_slots(settings) + 8 + ngram_memory.POOL) * 4
     assert kinds == budget(*plan_of()) | {"drafter cache": texts}
 
 
@@ -182,12 +182,9 @@ def test_a_config_json_is_enough_to_plan_and_without_one_drafter_training_decide
         str(tmp_path / "drafter"),
     )
     assert plan_of(*started)[2].drafter == engine.drafter
-    for knob, value, error in (
-        ("vocab", "60", "vocab 60: an eagle drafter proposes every token"),
-        ("fc_norm", "false", "fc_norm false: only a new eagle3 drafter has a choice"),
-    ):
-        with pytest.raises(ConfigError, match=f"drafter_training.{error}"):
-            plan_of(*DRAFTERS["eagle"], f"--drafter_training.{knob}", value)
+    refused = "drafter_training.vocab 60: an eagle drafter proposes every token"
+    with pytest.raises(ConfigError, match=refused):
+        plan_of(*DRAFTERS["eagle"], "--drafter_training.vocab", "60")
 
 
 def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(
@@ -202,13 +199,9 @@ def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(
     assert from_config.drafter_directory(named) == Path("ngrams")
 
 
-@pytest.mark.parametrize("knob", ["fc_norm", "norm_output"])
-def test_a_new_eagle3_drafter_is_of_eagle_3_1_unless_the_knobs_say_otherwise(knob):
-    adaptive = ("--speculation.drafter", "adaptive")
-    drafter = plan_of(*adaptive)[2].drafter
+def test_a_new_eagle3_drafter_is_of_eagle_3_1():
+    drafter = plan_of("--speculation.drafter", "adaptive")[2].drafter
     assert drafter.kind == "eagle3" and drafter.fc_norm and drafter.norm_output
-    plainer = plan_of(*adaptive, f"--drafter_training.{knob}", "false")[2].drafter
-    assert plainer == replace(drafter, **{knob: False})
 
 
 @pytest.mark.parametrize("wanted, policy, expected", [
@@ -238,7 +231,7 @@ def test_an_adaptive_drafter_is_planned_as_training_begins_it(tmp_path):
 
     kinds, alone = budget(settings, recipe, engine), plan_of(*DRAFTERS["eagle3"], *kind[2:])
     learned = budget(*alone)
-    pool = 4 * settings.speculation.pool * engine.capacity  # bytes of the arrays of n-grams
+    pool = 4 * ngram_memory.POOL * engine.capacity  # bytes that n-grams are given
     assert kinds.pop("drafter cache") == learned.pop("drafter cache") + pool
     state = (
         kinds["drafter"] + kinds["drafter optimizer"]

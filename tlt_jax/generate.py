@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tlt_jax import cli
-from tlt_jax.config import Config, parse as parsing, validate
+from tlt_jax.config import Config, knobs as fields, parse as parsing, validate
 from tlt_jax.config.schema import NONE, Rollout
 from tlt_jax.data import dataset, files
 from tlt_jax.errors import ConfigError, DataError
@@ -100,7 +100,7 @@ def parser() -> Parser:
         "--prompts", help='JSONL file, each line {"prompt": TEXT} or {"prompt_ids": [...]}'
     )
 
-    knobs = parsing.knobs(Config)
+    knobs = fields.knobs(Config)
     for option, name in KNOBS.items():
         default = DEFAULTS.get(name, knobs[name].default)
         meaning = f"{knobs[name].help.split(';')[0]} (default: {default})"

@@ -22,8 +22,8 @@ from tlt_jax.config import Config
 from tlt_jax.distributed.mesh import put
 
 PyTree = Any
-# For Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps.
-FLOOR, WARMUP = 0.1, 0.05
+# For Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps, weight decay.
+FLOOR, WARMUP, WEIGHT_DECAY = 0.1, 0.05, 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Adam:
         )  # fmt: skip
 
     @classmethod
-    def short(cls, config: Config, learning_rate: float, steps: int, weight_decay: float) -> Adam:
+    def short(cls, config: Config, learning_rate: float, steps: int) -> Adam:
         """The optimizer of supervised training: linear warm-up, then cosine decay to FLOOR."""
         optim, warmup = config.optim, max(1, round(WARMUP * steps))
         return cls(
@@ -65,7 +65,7 @@ class Adam:
             FLOOR,
             optim.beta1,
             optim.beta2,
-            weight_decay,
+            WEIGHT_DECAY,
             optim.grad_clip,
         )
 

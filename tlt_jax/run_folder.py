@@ -19,7 +19,7 @@ from typing import Any
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.config.changes import Change
-from tlt_jax.config.schema import LOG, TENSORBOARD
+from tlt_jax.config.outputs import LOG, TENSORBOARD
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 

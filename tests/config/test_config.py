@@ -1,4 +1,4 @@
-"""The configuration: YAML, overrides, one-line errors, help without JAX, and the environment that JAX starts in."""
+"""The configuration: YAML, overrides, one-line errors, help without JAX, and JAX's environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from tlt_jax.config import Config, changes, parse as parsing, validate
+from tlt_jax import optimizer
+from tlt_jax.config import Config, changes, older, parse as parsing, validate
+from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
     SHIPPED,
     load,
@@ -24,7 +27,15 @@ from tlt_jax.config.load import (
 )
 from tlt_jax.config.schema import COMMON
 from tlt_jax.distributed import process
+from tlt_jax.drafter import idle_training, recipe
+from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
+from tlt_jax.models import eagle_config
+from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout import engine, ngram_memory
+from tlt_jax.spec_decode import ngram
+from tlt_jax.spec_decode.tree_drafter import Coupling
+from tlt_jax.train import adaptive, health
 
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
 
@@ -49,7 +60,7 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
         validate.validate_rl(greedy)
     validate.validate_rl(parse(write()))
     with pytest.raises(
-        ConfigError, match="drafter_training.share 0.5 .* no drafter learns in this"
+        ConfigError, match="drafter_training.share 0.5 .* this run trains no drafter"
     ):
         words = ["--speculation.drafter", "ngram", "--drafter_training.share", "0.5"]
         validate.validate_rl(parse([*write(), *words]))
@@ -58,7 +69,7 @@ def test_rl_at_temperature_0_is_refused_and_answering_is_not(write):
 def test_a_deterministic_run_has_no_floor_of_idle_training(write):
     words = ["--rollout.deterministic", "true"]
     validate.validate_rl(parse([*write(), *words]))
-    with pytest.raises(ConfigError, match="no idle group trains where no clock takes part"):
+    with pytest.raises(ConfigError, match="idle groups do not train without a clock"):
         validate.validate_rl(parse([*write(), *words, "--idle_training.floor", "2"]))
 
 
@@ -83,7 +94,7 @@ def test_a_share_is_a_number_or_auto(write, text, value):
         ("true", "drafter_training.share True has the wrong type"),
     ],
 )
-def test_a_share_that_is_neither_is_refused(write, text, message):
+def test_any_other_share_is_refused(write, text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse([*write(), "--drafter_training.share", text])
 
@@ -93,10 +104,10 @@ def test_a_share_that_is_neither_is_refused(write, text, message):
     [
         ("--data.train x.jsonl --model.tokenizer t", "reward 'task' scores the generated task"),
         ("--reward.terms {}", "reward.terms is empty"),
-        ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is no reward"),
+        ("--reward.terms.gsm8 1", "reward.terms names 'gsm8', which is not a reward"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_where_answers_are_scored(write, words, message):
+def test_invalid_rewards_are_refused_where_answers_are_scored(write, words, message):
     config = parse([*write(), *words.split()])
     for check in (validate.validate_rl, validate.validate_rewards):
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -193,14 +204,14 @@ def test_small_numbers_without_a_point_are_numbers(write):
 
 def test_strategies_need_no_quotes_and_numbers_with_underscores_stay_numbers(write, tmp_path):
     wanted = ["2_2_4", "6_4_16", "0_8_1"]
-    text = "speculation: {strategies: [2_2_4, 6_4_16, 0_8_1], memory: 1_000}\noptim: {beta1: 0}"
+    text = "speculation: {strategies: [2_2_4, 6_4_16, 0_8_1], threshold: 1_000}\noptim: {beta1: 0}"
     for value in ("[2_2_4, '6_4_16', 0_8_1]", "[2_2_4,6_4_16,0_8_1]", ""):
         words = [f"--speculation.strategies={value}"] if value else []
         got = parse(
             [*write(text), *words, "--rollout.samples", "1_0", "--model.init.hidden_size", "3_2"]
         )
         assert got.speculation.strategies == wanted
-        assert (got.speculation.memory, got.rollout.samples, got.model.init["hidden_size"]) == (
+        assert (got.speculation.threshold, got.rollout.samples, got.model.init["hidden_size"]) == (
             1000,
             10,
             32,
@@ -225,7 +236,7 @@ def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
     assert read(tmp_path / "resolved.yaml") == got
 
 
-def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, tmp_path):
+def test_the_config_of_an_older_version_is_read_with_the_current_names(write, tmp_path):
     got, path = parse([*write(), "--drafter_training.steps", "7"]), tmp_path / "resolved.yaml"
     path.write_text(
         to_yaml(got).replace("\ndrafter_training:\n", "\nwarmup:\n")
@@ -240,6 +251,57 @@ def test_what_an_older_version_resolved_is_read_under_the_names_of_today(write, 
     wanted = "made by an older version of tlt_jax, with model.rematerialize, pilot, .* continue it"
     with pytest.raises(ConfigError, match=wanted):
         read_resolved(path)
+
+
+def test_a_knob_that_became_a_constant_is_read_with_the_constants_value_only(write, tmp_path):
+    got, path = parse(write()), tmp_path / "resolved.yaml"
+    tree = yaml.safe_load(to_yaml(got))
+    for name, value in older.CONSTANTS.items():
+        section, knob = name.split(".")
+        assert knob not in tree[section]
+        tree[section][knob] = value
+    path.write_text(yaml.safe_dump(tree))
+    assert read_resolved(path) == got
+    tree["warmup"] = tree.pop("drafter_training")
+    path.write_text(yaml.safe_dump(tree))
+    assert read_resolved(path) == got
+    tree["warmup"]["noise"], tree["log"]["every"] = 0.1, 5
+    path.write_text(yaml.safe_dump(tree))
+    wanted = (
+        "with log.every 5 .now the constant 1., drafter_training.noise 0.1 .now the constant 0.0., "
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        read_resolved(path)
+
+
+def test_older_configs_are_compared_with_the_values_of_the_constants():
+    objective, search, coupling = recipe.Objective(), ngram.Settings(), Coupling()
+    drafter = eagle_config.for_policy(ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64), "eagle3")
+    constants = {
+        "rollout.in_flight": engine.IN_FLIGHT,
+        "speculation.coupling": coupling.strength,
+        "speculation.sharpness": coupling.sharpness,
+        "speculation.min_match": search.min_match,
+        "speculation.max_match": search.max_match,
+        "speculation.pool": ngram_memory.POOL,
+        "speculation.memory": ngram_memory.CAPACITY,
+        "reward.max_failed": health.MAX_FAILED,
+        "train.max_nonfinite": health.MAX_NONFINITE,
+        "sft.weight_decay": optimizer.WEIGHT_DECAY,
+        "drafter_training.weight_decay": optimizer.WEIGHT_DECAY,
+        "idle_training.warmup_steps": recipe.IDLE_WARMUP,
+        "idle_training.micro_step_ms": 1000 * idle_training.MICRO_STEP_S,
+        "idle_training.window": adaptive.WINDOW,
+        "idle_training.windows": ReplayConfig(2, 1).most,
+    }
+    for knob in ("decay", "loss", "top_loss", "detach", "noise"):
+        constants[f"drafter_training.{knob}"] = getattr(objective, knob)
+    for knob in ("fc_norm", "norm_output"):
+        constants[f"drafter_training.{knob}"] = getattr(drafter, knob)
+    others = {"log.every", "idle_training.grad_clip", "idle_training.weight_decay"}
+    assert constants == {
+        name: value for name, value in older.CONSTANTS.items() if name not in others
+    }
 
 
 WRONG = [
@@ -307,23 +369,20 @@ WRONG = [
     ("--mesh.data 2 --mesh.model 2 --mesh.fake_devices 2", "set mesh.fake_devices 4"),
     ("--mesh.data 2 --train.rows 3", "train.rows 3 does not divide by mesh.data 2"),
     ("--train.row_tokens 128", "use at least 768, or 0"),
-    ("--rollout.batch_buckets [4,1]", "rollout.batch_buckets [4, 1] must grow: use [1, 4]"),
+    ("--rollout.batch_buckets [4,1]", "rollout.batch_buckets [4, 1] must increase: use [1, 4]"),
     ("--rollout.batch_buckets [1,16]", "add 64, or set rollout.slots 16"),
     ("--rollout.cache_buckets [64]", "add a bucket of at least 768"),
-    ("--profile.steps 5-3", "profile.steps '5-3' is no range of steps"),
+    ("--profile.steps 5-3", "profile.steps '5-3' is not a range of steps"),
     ("--optim.beta1 1", "optim.beta1 1.0 is too large: use less than 1"),
     ("--train.seed 4294967296", "train.seed 4294967296 is too large: use at most 4294967295"),
     (
         "--model.param_dtype bfloat16",
         "model.param_dtype 'bfloat16' is not known: use float32 | float64",
     ),
-    (
-        "--speculation.drafter ngram --speculation.pool 2000000",
-        "is more than n-grams can compare: lower the pool to 1289",
-    ),
     ("--model.init !include", "could not determine a constructor for the tag"),
     ("--config a.yaml", "--config is given 2 times"),
     ("--warmup.steps 3", "warmup.steps has a new name: write drafter_training.steps"),
+    ("--rollout.in_flight 2", "rollout.in_flight is a constant now, 2: remove it"),
 ]
 
 
@@ -356,6 +415,8 @@ FILES = [
         "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'",
     ),
     ("warmup: {steps: 3}", "warmup has a new name: write drafter_training"),
+    ("drafter_training: {decay: 0.5}", "drafter_training.decay is a constant now, 0.8: remove it"),
+    ("rollout.in_flight: 2", "rollout.in_flight is a constant now, 2: remove it"),
 ]
 
 
@@ -380,8 +441,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         parse([])
 
 
-def test_help_is_of_what_people_touch_first_of_a_section_or_of_all(capsys):
-    names = list(parsing.knobs(Config))
+def test_help_lists_the_most_used_knobs_a_section_or_all(capsys):
+    names = list(knobs(Config))
     for words, shown in (
         (["--help"], set(COMMON)),
         (["--help", "rollout"], {name for name in names if name.startswith("rollout.")}),
@@ -411,7 +472,7 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
     *lines, modules = run.stdout.strip().splitlines()
     assert json.loads(modules) == []
     text = "\n".join(lines)
-    for name, item in parsing.knobs(Config).items():
+    for name, item in knobs(Config).items():
         assert f"--{name} " in text and item.help.split()[0] in text
 
 
@@ -424,16 +485,16 @@ def test_help_lists_every_knob_and_no_configuration_code_imports_jax():
     ),
     ids=lambda p: p.stem,
 )
-def test_every_configuration_that_comes_with_the_project_is_valid(path):
+def test_every_shipped_configuration_is_valid(path):
     assert read(path).run.startswith("runs/")
 
 
 def differing(ours, theirs) -> list[str]:
-    """The knobs that may not change by themselves when a run goes on."""
+    """The knobs that a resumed run may not change without --override."""
     return [one.name for one in changes.changes(ours, theirs)]
 
 
-def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write):
+def test_differences_are_the_knobs_that_a_resumed_run_may_not_change(write):
     ours = parse(write())
     theirs = parse(
         [
@@ -442,14 +503,14 @@ def test_differences_are_the_knobs_that_may_not_change_when_a_run_goes_on(write)
             "4",
             "--mesh.data",
             "2",
-            "--log.every",
+            "--log.texts_every",
             "7",
             "--train.seed",
             "1",
         ]
     )
     assert differing(ours, theirs) == ["rollout.samples", "train.seed"]
-    names = list(parsing.knobs(Config))
+    names = list(knobs(Config))
     for kind in (changes.FREE, changes.OVERRIDABLE):
         assert all(any(name.startswith(one) for name in names) for one in kind)
     assert not [
@@ -473,7 +534,7 @@ def test_a_flag_of_true_or_false_needs_no_value(write):
         ("--mesh.model 3", "mesh.model 3 does not divide the model .*use one of \\[1, 2, 4\\]"),
         (
             "--mesh.data 3 --mesh.model 3",
-            "mesh 3 x 3 needs 9 devices, 8 are there: .* mesh.fake_devices 9",
+            "mesh 3 x 3 needs 9 devices, 8 are available: .* mesh.fake_devices 9",
         ),
         (
             "--mesh.data 5",
@@ -481,7 +542,7 @@ def test_a_flag_of_true_or_false_needs_no_value(write):
         ),
     ],
 )
-def test_sizes_of_the_model_that_do_not_fit_are_refused_with_those_that_do(words, message, write):
+def test_meshes_that_do_not_fit_the_model_are_refused_with_valid_values(words, message, write):
     sizes = SimpleNamespace(
         hidden_size=32, num_heads=4, num_kv_heads=2, mlp_dim=64, max_positions=2048
     )
@@ -510,7 +571,7 @@ def test_fake_devices_and_flags_are_set_before_jax_starts(write):
 def test_a_deterministic_run_asks_xla_for_sums_in_a_fixed_order_and_no_timed_choices(
     write, monkeypatch
 ):
-    """Of accelerators; what the user gives goes before. XLA here knows the flags: it would end the process otherwise."""
+    """On accelerators; the user's flags take precedence. XLA here knows the flags: it aborts on unknown ones."""
     words = "--rollout.deterministic true --mesh.xla_flags --xla_gpu_autotune_level=2".split()
     for arguments, expected in (([], set()), (words, {"--xla_gpu_deterministic_ops=true"})):
         monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
@@ -522,7 +583,7 @@ def test_a_deterministic_run_asks_xla_for_sums_in_a_fixed_order_and_no_timed_cho
 
 
 def assert_known(flags):
-    """XLA ends a process that it is given an unknown flag, also one without accelerators."""
+    """XLA aborts on an unknown flag, also without accelerators."""
     code = "import jax; print(jax.numpy.ones(2).sum())"
     flags = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=flags)
@@ -530,7 +591,7 @@ def assert_known(flags):
 
 
 def test_planning_for_a_gpu_compiles_with_the_flags_of_a_run_that_finds_one(write, monkeypatch):
-    """Though it runs on a CPU; what the user gives goes before."""
+    """Although it runs on a CPU; the user's flags take precedence."""
     name, own = process.ACCELERATOR_FLAGS[0].partition("=")[0], "=of_the_user"
     monkeypatch.setattr(os, "environ", {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": name + own})
     config = parse([*write(), "--rollout.deterministic", "true"])
@@ -542,7 +603,7 @@ def test_planning_for_a_gpu_compiles_with_the_flags_of_a_run_that_finds_one(writ
 
 
 def test_loops_are_part_of_cuda_graphs_unless_the_user_says_which_commands_are(write, monkeypatch):
-    """XLA here knows the flags: it would end the process otherwise. A process for CPUs alone is given none."""
+    """XLA here knows the flags: it aborts on unknown ones. A process for CPUs alone gets none."""
     name = "--xla_gpu_enable_command_buffer"
     ours, theirs = f"{name}=+WHILE", f"{name}=FUSION,CUBLAS"
     for before, words, expected in (
@@ -566,7 +627,7 @@ def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
 
 
 def test_every_knob_has_a_meaning_and_is_frozen():
-    for name, item in parsing.knobs(Config).items():
+    for name, item in knobs(Config).items():
         assert item.help, name
         parsing.checked(name, item, item.default)
     with pytest.raises(dataclasses.FrozenInstanceError):

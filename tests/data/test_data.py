@@ -182,7 +182,7 @@ def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
     assert texts == ["[system]sys[user]hi?[a]!", "[system]sys[user]a[x]b[user]c?[a]!"]
     assert "no chat template" in failure(config)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
-    assert "the chat template refuses row a.jsonl:1: roles must alternate" in failure(
+    assert "the chat template rejects row a.jsonl:1: roles must alternate" in failure(
         config, strict
     )
     assert "set data.chat_template true" in failure(make_config(source), tokenizer)
@@ -236,7 +236,7 @@ def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, m
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Path:
-    """The folder of openai/gsm8k as the hub lays it out, each question under the name of its file."""
+    """A folder laid out like openai/gsm8k on the hub; each question is the name of its file."""
     import huggingface_hub
     import pyarrow
     import pyarrow.parquet
@@ -280,7 +280,7 @@ def test_the_shipped_gsm8k_trains_on_the_train_split_and_evaluates_on_the_other(
 
 
 @pytest.mark.parametrize("is_online", [True, False])
-def test_a_source_of_several_splits_has_to_name_one(hub, monkeypatch, is_online):
+def test_a_source_with_several_splits_must_name_one(hub, monkeypatch, is_online):
     import huggingface_hub
 
     def offline(*_, **__):
@@ -292,13 +292,13 @@ def test_a_source_of_several_splits_has_to_name_one(hub, monkeypatch, is_online)
     for source, listed in (
         (
             "openai/gsm8k",
-            "4 splits, and none of them is chosen (main/test, main/train, socratic/test, socratic/train)",
+            "4 splits, and none is selected (main/test, main/train, socratic/test, socratic/train)",
         ),
         (
             str(hub),
-            "4 splits, and none of them is chosen (main/test, main/train, socratic/test, socratic/train)",
+            "4 splits, and none is selected (main/test, main/train, socratic/test, socratic/train)",
         ),
-        ("openai/gsm8k:train", "2 splits, and none of them is chosen (main/train, socratic/train)"),
+        ("openai/gsm8k:train", "2 splits, and none is selected (main/train, socratic/train)"),
         ("openai/gsm8k:main", "write one of them, as openai/gsm8k:main/train"),
         ("openai/gsm8k:other", "no .jsonl or .parquet file there"),
     ):
@@ -325,7 +325,7 @@ def test_the_split_of_a_file_is_in_its_name(name, part):
     assert files.part_of(PurePosixPath(name)) == part
 
 
-def test_prompts_that_are_there_twice_or_evaluated_are_not_trained_on(tmp_path):
+def test_duplicates_and_evaluation_prompts_are_not_trained_on(tmp_path):
     rows = [{"prompt": f"p{n % 20}", "answer": n} for n in range(30)]
     source = write(tmp_path / "a.jsonl", rows)
     held_out = write(tmp_path / "b.jsonl", rows[5:9])
@@ -334,7 +334,7 @@ def test_prompts_that_are_there_twice_or_evaluated_are_not_trained_on(tmp_path):
     assert [prompt.text for prompt in loaded.train] == [f"p{n}" for n in [*range(5), *range(9, 20)]]
     assert [prompt.index for prompt in loaded.train] == list(range(16))
     assert loaded.dropped == 14 and loaded.describe() == (
-        "data: 16 of 30 rows (dropped: 10 twice in them, 4 in the evaluation too), 4 of evaluation"
+        "data: 16 of 30 rows (dropped: 10 duplicates, 4 also in the evaluation), 4 of evaluation"
     )
     kept = datasets.load(make_config(source, eval=str(held_out), shuffle=False), make_tokenizer())
     assert kept.rows == 30 and kept.dropped == 0
@@ -377,7 +377,7 @@ def test_a_hub_that_does_not_answer_is_a_data_error(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
-    assert "someone/set: no local path, and the hub does not give it (no network)" in failure(
+    assert "someone/set: neither a local path nor available on the hub (no network)" in failure(
         make_config("someone/set")
     )
 
@@ -479,7 +479,7 @@ def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     with pytest.raises(DataError, match="set model.path or model.tokenizer"):
         datasets.tokenizer(make_config("a.jsonl"))
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="model.tokenizer .* has no tokenizer that loads"):
+    with pytest.raises(DataError, match="model.tokenizer .* has no loadable tokenizer"):
         datasets.tokenizer(
             replace(config, model=replace(config.model, tokenizer=str(tmp_path / "none")))
         )

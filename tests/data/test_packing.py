@@ -1,4 +1,4 @@
-"""Laws of packing: nothing lost, nothing mixed, and the same rows in whatever order the examples come."""
+"""Laws of packing: no example is lost or mixed, and rows do not depend on the order of the examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Mesh, Rollout, Train
+from tlt_jax.config.inputs import Data, Mesh
+from tlt_jax.config.learning import Train
+from tlt_jax.config.schema import Rollout
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.data.segments import most_segments
@@ -79,7 +81,7 @@ def test_rows_are_well_filled_and_balanced(seed, count, rows, groups):
 
 
 def test_a_row_takes_a_bounded_number_of_examples_and_none_is_lost():
-    """Answers of two tokens would fill a row with half as many examples as it has tokens."""
+    """Without a bound, examples of two tokens would fill a row with half as many examples as tokens."""
     for row, count in ((96, 70), (16384, 200)):
         most = most_segments(row)
         examples = of_lengths(np.ones(count), np.ones(count))
@@ -98,14 +100,14 @@ def of_lengths(prompts: np.ndarray, answers: np.ndarray) -> list[Example]:
 
 
 def gsm8k(seed: int, count: int) -> list[Example]:
-    """Prompts normal around 110 tokens, answers log-normal around 155, both cut at 256."""
+    """Normal prompts around 110 tokens, log-normal answers around 155, both truncated at 256."""
     random = np.random.default_rng(seed)
     prompts = np.clip(random.normal(110, 35, count), 45, 256)
     return of_lengths(prompts, np.clip(random.lognormal(np.log(155), 0.45, count), 20, 256))
 
 
 def quickstart(seed: int, count: int) -> list[Example]:
-    """Prompts of 6 to 16 tokens, answers log-normal around 35, cut at 96."""
+    """Prompts of 6 to 16 tokens, log-normal answers around 35, truncated at 96."""
     random = np.random.default_rng(seed)
     prompts = random.integers(6, 17, count)
     return of_lengths(prompts, np.clip(random.lognormal(np.log(35), 0.5, count), 4, 96))
@@ -119,7 +121,7 @@ def fills(made, count: int, config: Config) -> list[float]:
 
 
 def test_the_default_rows_are_at_least_nine_tenths_full():
-    """On average of 20 seeds for 32 answers, which the last row decides; always for many answers."""
+    """For 32 answers on average over 20 seeds, because of the last row; for many answers always."""
     config = Config(data=Data(max_prompt_tokens=256), rollout=Rollout(max_new_tokens=256))
     assert (packing.rows(config), packing.row_tokens(config)) == (1, 1024)
     assert np.mean(fills(gsm8k, 32, config)) > 0.9 and min(fills(gsm8k, 32, config)) > 0.85

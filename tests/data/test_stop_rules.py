@@ -1,4 +1,4 @@
-"""Stop texts are found in every tokenization, and nothing else is."""
+"""Stop texts are found in every tokenization, and only they."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlt_jax.spec_decode.stopping import follow
 
 
 def end_of(rules: StopRules, answer: list[int], cuts: list[int]) -> int:
-    """The position of the token that ends the answer, len(answer) for none; it is read in pieces, as rounds do."""
+    """The position of the token that ends the answer, or len(answer); reads it in pieces, as rounds do."""
     state, read = jnp.zeros(1, jnp.int32), 0
     for piece in np.split(np.array(answer, np.int32), cuts):
         if not len(piece):

@@ -1,4 +1,4 @@
-"""The generated tasks: solutions that are right, splits that never meet, lengths with a heavy tail."""
+"""The generated tasks: correct solutions, disjoint splits, heavy-tailed lengths."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_bytes_of_tokens_are_those_that_decoding_gives(make):
     assert spelled[tokenizer.eos_token_id] == tokenizer.eos_token.encode()
     for _ in range(200):
         ids = rng.integers(0, len(tokenizer), 8).tolist()
-        if make is sentencepiece:  # its decoder writes bytes that are no UTF-8 in a way of its own
+        if make is sentencepiece:  # its decoder has another form for bytes that are not UTF-8
             start = rng.integers(len(TEXT) - 8)
             ids = tokenizer.encode(TEXT[start : start + 8], add_special_tokens=False)
         expected = tokenizer.decode(ids, skip_special_tokens=False)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import DrafterTraining, Optim
+from tlt_jax.config.learning import Optim
+from tlt_jax.config.schema import DrafterTraining
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
@@ -437,14 +438,12 @@ def test_decay_pulls_matrices_only(x64):
 
 
 def test_recipe_holds_the_numbers_of_the_configuration():
-    knobs = DrafterTraining(
-        learning_rate=2e-4, steps=40, decay=0.7, loss="acceptance", noise=0.2, weight_decay=0.3,
-        top_loss=0.4, detach=True,
-    )  # fmt: skip
+    knobs = DrafterTraining(learning_rate=2e-4, steps=40, unroll=3)
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
     recipe = Recipe.of(config, MODEL, eagle.for_policy(MODEL, "eagle"), make_mesh(1, 1))
-    assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.3, 0.5)
-    assert recipe.objective == Objective(1, 0.7, "acceptance", 0.2, 0.4, True)
+    assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.0, 0.5)
+    assert recipe.objective == Objective(3)
+    config = replace(config, drafter_training=replace(knobs, unroll=0))
     assert (
         Recipe.of(
             config, MODEL, eagle.for_policy(MODEL, "eagle3"), make_mesh(1, 1)

@@ -1,4 +1,4 @@
-"""What a run shows: the closed list of names, each step once also after a resume, the timeline, the progress line."""
+"""Output of a run: the closed list of names, each step once also after a resume, the timeline, the progress line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Log, Mesh
+from tlt_jax.config.inputs import Mesh
+from tlt_jax.config.outputs import Log
 from tlt_jax.metrics import (
     NAMES,
     ChunkRecord,
@@ -120,7 +120,7 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     }  # fmt: skip
 
 
-def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
+def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):
     write(config, range(1, 8))
     for folder in ("completions", "speculation"):
         (Path(config.run) / folder / "000008.tmp").write_text('{"step": 8')
@@ -146,7 +146,7 @@ def test_each_step_is_there_once_after_resumes_from_a_checkpoint(config):
 
 
 @pytest.mark.parametrize("place", ["length", "event"])
-def test_a_damaged_event_file_is_kept_whole_and_said(config, place):
+def test_a_damaged_event_file_is_copied_and_logged(config, place):
     write(config, range(1, 8))
     (path,) = (Path(config.run) / "tensorboard").iterdir()
     content, starts = bytearray(path.read_bytes()), [0]
@@ -165,7 +165,7 @@ def test_a_damaged_event_file_is_kept_whole_and_said(config, place):
     assert steps[-3:] == [6, 7, 8] and 0 < len(steps[:-3]) < 5 and steps == sorted(set(steps))
 
 
-def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that_it_repeats(config):
+def test_a_resumed_run_without_drafting_removes_the_chunks_of_repeated_steps(config):
     write(config, range(1, 6))
     with Writer(config, 10, 2) as writer:
         for step in range(3, 6):
@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_without_drafting_leaves_no_choices_of_the_steps_that
     ]
 
 
-def test_a_new_start_removes_what_an_attempt_without_checkpoint_left(config):
+def test_a_new_run_removes_the_output_of_an_attempt_without_checkpoint(config):
     with Writer(config, 10) as writer:
         writer.scalars(0, {"eval/mean@1": 0.5})
     write(config, range(1, 4))
@@ -198,11 +198,6 @@ def test_what_is_written_survives_a_kill(config, tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, config.run], capture_output=True)
     assert steps_of(read(config).Scalars("reward/mean")) == [1, 2, 3, 4, 5]
-
-
-def test_scalars_are_written_as_often_as_the_configuration_says(config):
-    write(replace(config, log=Log(every=3, texts=0)), range(1, 8))
-    assert steps_of(read(config).Scalars("reward/mean")) == [3, 6]
 
 
 def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
@@ -227,7 +222,7 @@ def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
         )
 
 
-def test_the_names_are_unique_and_their_page_is_in_step():
+def test_the_names_are_unique_and_their_page_is_current():
     assert len({metric.name for metric in NAMES}) == len(NAMES)
     assert {metric.kind for metric in NAMES} == {"scalar", "histogram", "image", "text"}
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -257,10 +252,12 @@ def test_the_timeline_shows_each_group_in_its_lane_and_the_idle_share_is_exact()
     assert idle_share([], 2) == 0 and timeline.draw([], 2).shape == pixels.shape
 
 
-def test_of_more_than_sixteen_groups_those_have_a_lane_that_decoded_until_last():
+def test_with_more_than_sixteen_groups_the_latest_have_a_lane():
     ends = {group: 1.0 + (7 * group) % 1000 for group in range(1000)}
     spans = [SimpleNamespace(group=group, kind="decode", start=0.0, end=end) for group, end in ends.items()]  # fmt: skip
-    spans += [SimpleNamespace(group=5, kind="train", start=36.0, end=1000.0)]  # idle: not late
+    spans += [
+        SimpleNamespace(group=5, kind="train", start=36.0, end=1000.0)
+    ]  # idle work does not count as decoding
     latest = sorted(ends, key=ends.get)[-16:]
     assert timeline.latest(spans, 1000)[:16] == latest[::-1] and 5 not in latest
     pixels = timeline.draw(spans, 1000)
@@ -272,7 +269,7 @@ def test_of_more_than_sixteen_groups_those_have_a_lane_that_decoded_until_last()
 
 
 class Looked(SimpleNamespace):
-    """A span of which every look at its group is counted."""
+    """A span that counts the accesses to its group."""
 
     looks = 0
 
@@ -298,7 +295,7 @@ def test_the_trace_has_a_thread_for_each_group_and_microseconds():
     }
 
 
-def test_a_group_is_busy_waits_for_the_compiler_or_is_idle_and_that_is_all():
+def test_a_group_is_busy_or_waits_for_the_compiler_or_is_idle():
     waits = [(1.5, 2.5), (2.0, 3.0), (13.0, 20.0)]
     both = dict.fromkeys((0, 1), waits)
     seconds = group_seconds(SPANS, both, 2, (0.0, 16.0))
@@ -348,7 +345,7 @@ def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
 
 
 @pytest.mark.parametrize("details", [False, True])
-def test_programs_that_were_compiled_are_one_line_unless_details_are_wanted(details, monkeypatch):
+def test_compilations_are_summarized_without_details(details, monkeypatch):
     out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
     monkeypatch.setattr(console.time, "monotonic", lambda: 1.0)
     progress = console.Progress(
@@ -368,7 +365,7 @@ def test_programs_that_were_compiled_are_one_line_unless_details_are_wanted(deta
     assert len(lines) == (6 if details else 3)
 
 
-def test_a_long_compilation_is_said_before_the_step_ends(monkeypatch):
+def test_a_long_compilation_is_printed_before_the_step_ends(monkeypatch):
     out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])

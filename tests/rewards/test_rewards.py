@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import REWARDS
+from tlt_jax.config.inputs import REWARDS
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, answers, scorer as scorer_module, terms
+from tlt_jax.train import health
 
 USER_REWARD = """
 import ctypes, os, subprocess, sys, time
@@ -263,7 +264,7 @@ def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
     for sentence in (
         f"`reward.failure_score` ({reward.failure_score:g} by default)",
         f"`reward.timeout_s` ({reward.timeout_s:g} s)",
-        f"`reward.max_failed` steps in a row ({reward.max_failed})",
+        f"After {health.MAX_FAILED} steps in a row",
         f"`reward.memory_mib` ({reward.memory_mib})",
         f"`reward.workers` scoring processes of its own ({reward.workers})",
         f"within {scorer_module.START_S:g} seconds",

@@ -31,7 +31,9 @@ from tlt_jax.tuner import interface
 from tlt_jax.tuner.interface import Choice, Tuner
 
 compile_cache = tiny.compile_cache
-SETTINGS = Speculation(drafter="adaptive", strategies=["2_1_3", "3_2_7"], pool=64)
+small_pool = tiny.small_pool
+pytestmark = pytest.mark.usefixtures("small_pool")
+SETTINGS = Speculation(drafter="adaptive", strategies=["2_1_3", "3_2_7"])
 ARMS = ["ngram:2_1_3", "learned:2_1_3", "learned:3_2_7", "merged:3_2_7"]
 
 
@@ -64,7 +66,7 @@ def in_turn(arms) -> Tuner:
 @pytest.mark.parametrize("kind, data, slots", [("trained", 1, 5), ("eagle", 2, 0)])
 def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
     engine = adaptive(
-        "eagle3" if kind == "trained" else kind, data, slots=slots, chunk=1, cache_buckets=[32], in_flight=data,
+        "eagle3" if kind == "trained" else kind, data, slots=slots, chunk=1, cache_buckets=[32],
         batch_buckets=[5 if slots else 6],
     )  # fmt: skip
     assert [name(arm) for arm in engine.arms] == ARMS
@@ -72,7 +74,8 @@ def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
     weights = engine.publish(tiny.params_of(engine), speculation.drafter_of(kind, engine.mesh))
     shape = tiny.PROMPTS, tiny.SAMPLES, tiny.COLD, tiny.LIMIT
     results = [
-        tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0) for _ in range(2)
+        tiny.roll_out(engine, weights, *shape, stream=TRAIN_STREAM, step=0, in_flight=data)
+        for _ in range(2)
     ]
     expected, _ = tiny.reference(tiny.COLD)
     for result in results:  # the second finds the answers of the first in the n-gram memory

@@ -37,12 +37,14 @@ from tiny_engine import (
 )
 
 from tlt_jax.config import Config
+from tlt_jax.config.inputs import Data
 from tlt_jax.config.schema import Rollout, Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
 from tlt_jax.models import eagle, transformer
+from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
@@ -83,9 +85,8 @@ def test_tokens_depend_only_on_weights_prompt_and_seed(
         batch_buckets=sorted(set(buckets)),
         cache_buckets=caches,
         chunk=chunk,
-        in_flight=in_flight,
     )
-    result = play(engine, setting)
+    result = play(engine, setting, in_flight=in_flight)
     expected, logprobs = reference(setting)
     assert answers(result) == expected
     for one, logp in zip(result.completions, logprobs, strict=True):
@@ -119,8 +120,8 @@ def test_a_limit_per_prompt_cuts_the_answers_of_a_common_limit(x64, setting, sha
         np.testing.assert_allclose(one.logprobs, logp[: len(one.tokens)], atol=1e-9)
 
 
-SHAPES = [  # they differ in everything that must not matter; the first refills rows and grows a nearly full cache
-    {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3, "in_flight": 1},
+SHAPES = [  # they differ in all that may not matter; the first refills rows and moves a nearly full cache to a longer one
+    {"slots": 48, "batch_buckets": [48], "cache_buckets": [64, 220], "chunk": 3},
     {
         "data": 2,
         "model": 2,
@@ -128,7 +129,6 @@ SHAPES = [  # they differ in everything that must not matter; the first refills 
         "batch_buckets": [64],
         "cache_buckets": [220],
         "chunk": 16,
-        "in_flight": 2,
     },
 ]
 
@@ -178,8 +178,9 @@ def long_rollouts():
                 stream=TRAIN_STREAM,
                 step=0,
                 stops=LONG_STOPS,
+                in_flight=in_flight,
             ).completions
-            for engine, parts in zip(engines, weights, strict=True)
+            for engine, parts, in_flight in zip(engines, weights, (1, 2), strict=True)
         ]
 
     return rollouts
@@ -336,6 +337,17 @@ def drafting(**speculation) -> Engine:
     return Engine(replace(engine_of().config, speculation=settings), MODEL, meshes.make_mesh(1, 1))
 
 
+def test_sequences_that_n_grams_cannot_search_are_refused():
+    longest = 2**24 // 13 - 2048 - 256
+    ngram_memory.check_longest(longest)
+    refused = f"a sequence can have {longest + 1} tokens, and n-grams search {longest} at most"
+    with pytest.raises(ConfigError, match=refused):
+        ngram_memory.check_longest(longest + 1)
+    config = replace(drafting().config, data=Data(max_prompt_tokens=longest))
+    with pytest.raises(ConfigError, match="n-grams search"):
+        Engine(config, MODEL, meshes.make_mesh(1, 1))
+
+
 def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64):
     gather, gathered = NGramMemory.siblings, []
     monkeypatch.setattr(
@@ -355,8 +367,8 @@ def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64)
     [
         ({"strategies": ["2_2_4", "1_1_2"]}, "of another speculation.strategies"),
         (
-            {"tuner": "beg_mab", "coupling": 0.5},
-            "of another speculation.tuner, speculation.coupling",
+            {"tuner": "beg_mab", "threshold": 30},
+            "of another speculation.tuner, speculation.threshold",
         ),
         ("devices", "of another devices"),
         ("version", "of another version"),

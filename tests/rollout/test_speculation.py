@@ -37,6 +37,8 @@ from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Choice, Tuner
 
 compile_cache = tiny.compile_cache
+small_pool = tiny.small_pool
+pytestmark = pytest.mark.usefixtures("small_pool")
 IDS = np.array([0, 1, 2, 3, 5, 7, 8, 11, 13, 14, 20, 21, 30, 36])
 KINDS = {
     "eagle": {"kind": "eagle"},
@@ -106,7 +108,7 @@ def speculating(
     """An engine with a learned (or n-gram) drafter that uses the strategies in turn, and the published weights."""
     plain = tiny.engine_of(data, model, dtype, policy, **rollout)
     name = drafter if drafter == "ngram" else "a directory"
-    settings = Speculation(drafter=name, strategies=strategies, pool=64)
+    settings = Speculation(drafter=name, strategies=strategies)
     config = replace(plain.config, speculation=settings)
     mesh, own, params = plain.mesh, None, None
     if drafter != "ngram":

@@ -14,12 +14,14 @@ import references
 from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Data, Model as ModelSection, Rollout, Speculation
+from tlt_jax.config.inputs import Data, Model as ModelSection
+from tlt_jax.config.schema import Rollout, Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -66,6 +68,14 @@ def compile_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="module")
+def small_pool():
+    """N-grams search fewer tokens of other answers: less to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_memory, "POOL", 64)
+        yield
+
+
 def params_of(engine: Engine, seed: int = 0):
     return transformer.init(
         engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype
@@ -88,12 +98,22 @@ def play(
 
 
 def roll_out(
-    engine: Engine, weights, prompts, *shape, on_finish=None, interrupted=None, stops=None, **which
+    engine: Engine,
+    weights,
+    prompts,
+    *shape,
+    on_finish=None,
+    interrupted=None,
+    stops=None,
+    in_flight=None,
+    **which,
 ):
     """The rollout of these prompts, with a fresh tuner."""
     request = engine.request([np.asarray(prompt, np.int32) for prompt in prompts], *shape, **which)
     if stops is not None:  # instead of the engine's
         request = replace(request, params=replace(request.params, stops=stop_tokens(stops)))
+    if in_flight is not None:
+        request = replace(request, in_flight=in_flight)
     return engine.run(request, weights, on_finish=on_finish, interrupted=interrupted)[0]
 
 

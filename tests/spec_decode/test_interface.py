@@ -15,7 +15,7 @@ from jaxtyping import jaxtyped
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.rollout import bindings
+from tlt_jax.rollout import bindings, ngram_memory
 from tlt_jax.spec_decode import admission, decode
 from tlt_jax.spec_decode.decode import Decoder, Known
 from tlt_jax.spec_decode.decode_state import Weights
@@ -104,10 +104,11 @@ def test_the_policy_and_a_learned_drafter_keep_to_the_signatures(monkeypatch, ki
 
 
 def test_the_policy_and_ngrams_keep_to_the_signatures(monkeypatch):
+    monkeypatch.setattr(ngram_memory, "POOL", 8)
     seen: set[str] = set()
     decoder, weights = policy(set(), monkeypatch, "eagle")
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
-    settings = Speculation(drafter="ngram", pool=8)
+    settings = Speculation(drafter="ngram")
     drafter = bindings.bind_drafter(settings, None, decoder.target, group, "float32")
     decoder = decoder._replace(target=checked(decoder.target, seen), drafter=checked(drafter, seen))
     trace(decoder, weights.replace(drafter=()), jnp.zeros((2, 8), jnp.int32))

@@ -54,7 +54,6 @@ ADAPTIVE = UNEVEN | {
     "idle_training.floor": 3,
     "idle_training.least_idle_s": 0.0,
     "idle_training.learning_rate": 0.01,
-    "idle_training.window": 32,
 }
 
 
@@ -72,6 +71,7 @@ def adaptive(configure, shared):
     config = configure(shared / "adaptive", ADAPTIVE | {"checkpoint.export": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_run, "HELD_OUT", 2)  # of six sequences a step
+        patch.setattr(adaptive_run, "WINDOW", 32)
         assert loop.train(config) == cli.DONE
     return config
 

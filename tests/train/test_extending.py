@@ -205,7 +205,7 @@ MISTAKES = [
     ("--data.task", "wrong:one_argument", "do not fit 'wrong:one_argument': missing a required argument: 'only'"),
     ("--data.train", "absent:rows", "data.train 'absent:rows': module 'absent' cannot be imported (ModuleNotFoundError: "),
     ("--data.train", "broken:rows", "module 'broken' cannot be imported (ZeroDivisionError: division by zero): correct it"),
-    ("--data.train", "wrong:no_rows", "wrong:no_rows: the function gives no row: yield one mapping per row"),
+    ("--data.train", "wrong:no_rows", "wrong:no_rows: the function yields no rows: yield one mapping per row"),
     ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
     ("--algorithm.loss", "wrong:missing", "algorithm.loss 'wrong:missing': module 'wrong' has no function"),
     ("--algorithm.loss", "wrong:one_argument", "algorithm.loss 'wrong:one_argument' does not take logprobs, old_logprobs,"),

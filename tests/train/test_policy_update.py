@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import Optim
+from tlt_jax.config.learning import Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh

@@ -40,6 +40,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, DataError
 from tlt_jax.models import from_config, hf
+from tlt_jax.rollout import engine as engine_module
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import evaluation, loop, minibatches, sft, startup, step_metrics
 from tlt_jax.train.evaluation import Evaluator
@@ -114,7 +115,7 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
     monkeypatch.setattr(PolicyTraining, "update", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
-    moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, every=3))
+    moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, texts_every=3))
     assert loop.train(moved) == cli.DONE
     assert configuration.read(Path(whole.run) / "config.yaml") == moved
     other = replace(
@@ -161,7 +162,7 @@ def test_a_schedule_over_the_steps_says_so_when_there_are_more(whole, tmp_path, 
     with pytest.raises(
         ConfigError,
         match=r"train.steps .4 there, 8 here. .optim.schedule cosine takes the learning rate of every step from it.: "
-        "use those of .*, or --override to go on with these from step 3",
+        "use those of .*, or --override to resume with these from step 3",
     ):
         run_folder.enter(longer)
     run_folder.enter(replace(longer, override=True))
@@ -242,8 +243,9 @@ def test_a_longer_run_that_died_before_its_export_has_the_new_policy_in_the_end(
     assert loop.train(config) == cli.DONE and "is finished" in capsys.readouterr().out
 
 
-def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path):
-    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2], in_flight=1)
+def test_the_policy_does_not_depend_on_how_the_rollout_was_cut(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "IN_FLIGHT", 1)
+    rollout = replace(whole.rollout, slots=2, chunk=3, batch_buckets=[2])
     config = replace(
         whole,
         run=str(tmp_path),
@@ -710,7 +712,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(what, whole, tmp_path):
     else:
         saved = Path(config.run) / "checkpoints"
         (saved / "2").rename(saved / "3")
-        expected = "3 holds step 2: give the folder its old name"
+        expected = "3 holds step 2: rename the folder back"
     with pytest.raises(CheckpointError, match=expected):
         loop.train(config)
 
@@ -740,7 +742,7 @@ def test_a_damaged_checkpoint_is_an_error_or_set_aside(whole, tmp_path, caplog):
         path.write_bytes(b"damaged")
     with pytest.raises(
         CheckpointError,
-        match="3 is corrupt .*: set checkpoint.resume last_good to go on from step 2",
+        match="3 is corrupt .*: set checkpoint.resume last_good to resume from step 2",
     ) as error:
         loop.train(config)
     assert "\n" not in str(error.value)
@@ -780,9 +782,9 @@ def test_a_run_that_had_checkpoints_never_starts_from_scratch_by_itself(
         monkeypatch.setattr(reading, "read", lambda *_: (_ for _ in ()).throw(stale))
     before = files_of(Path(config.run))
     expected = {
-        "all damaged": "/0 is corrupt .*: there is no other checkpoint, and a new run needs another run folder",
+        "all damaged": "/0 is corrupt .*: no other checkpoint exists; a new run needs another run folder",
         "set aside by hand": "holds only damaged checkpoints: a new run needs another run folder",
-        "a file system that fails": "/2 cannot be read .*Stale file handle.: it may be whole",
+        "a file system that fails": "/2 cannot be read .*Stale file handle.: it may be intact",
     }[kind]
     for _ in range(2):  # the same command again gives the same error
         with pytest.raises(CheckpointError, match=expected):

@@ -20,7 +20,7 @@ from tlt_jax import cli
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets, packing, tasks
-from tlt_jax.data.dataset import Encoder
+from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe
@@ -324,10 +324,10 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):
     monkeypatch.setattr(drafter, "LOG_EVERY", 2)
+    monkeypatch.setattr(drafter, "MAX_NONFINITE", 1)
     knobs = {
         "drafter_training.texts": Path(whole.run) / "drafter" / "answers",
         "drafter_training.learning_rate": 1e30,
-        "train.max_nonfinite": 1,
     }
     assert drafter.train(configure(tmp_path, knobs)) == cli.DIVERGED
     assert (

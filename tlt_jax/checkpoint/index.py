@@ -1,11 +1,11 @@
-"""What a checkpoint holds, by name: dtype, shape and checksum of each leaf, and a digest of it all; knows no file format."""
+"""The index of a checkpoint: dtype, shape and checksum of each leaf, and a digest; knows no file format of arrays."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tlt_jax.errors import CheckpointError
+from tlt_jax.checkpoint.reading import one_line
+from tlt_jax.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = 1
+META = "meta"  # the item of a checkpoint that holds its index
 
 
 def signed(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The index of a checkpoint with the digest of it."""
+    """The index of a checkpoint with its digest."""
     return {**described, "digest": digest(described)}
 
 
@@ -29,8 +31,55 @@ def digest(described: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def read_index(folder: Path, remedy: Callable[[], str]) -> dict[str, Any]:
+    """The index of the checkpoint in a folder, whose name is its step.
+
+    `remedy`: what to do about a damaged one. Raises CheckpointError when the index is of a newer format or of another
+    step, DamagedCheckpoint when it is missing or corrupt.
+    """
+    path = folder / META / "metadata"
+    try:
+        described = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        reason = f"was not written by tlt_jax ({META} is missing)"
+        raise DamagedCheckpoint(f"{folder} {reason}: {remedy()}") from error
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(
+            f"{folder} is corrupt ({META}: {one_line(error)}): {remedy()}"
+        ) from error
+
+    if not isinstance(described, dict) or "format" not in described or "items" not in described:
+        raise DamagedCheckpoint(
+            f"{folder} was not written by tlt_jax ({META} has no format): {remedy()}"
+        )
+    if described.pop("digest", None) not in (None, digest(described)):
+        raise DamagedCheckpoint(f"{folder} is corrupt ({path} changed on disk): {remedy()}")
+    if not has_all(described):
+        raise DamagedCheckpoint(f"{folder} is corrupt ({path}): {remedy()}")
+    if described["format"] > FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
+        )
+    step = int(folder.name)
+    if described.get("step", step) != step:
+        raise CheckpointError(
+            f"{folder} holds step {described['step']}: rename the folder back, or delete it"
+        )
+    return described
+
+
+def check_identity(folder: Path, saved: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Raises CheckpointError when a checkpoint is of a run with other values."""
+    if other := [name for name in saved if saved[name] != ours.get(name, saved[name])]:
+        first = f"{other[0]} is {saved[other[0]]} there and {ours[other[0]]} here"
+        more = f", and {', '.join(other[1:])}" if other[1:] else ""
+        raise CheckpointError(
+            f"{folder} is of another run: {first}{more}: use the values that it was saved with, or another run folder"
+        )
+
+
 def has_all(described: Mapping[str, Any]) -> bool:
-    """Whether an index has all parts of one; those before there was a digest are known to be whole by this alone."""
+    """Whether an index has all its parts; this is the only check of an older index without a digest."""
     parts = [described.get(name) for name in ("items", "metrics", "meta")]
     if not all(isinstance(part, dict) for part in parts) or not isinstance(
         described["format"], int
@@ -45,7 +94,7 @@ def has_all(described: Mapping[str, Any]) -> bool:
 def leaf_index(tree) -> dict[str, dict[str, Any]]:
     """Path of each leaf -> dtype, shape and checksum."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    places = defaultdict(dict)  # one program per set of devices: JAX cannot mix them
+    places = defaultdict(dict)  # one program per set of devices, which JAX cannot mix
     for path, leaf in leaves:
         devices = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
         places[devices][jax.tree_util.keystr(path)] = leaf
@@ -61,7 +110,7 @@ def leaf_index(tree) -> dict[str, dict[str, Any]]:
 
 
 def signature(leaf) -> dict[str, Any]:
-    """Dtype and shape as JSON, as in the index of a checkpoint."""
+    """Dtype and shape of a leaf, as in the index."""
     return {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
 
 
@@ -75,10 +124,7 @@ def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """See checksums.
-
-    Computed where the shards are, so that only one word per array is transferred to the host.
-    """
+    """See checksums. Computed on the shards, so that one word per array is transferred to the host."""
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(
@@ -113,5 +159,5 @@ def compare(folder: Path, name: str, saved: Mapping[str, Any] | None, target) ->
 
 
 def spell(entry: Mapping[str, Any] | None) -> str:
-    """A leaf as text: float32[8,4], or missing."""
+    """A leaf as text, such as float32[8,4], or "missing"."""
     return f"{entry['dtype']}[{','.join(map(str, entry['shape']))}]" if entry else "missing"

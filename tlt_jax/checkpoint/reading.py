@@ -1,4 +1,4 @@
-"""Reading the arrays of a checkpoint in this process alone, and what an error of it says."""
+"""Reads the arrays of a checkpoint in this process alone, and classifies errors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-# What the reading library calls files that are missing, cut or changed. Its other codes (UNAVAILABLE, PERMISSION_DENIED,
-# RESOURCE_EXHAUSTED, ...) say nothing about the files.
+# Codes of the reading library for missing, truncated or changed files. Its other codes (UNAVAILABLE, PERMISSION_DENIED,
+# RESOURCE_EXHAUSTED, ...) do not mean that files are damaged.
 DATA_LOSS = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 CODE = re.compile(r"([A-Z][A-Z_]{4,}): ")
 
 
 def read(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """The items in a folder, with the shardings of these abstract pytrees; no collective. Raises whatever the libraries do."""
+    """The items in a folder, with the shardings of these abstract pytrees. No collective. Raises the libraries' errors."""
     handler = ocp.StandardCheckpointHandler()
     try:
         with all_reads_end():
@@ -31,7 +31,7 @@ def read(folder: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
-    """An event loop whose tasks end before it closes."""
+    """An event loop that waits for its tasks before it closes."""
 
     def close(self) -> None:
         while tasks := asyncio.all_tasks(self):  # a task may start others
@@ -41,10 +41,10 @@ class PatientLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def all_reads_end() -> Iterator[None]:
-    """Context in which orbax waits for all reads, though one has failed.
+    """Context in which orbax waits for all reads, also after one has failed.
 
-    It closes its event loop at the first failure; the reads that end later would find it closed, and
-    TensorStore print a traceback for each.
+    Orbax closes its event loop at the first failure; TensorStore would print a traceback for each
+    later read.
     """
     factory, asyncio.new_event_loop = asyncio.new_event_loop, PatientLoop
     try:
@@ -54,12 +54,12 @@ def all_reads_end() -> Iterator[None]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of reading says that files are missing or changed, by a checksum, an index or a code of data loss.
+    """Whether a read error means missing or changed files, by a checksum, an index or a code of data loss.
 
-    False for what may happen to a whole checkpoint: too little memory, a file system that does not answer, another
+    False for errors that an intact checkpoint can have: too little memory, an unresponsive file system, another
     process's failure.
     """
-    if isinstance(error, ValueError):  # also JSON that cannot be parsed
+    if isinstance(error, ValueError):  # or JSON that cannot be parsed
         code = CODE.match(str(error))
         return code is None or code[1] in DATA_LOSS
     return isinstance(error, (FileNotFoundError, KeyError, AttributeError))  # of an index

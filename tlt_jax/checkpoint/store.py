@@ -1,17 +1,14 @@
-"""Asynchronous, atomic checkpoints of a run, the latest and the best."""
+"""Asynchronous, atomic checkpoints of a run: the latest ones and the best."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import logging
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,37 +17,25 @@ import orbax.checkpoint as ocp
 
 from tlt_jax import atomic
 from tlt_jax.checkpoint import reading
-from tlt_jax.checkpoint.index import FORMAT, compare, digest, has_all, leaf_index, signed
+from tlt_jax.checkpoint.index import (
+    FORMAT,
+    META,
+    check_identity,
+    compare,
+    leaf_index,
+    read_index,
+    signed,
+)
+from tlt_jax.checkpoint.quiet import hush
 from tlt_jax.checkpoint.reading import is_damage, one_line
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 
 FOLDER = "checkpoints"
-META = "meta"
-# Folders beside the steps: what is being deleted, and what was set aside.
+# Folders next to the steps: checkpoints that are being deleted, and damaged ones.
 DELETED, DAMAGED = "deleted", "damaged"
-ABANDON_S = 10.0  # seconds that a process that has failed waits for its saves
-LOOK_S = 0.02  # from one look at a save to the next
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of the checkpoint library is not what a save raises anyway, of a full disk: it is told by then."""
-    return not (record.exc_info and is_disk_full(record.exc_info[1]))
-
-
-@cache
-def hush() -> None:
-    """From here on a full disk is told once, by who saves: not for each array by the libraries that write them."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_news)
-    shown = sys.unraisablehook
-
-    def show(unraisable: Any) -> None:
-        # TensorStore tells an event loop of its writes, which has ended with the first one that failed.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            shown(unraisable)
-
-    sys.unraisablehook = show
+ABANDON_S = 10.0  # seconds that a failed process waits for its saves
+POLL_S = 0.02  # seconds between two polls of a save
 
 
 class Restored(NamedTuple):
@@ -64,14 +49,14 @@ class Restored(NamedTuple):
 class Store:
     """The checkpoints of one run folder.
 
-    Items are pytrees of arrays that can be restored separately. Keeps the latest `keep`
-    checkpoints, and the best one by `best_metric` (highest; of equal ones the latest); others are
-    deleted once the next one is whole, at its next save or when the store is closed. Saving returns
-    once the arrays are copied to the host; an interrupted save or deletion leaves nothing that
-    `restore` finds. `identity`: what every checkpoint of the run has in common, by name; one with
-    another value is not restored. Every process of the `job` makes one, and calls its methods in the same
-    order: but for what only reads an index they are collectives. Raises CheckpointError when there is no
-    folder and `create` is False, or when processes see other checkpoints there.
+    Items are pytrees of arrays that can be restored separately. Keeps the latest `keep` checkpoints
+    and the best one by `best_metric` (highest; the latest of equal ones). Deletes others at the next
+    save, or when the store is closed, after the newer one is complete. Saving returns once the
+    arrays are copied to the host; `restore` never finds an interrupted save or deletion.
+    `identity`: values that all checkpoints of the run share, by name; a checkpoint with another value
+    is not restored. Every process of the `job` makes a store and calls its methods in the same
+    order: all are collectives, except those that only read an index. Raises CheckpointError when the
+    folder is missing and `create` is False, or when processes see different checkpoints.
     """
 
     def __init__(
@@ -86,17 +71,17 @@ class Store:
         self.identity, self.job = dict(identity or {}), job or Job()
         self.folder = Path(run).absolute() / FOLDER
         self.keep, self.best_metric, self.is_owner = keep, best_metric, create
-        self._bytes = 0  # of the arrays that are being saved
+        self._bytes = 0  # of the arrays in the running save
         self._amended: dict[
             int, dict[str, Any]
-        ] = {}  # of steps: what was added after they were saved
+        ] = {}  # by step: metrics and meta added after the save
         if not create and not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} does not exist: give the folder of a run that has saved"
             )
 
         hush()
-        # Deleted folders are renamed first, so that none is ever half there.
+        # Folders are renamed before they are deleted, so that no incomplete one remains.
         options = ocp.CheckpointManagerOptions(
             todelete_subdir=DELETED, cleanup_tmp_directories=create, create=create
         )
@@ -122,8 +107,8 @@ class Store:
     ) -> None:
         """Starts saving; the arrays may be donated as soon as this returns.
 
-        An existing checkpoint of the step keeps its arrays; one without metrics gets these, and this
-        `meta`. Raises CheckpointError when writing fails, and OSError, with the bytes `needed`, on a full disk.
+        An existing checkpoint of the step keeps its arrays; if it has no metrics, these and `meta` are
+        added. Raises CheckpointError when writing fails, OSError with the bytes `needed` on a full disk.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -154,29 +139,29 @@ class Store:
             self._fail(error)
 
     def wait(self) -> None:
-        """Waits until every save is on disk. Raises as `save`."""
+        """Waits until all saves are on disk. Raises as `save`."""
         while self._manager.is_saving_in_progress():
             self.job.alive()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             self._fail(error)
 
     def close(self) -> None:
-        """Waits for the saves, deletes what is not kept, and stops the threads."""
+        """Waits for the saves, deletes the checkpoints not to keep, and stops the threads."""
         self.wait()
         self._prune()
         self._manager.close()
 
     def abandon(self) -> None:
-        """Waits for this process's saves, and takes part in nothing: for a process that has failed.
+        """Waits for the saves of this process, which has failed, without any collective.
 
-        Deleting, or a new save, would wait for the others, which do something else.
+        Deleting or saving would wait for the other processes, which are elsewhere.
         """
 
         def settle() -> None:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+            with contextlib.suppress(Exception):  # the first error is reported
                 self._manager.wait_until_finished()
 
         saving = threading.Thread(target=settle, name="abandoned saves", daemon=True)
@@ -203,10 +188,7 @@ class Store:
         )[1]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """True when `metrics` has a higher best_metric than every saved step.
-
-        Such a step is worth a checkpoint outside the schedule.
-        """
+        """True when best_metric in `metrics` exceeds that of every saved step, which justifies an extra checkpoint."""
         if not self._is_ranked(metrics):
             return False
         best = self.best()
@@ -218,47 +200,17 @@ class Store:
     def index(self, step: int) -> dict[str, Any]:
         """The index of a checkpoint: format, step, identity, items, metrics, meta.
 
-        items: name -> leaf -> dtype, shape, checksum. Raises CheckpointError when it is not
-        readable.
+        items: name -> leaf -> dtype, shape, checksum. Raises as `read_index`.
         """
-        folder = self.folder / str(step)
-        path = folder / META / "metadata"
-        try:
-            described = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            reason = f"was not written by tlt_jax ({META} is missing)"
-            raise DamagedCheckpoint(f"{folder} {reason}: {self._remedy(step)}") from error
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(
-                f"{folder} is corrupt ({META}: {one_line(error)}): {self._remedy(step)}"
-            ) from error
-
-        if not isinstance(described, dict) or "format" not in described or "items" not in described:
-            raise DamagedCheckpoint(
-                f"{folder} was not written by tlt_jax ({META} has no format): {self._remedy(step)}"
-            )
-        if described.pop("digest", None) not in (None, digest(described)):
-            raise DamagedCheckpoint(
-                f"{folder} is corrupt ({path} changed on disk): {self._remedy(step)}"
-            )
-        if not has_all(described):
-            raise DamagedCheckpoint(f"{folder} is corrupt ({path}): {self._remedy(step)}")
-        if described["format"] > FORMAT:
-            raise CheckpointError(
-                f"{folder} has format {described['format']}, this version reads up to {FORMAT}: update tlt_jax"
-            )
-        if described.get("step", step) != step:
-            raise CheckpointError(
-                f"{folder} holds step {described['step']}: give the folder its old name, or delete it"
-            )
+        described = read_index(self.folder / str(step), lambda: self._remedy(step))
         return described | self._amended.get(step, {})
 
     def restore(self, step: int | None, targets: Mapping[str, Any]) -> Restored:
         """The items of a step (None: the latest), with the shardings of the abstract pytrees.
 
-        The mesh may differ from the one at saving. What is wrong in one process is raised in all,
-        before any goes on. Raises CheckpointError when the checkpoint does not exist, is of another
-        run, has other shapes or dtypes, or cannot be read; DamagedCheckpoint when it is damaged.
+        The mesh may differ from that of the save. An error in one process is raised in all. Raises
+        CheckpointError when the checkpoint does not exist, is of another run, has other shapes or
+        dtypes, or cannot be read; DamagedCheckpoint when it is damaged.
         """
         step = self.latest() if step is None else step
         try:
@@ -289,19 +241,13 @@ class Store:
                                   f"it has {self.steps() or 'none'}")  # fmt: skip
 
         described = self.index(step)
-        saved = described.get("identity", {})
-        if other := [name for name in saved if saved[name] != self.identity.get(name, saved[name])]:
-            first = f"{other[0]} is {saved[other[0]]} there and {self.identity[other[0]]} here"
-            more = f", and {', '.join(other[1:])}" if other[1:] else ""
-            raise CheckpointError(
-                f"{folder} is of another run: {first}{more}: go on with what it was saved with, or use another run folder"
-            )
+        check_identity(folder, described.get("identity", {}), self.identity)
         for name, target in targets.items():
             compare(folder, name, described["items"].get(name), target)
 
         try:
             return reading.read(folder, targets)
-        except Exception as error:  # of whatever kind, of the libraries below: told apart here
+        except Exception as error:  # of any kind, of the libraries below; classified here
             cause = error.__cause__ or error
             if is_damage(cause):
                 raise DamagedCheckpoint(
@@ -309,12 +255,12 @@ class Store:
                 ) from error
             if isinstance(cause, (OSError, ValueError)):
                 raise CheckpointError(
-                    f"{folder} cannot be read ({one_line(cause)}): it may be whole; mend the file system, and start again"
+                    f"{folder} cannot be read ({one_line(cause)}): it may be intact; repair the file system, and start again"
                 ) from error
             raise
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raises what a failed save means. Of one that filled the disk what is there is deleted: it is none of a checkpoint."""
+        """Raises the error of a failed save; on a full disk it deletes the incomplete checkpoint first."""
         if is_disk_full(error):
             if self.job.is_first:
                 for left in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
@@ -330,22 +276,22 @@ class Store:
         return bool(self.best_metric) and self.best_metric in (metrics or {})
 
     def set_aside(self, step: int) -> None:
-        """Moves a checkpoint to a folder where nothing looks for it."""
+        """Moves a damaged checkpoint to the folder DAMAGED, where `restore` does not search."""
         if self.job.is_first:
             place = self.folder / DAMAGED / str(step)
             shutil.rmtree(place, ignore_errors=True)
             place.parent.mkdir(exist_ok=True)
             (self.folder / str(step)).rename(place)
-        self.job.decided(True)  # the others see it
+        self.job.decided(True)  # so that the other processes see it
         self._manager.reload()
         self._see_the_same()
 
     def has_set_aside(self) -> bool:
-        """Whether there are damaged checkpoints that were set aside."""
+        """Whether the folder DAMAGED holds checkpoints."""
         return any((self.folder / DAMAGED).glob("[0-9]*"))
 
     def _see_the_same(self) -> None:
-        """Raises CheckpointError in a process that sees other checkpoints than process 0."""
+        """Raises CheckpointError in a process whose checkpoints differ from those of process 0."""
         if self.job.count > 1:
             seen = self.job.meeting().heard(json.dumps(self.steps()) if self.job.is_first else "")
             if json.loads(seen[0]) != self.steps():
@@ -366,7 +312,7 @@ class Store:
         self._amended[step] = added
 
     def _prune(self) -> None:
-        """Deletes what is neither among the latest nor the best; no save is in progress."""
+        """Deletes all but the latest and the best checkpoints. No save may be in progress."""
         steps = self.steps()
         kept = {*steps[-self.keep :], self.best() if self.best_metric else None}
         if self.is_owner:
@@ -380,7 +326,7 @@ class Store:
             shutil.rmtree(self.folder / DELETED, ignore_errors=True)
 
     def _score(self, step: int) -> float | None:
-        """The best_metric of a step; None when it has none, or cannot be read."""
+        """The best_metric of a step; None when it is missing or unreadable."""
         try:
             return self.index(step)["metrics"].get(self.best_metric)
         except CheckpointError:
@@ -389,5 +335,5 @@ class Store:
     def _remedy(self, step: int) -> str:
         others = [other for other in self.steps() if other != step]
         if not others:
-            return "there is no other checkpoint, and a new run needs another run folder"
-        return f"set checkpoint.resume last_good to go on from step {max(others)}"
+            return "no other checkpoint exists; a new run needs another run folder"
+        return f"set checkpoint.resume last_good to resume from step {max(others)}"

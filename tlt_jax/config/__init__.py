@@ -1,4 +1,4 @@
-"""The configuration of a run: `schema` has every knob, `load` reads it from files and command lines. No JAX."""
+"""The configuration of a run: `schema` has the knobs, `load` reads files and command lines. Imports no JAX."""
 
 from tlt_jax.config.schema import Config
 

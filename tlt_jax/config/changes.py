@@ -1,4 +1,4 @@
-"""What of its configuration a run may change when it goes on: freely, when it is told to, or never."""
+"""Which knobs a resumed run may change: always, only with --override, or never."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from tlt_jax.config import parse as parsing
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
-# Knobs that may differ when a run goes on: they change where, how fast and how long it computes, and what it shows, but
-# neither a token nor an update of a step.
+# Knobs that a resumed run may always change: they affect devices, speed, length and output of the run, but no token and no
+# update of a step.
 FREE = ("run", "override", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
         "idle_training.", "drafter_training.share", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
-        "rollout.chunk", "rollout.in_flight", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
-        "reward.environment", "reward.max_failed", "data.max_too_long", "train.steps", "train.epochs",
-        "train.max_nonfinite")  # fmt: skip
-# Those that change the steps to come, and leave the run the same one: with --override.
+        "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
+        "reward.environment", "data.max_too_long", "train.steps", "train.epochs")  # fmt: skip
+# Knobs that a resumed run may change with --override: they affect later steps.
 OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "rollout.temperature",
                "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop", "train.row_tokens", "train.rows",
                "train.logits_chunk", "train.attention_block", "drafter_training.steps",
-               "drafter_training.learning_rate", "drafter_training.weight_decay")  # fmt: skip
+               "drafter_training.learning_rate")  # fmt: skip
 LENGTH = ("train.steps", "train.epochs")
-SHOWN, WIDTH = 4, 60  # changes that a refusal names, and characters of a value
+SHOWN, WIDTH = 4, 60  # changes that an error names, and characters of a value
 
 
 class Change(NamedTuple):
-    """A knob that has another value than the run folder's."""
+    """A knob whose value differs from the run folder's."""
 
     name: str
     old: Any
@@ -37,7 +36,7 @@ class Change(NamedTuple):
 
 
 def changes(ours: Config, theirs: Config) -> list[Change]:
-    """The knobs that differ, but for those that always may."""
+    """The knobs with different values, except those that may always change."""
     mine, other = parsing.flatten(ours), parsing.flatten(theirs)
     free = tuple(name for name in FREE if name not in LENGTH or not is_scheduled(ours, theirs))
     return [
@@ -48,10 +47,10 @@ def changes(ours: Config, theirs: Config) -> list[Change]:
 
 
 def allowed(ours: Config, theirs: Config, run: str, path: str, step: int) -> list[Change]:
-    """The changes with which the run of a folder goes on from a step, because it is told to.
+    """The changes with which the run of a folder resumes from a step.
 
-    Raises ConfigError, with the old and new values, for others: those that make another run, and
-    without --override those that change the steps to come.
+    Raises ConfigError, with the old and new values, for knobs that may never change, and without
+    --override for knobs that affect later steps.
     """
     found = changes(ours, theirs)
     never = [one for one in found if not is_overridable(one)]
@@ -66,32 +65,32 @@ def allowed(ours: Config, theirs: Config, run: str, path: str, step: int) -> lis
             else ""
         )
         raise ConfigError(
-            f"{run} holds a run with other values of {listed(found)}{schedule}: use those of {path}, or --override to go on "
+            f"{run} holds a run with other values of {listed(found)}{schedule}: use those of {path}, or --override to resume "
             f"with these from step {step}"
         )
     return found
 
 
 def is_overridable(change: Change) -> bool:
-    """Whether a run may go on with it; a KL term cannot begin without the start policy, which is gone by then."""
+    """Whether --override allows the change. A KL term cannot be added: the start policy was not saved."""
     if change.name == "algorithm.kl_coef" and not change.old:
         return False
     return change.name.startswith((*OVERRIDABLE, *LENGTH))
 
 
 def is_scheduled(ours: Config, theirs: Config) -> bool:
-    """Whether the learning rate of a step depends on how many there are."""
+    """Whether the learning rate of a step depends on the number of steps."""
     return {ours.optim.schedule, theirs.optim.schedule} != {"constant"}
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The values of the knobs that do not differ within a run unless it is told so, by dotted name."""
+    """Values of the knobs that a run may not change without --override, by dotted name."""
     values = parsing.flatten(config)
     return {name: value for name, value in values.items() if not name.startswith(FREE)}
 
 
 def listed(found: Sequence[Change]) -> str:
-    """The changes, as many as a line holds."""
+    """The first SHOWN changes as text, and the number of others."""
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return ", ".join(map(str, found[:SHOWN])) + more
 

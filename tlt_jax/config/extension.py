@@ -1,13 +1,15 @@
-"""A user's own function where a knob names module:function; knows no knob, and imports no JAX of its own."""
+"""User functions, as knobs name them: module:function. Knows no knob and imports no JAX itself."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
-from tlt_jax.config.parse import FUNCTION
 from tlt_jax.errors import ConfigError
+
+FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 def is_own(name: str) -> bool:
@@ -16,14 +18,14 @@ def is_own(name: str) -> bool:
 
 
 def load(knob: str, name: str) -> Callable[..., Any]:
-    """The function of module:function, the value of this knob.
+    """The function that module:function, the value of this knob, names.
 
-    Raises ConfigError, whatever importing the module raises.
+    Raises ConfigError for any error of importing the module.
     """
     module, _, function = name.partition(":")
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # a user module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise ConfigError(
             f"{knob} {name!r}: module {module!r} cannot be imported ({reason}): correct it, or put its folder on PYTHONPATH"

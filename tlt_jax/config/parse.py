@@ -1,4 +1,4 @@
-"""Frozen dataclasses from YAML and dotted command-line overrides, with one-line errors; knows no knob by name."""
+"""Frozen dataclasses from YAML mappings and dotted command-line overrides, with one-line errors; knows no knob by name."""
 
 from __future__ import annotations
 
@@ -10,101 +10,20 @@ import re
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import field
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import yaml
-
+from tlt_jax.config.extension import is_own
+from tlt_jax.config.knobs import Knob, knobs
+from tlt_jax.config.yaml_text import Spelled, parse_text, plain
 from tlt_jax.errors import ConfigError, DataError
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name; ./name is a path
-FUNCTION = re.compile(r"[\w.]+:\w+")  # module:function, a user's own
 WIDTH = 110  # of the help
-WORD_OR_NUMBER = float | str  # a knob that is a number, or one of a few words
-NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML 1.1 reads 1e-6 as text
-
-
-class Spelled(int):
-    """A whole number with underscores, as YAML 1.1 reads them, that remembers its spelling: 6_4_16 may be meant as text."""
-
-    text: str
-
-
-class Loader(yaml.SafeLoader):
-    """Reads YAML 1.1 without objects of Python, and whole numbers with underscores as Spelled."""
-
-    def spelled(self, node: yaml.ScalarNode) -> int:
-        number = Spelled(self.construct_yaml_int(node))
-        number.text = node.value
-        return number if "_" in node.value else int(number)
-
-
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.spelled)
-
-
-def knob(
-    default: Any,
-    help: str,
-    *,
-    one_of: Sequence[str] = (),
-    or_own: bool = False,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
-):
-    """A field with its one-line meaning and the values it can take; mutable defaults are copied per instance.
-
-    `or_own`: module:function, too.
-    """
-    metadata = {
-        "help": help,
-        "one_of": tuple(one_of),
-        "or_own": or_own,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-        "below": below,
-    }
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(cls):
-    """A nested section."""
-    return field(default_factory=cls)
-
-
-class Knob(NamedTuple):
-    """One field of a section: its type, default, meaning and limits."""
-
-    kind: Any
-    default: Any
-    help: str
-    limits: Mapping[str, Any]
-
-
-@lru_cache
-def knobs(cls, prefix: str = "") -> dict[str, Knob]:
-    """Every knob of a dataclass under its dotted name, in the order of the source."""
-    found, kinds = {}, typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(item.default_factory):
-            found.update(knobs(item.default_factory, f"{prefix}{item.name}."))
-            continue
-        default = (
-            item.default if item.default is not dataclasses.MISSING else item.default_factory()
-        )
-        limits = {name: value for name, value in item.metadata.items() if name != "help"}
-        found[prefix + item.name] = Knob(kinds[item.name], default, item.metadata["help"], limits)
-    return found
+WORD_OR_NUMBER = float | str  # type of a knob that is a number or a word
 
 
 def flatten(config) -> dict[str, Any]:
-    """Every value under its dotted name."""
+    """The values by dotted name."""
     values = {}
     for name in knobs(type(config)):
         value = config
@@ -115,62 +34,15 @@ def flatten(config) -> dict[str, Any]:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """A hint that names the closest of the names, or lists where to look."""
+    """A hint: the closest name, or where all are listed."""
     leaf = name.rsplit(".", 1)[-1]
     close = [other for other in names if other.rsplit(".", 1)[-1] == leaf][:1]
     close = close or difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else "--help all lists every knob"
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; ConfigError when it is missing, malformed or names a key twice."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"--config {path}: {reason}: give the path of a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8"
-        ) from error
-    try:
-        refuse_duplicates(yaml.compose(text), path)
-        tree = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {yaml_problem(error)}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"--config {path}: the file holds a {type(tree).__name__}, not 'section:' blocks of knobs"
-        )
-    return tree
-
-
-def refuse_duplicates(node, path: str | Path, prefix: str = "") -> None:
-    """Raises ConfigError when a mapping of the YAML tree has a key twice (the first would be lost silently)."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen = set()
-    for key, value in node.value:
-        name = prefix + str(key.value)
-        if name in seen:
-            raise ConfigError(
-                f"--config {path}: line {key.start_mark.line + 1}: {name} is given twice: remove one"
-            )
-        seen.add(name)
-        refuse_duplicates(value, path, name + ".")
-
-
-def yaml_problem(error: Exception) -> str:
-    """Line and problem of a YAML error in one line."""
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + " ".join((getattr(error, "problem", None) or str(error)).split())
-
-
 def read_overrides(cls, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """(dotted name, text) of each `--name value` or `--name=value`; `--name` alone is true where that is a value."""
+    """(dotted name, text) of each `--name value` or `--name=value`; `--name` alone is true for a boolean knob."""
     pairs, waiting, names = [], list(arguments), knobs(cls)
     while waiting:
         word = waiting.pop(0)
@@ -193,7 +65,7 @@ def read_overrides(cls, arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def owner(cls, name: str) -> tuple[str, str]:
-    """The knob that a dotted name belongs to, and what is left of the name (a key inside a dictionary knob)."""
+    """The knob of a dotted name, and the rest of the name: a key inside a dictionary knob. Raises ConfigError."""
     names = knobs(cls)
     if name in names:
         return name, ""
@@ -209,7 +81,7 @@ def owner(cls, name: str) -> tuple[str, str]:
 
 
 def flatten_tree(cls, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Knob -> raw value of a nested mapping; ConfigError for a key that is no knob."""
+    """Knob -> raw value of a nested mapping. Raises ConfigError for a key that is no knob."""
     names, values = knobs(cls), {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -228,7 +100,7 @@ def flatten_tree(cls, tree: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the keys in a nested mapping that are neither knobs nor sections."""
+    """Dotted names of the keys of a nested mapping that are neither knobs nor sections."""
     names, found = knobs(cls), []
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -240,7 +112,7 @@ def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = ()):
-    """The dataclass with the values of the tree, then of the overrides; every value has been checked alone."""
+    """The dataclass with the values of the tree, then of the overrides. Raises ConfigError for an invalid value."""
     values = flatten(cls())
     given = list(flatten_tree(cls, tree).items())
     for dotted, text in overrides:
@@ -254,7 +126,7 @@ def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (
 
 
 def unflatten(cls, values: Mapping[str, Any], prefix: str = ""):
-    """The dataclass with every value under its dotted name; `flatten` undone."""
+    """The dataclass of values by dotted name: the inverse of `flatten`."""
     made = {}
     for item in dataclasses.fields(cls):
         name = prefix + item.name
@@ -265,16 +137,8 @@ def unflatten(cls, values: Mapping[str, Any], prefix: str = ""):
     return cls(**made)
 
 
-def parse_text(name: str, text: str) -> Any:
-    """The YAML value of a command-line word."""
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{name} {text!r} is not valid YAML: {yaml_problem(error)}") from error
-
-
 def graft(value: dict[str, Any], item: Knob, rest: str, raw: Any) -> dict[str, Any]:
-    """A copy of a dictionary knob with one key set; a dotted key is a path in a dictionary of anything."""
+    """A copy of a dictionary knob with one key set; in a dictionary of Any a dotted key is a path."""
     head, _, tail = rest.partition(".") if typing.get_args(item.kind)[1] is Any else (rest, "", "")
     inner = value.get(head)
     return {
@@ -284,14 +148,14 @@ def graft(value: dict[str, Any], item: Knob, rest: str, raw: Any) -> dict[str, A
 
 
 def checked(name: str, item: Knob, raw: Any) -> Any:
-    """The value in the knob's own type; ConfigError when it is of another type or outside the knob's range."""
+    """The value in the knob's type. Raises ConfigError for another type or a value out of range."""
     value, limits = convert(name, item.kind, raw), item.limits
     for one in (
         value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]
     ):
-        is_own = limits["or_own"] and FUNCTION.fullmatch(str(one))
+        is_allowed = limits["or_own"] and is_own(str(one))
         is_number = item.kind == WORD_OR_NUMBER and isinstance(one, float)
-        if limits["one_of"] and one not in limits["one_of"] and not (is_own or is_number):
+        if limits["one_of"] and one not in limits["one_of"] and not (is_allowed or is_number):
             others = ["module:function"] * limits["or_own"]
             others += ["a number"] * (item.kind == WORD_OR_NUMBER)
             known = " | ".join((*limits["one_of"], *others))
@@ -310,7 +174,7 @@ def checked(name: str, item: Knob, raw: Any) -> Any:
 
 
 def convert(name: str, kind: Any, raw: Any) -> Any:
-    """The raw YAML value as `kind`, without guessing; ConfigError otherwise."""
+    """The raw YAML value converted to `kind`. Raises ConfigError when they do not match."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return plain(raw)
@@ -338,21 +202,8 @@ def convert(name: str, kind: Any, raw: Any) -> Any:
     )
 
 
-def plain(raw: Any) -> Any:
-    """Numbers that YAML 1.1 reads as text, such as 1e-6, and Spelled ones as numbers, also inside lists and mappings."""
-    if isinstance(raw, str) and NUMBER.fullmatch(raw):
-        return float(raw)
-    if isinstance(raw, Spelled):
-        return int(raw)
-    if isinstance(raw, list):
-        return [plain(one) for one in raw]
-    if isinstance(raw, Mapping):
-        return {key: plain(one) for key, one in raw.items()}
-    return raw
-
-
 def help_text(cls, names: Sequence[str]) -> str:
-    """These knobs with type, default and meaning, one section after the other."""
+    """Type, default and meaning of these knobs, by section."""
     lines, last = [], None
     for name, item in knobs(cls).items():
         if name not in names:
@@ -374,9 +225,9 @@ def help_text(cls, names: Sequence[str]) -> str:
 
 
 def expand(text: str, knob: str) -> str:
-    """The text with $NAME, ${NAME} and ~ replaced; an unset variable is an error that names it."""
-    for plain, braced in re.findall(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})", text):
-        name = plain or braced
+    """The text with $NAME, ${NAME} and ~ expanded. Raises DataError for an unset variable."""
+    for bare, braced in re.findall(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})", text):
+        name = bare or braced
         if name not in os.environ:
             raise DataError(
                 f"{knob} {text!r}: environment variable {name} is not set: export {name}=... or change {knob}"

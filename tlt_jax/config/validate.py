@@ -1,4 +1,4 @@
-"""What cannot work in a configuration, alone or with a model's sizes, said before any device work; imports no JAX."""
+"""Checks of a configuration, with or without a model's sizes, before any device work. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,40 +6,39 @@ import re
 from typing import Protocol
 
 from tlt_jax.config import extension
+from tlt_jax.config.inputs import REWARDS
 from tlt_jax.config.parse import nearest
-from tlt_jax.config.schema import ADAPTIVE, AUTO, NGRAM, REWARDS, Config
+from tlt_jax.config.schema import ADAPTIVE, AUTO, Config
 from tlt_jax.errors import ConfigError
-
-MARGIN = 256  # tokens by which the cache of a sequence may be longer than it
 
 
 def eval_metrics(config: Config) -> list[str]:
-    """Names of the evaluation metrics that this configuration produces."""
+    """Names of the evaluation metrics of this configuration."""
     powers = [1 << i for i in range(config.eval.samples.bit_length())]
     return [f"eval/mean@{config.eval.samples}", *(f"eval/pass@{k}" for k in powers)]
 
 
 def answer_limit(config: Config) -> int:
-    """The longest answer of training and evaluation."""
+    """Tokens of the longest answer in training and evaluation."""
     return max(
         config.rollout.max_new_tokens, config.eval.max_new_tokens if config.eval.every else 0
     )
 
 
 def profile_steps(config: Config) -> range:
-    """The steps to profile; empty when there are none."""
+    """The steps to profile; empty for none. Raises ConfigError."""
     if not config.profile.steps:
         return range(0)
     match = re.fullmatch(r"(\d+)-(\d+)", config.profile.steps)
     if not match or int(match[1]) > int(match[2]):
         raise ConfigError(
-            f"profile.steps {config.profile.steps!r} is no range of steps: write first-last, such as 3-5"
+            f"profile.steps {config.profile.steps!r} is not a range of steps: write first-last, such as 3-5"
         )
     return range(int(match[1]), int(match[2]) + 1)
 
 
 def validate(config: Config) -> None:
-    """Raises ConfigError for a combination that cannot work, as far as it shows without devices and model."""
+    """Raises ConfigError for knobs that conflict, without knowing devices and model."""
     validate_model_and_data(config)
     validate_learning(config)
     validate_shapes(config)
@@ -47,37 +46,37 @@ def validate(config: Config) -> None:
 
 
 def validate_without_training(config: Config) -> None:
-    """Raises ConfigError for what only a training run can do."""
+    """Raises ConfigError for knobs that only a training run can have."""
     if config.speculation.drafter == ADAPTIVE:
         raise ConfigError(
-            "speculation.drafter adaptive learns while it trains, and nothing is trained here: give the drafter's "
+            "speculation.drafter adaptive is trained during an RL run, and this command does not train: use the drafter's "
             "directory, or ngram"
         )
 
 
 def validate_rl(config: Config) -> None:
-    """Raises ConfigError for what makes no sense when the policy is trained by RL."""
+    """Raises ConfigError for knobs that an RL run cannot have."""
     if config.rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature 0: all answers to a prompt are the same, and nothing is learned from them: use 1.0, or "
-            "another above 0"
+            "rollout.temperature 0: all answers to a prompt are the same, so that advantages are 0: use 1.0, or another "
+            "value above 0"
         )
     if config.rollout.deterministic and config.idle_training.floor:
         raise ConfigError(
-            f"rollout.deterministic with idle_training.floor {config.idle_training.floor}: no idle group trains where no clock "
-            "takes part: use drafter_training.share, and a floor of 0"
+            f"rollout.deterministic with idle_training.floor {config.idle_training.floor}: idle groups do not train without "
+            "a clock: use drafter_training.share, and a floor of 0"
         )
     share, drafter = config.drafter_training.share, config.speculation.drafter
     if share not in (AUTO, 0) and drafter != ADAPTIVE:
         raise ConfigError(
-            f"drafter_training.share {share} with speculation.drafter {drafter!r}: no drafter learns in this run: use "
+            f"drafter_training.share {share} with speculation.drafter {drafter!r}: this run trains no drafter: use "
             f"{ADAPTIVE}, or a share of 0"
         )
     validate_rewards(config)
 
 
 def validate_rewards(config: Config) -> None:
-    """Raises ConfigError when answers cannot be scored."""
+    """Raises ConfigError when the answers cannot be scored."""
     if not config.reward.terms:
         raise ConfigError(
             "reward.terms is empty: name at least one reward, for example {task: 1.0}"
@@ -85,7 +84,7 @@ def validate_rewards(config: Config) -> None:
     for name in config.reward.terms:
         if name not in REWARDS and not extension.is_own(name):
             raise ConfigError(
-                f"reward.terms names {name!r}, which is no reward: use {', '.join(REWARDS)} or module:function "
+                f"reward.terms names {name!r}, which is not a reward: use {', '.join(REWARDS)} or module:function "
                 f"({nearest(name, REWARDS)})"
             )
     if "task" in config.reward.terms and config.data.train:
@@ -96,7 +95,7 @@ def validate_rewards(config: Config) -> None:
 
 
 def validate_model_and_data(config: Config) -> None:
-    """Raises ConfigError when the model, tokenizer or data are not described, or clash."""
+    """Raises ConfigError when model, tokenizer or data are missing or conflict."""
     model, data = config.model, config.data
     if not (model.path or model.init):
         raise ConfigError(
@@ -117,7 +116,7 @@ def validate_model_and_data(config: Config) -> None:
 
 
 def validate_learning(config: Config) -> None:
-    """Raises ConfigError when steps, groups, minibatches or the best metric do not fit each other."""
+    """Raises ConfigError when steps, samples, minibatches or the best metric conflict."""
     train, rollout, algorithm = config.train, config.rollout, config.algorithm
     if bool(train.steps) == bool(train.epochs):
         state = (
@@ -154,7 +153,7 @@ def validate_learning(config: Config) -> None:
 
 
 def validate_shapes(config: Config) -> None:
-    """Raises ConfigError when rows, buckets or the mesh do not divide or are too small."""
+    """Raises ConfigError when rows, buckets or the mesh do not divide, or are too small."""
     mesh, train, rollout = config.mesh, config.train, config.rollout
     if mesh.fake_devices and mesh.data * mesh.model > mesh.fake_devices:
         raise ConfigError(
@@ -175,16 +174,8 @@ def validate_shapes(config: Config) -> None:
     for name, buckets in (("batch", rollout.batch_buckets), ("cache", rollout.cache_buckets)):
         if sorted(set(buckets)) != buckets:
             raise ConfigError(
-                f"rollout.{name}_buckets {buckets} must grow: use {sorted(set(buckets))}"
+                f"rollout.{name}_buckets {buckets} must increase: use {sorted(set(buckets))}"
             )
-    speculation = config.speculation
-    text = speculation.pool + config.data.max_prompt_tokens + answer_limit(config) + MARGIN
-    if speculation.drafter in (NGRAM, ADAPTIVE) and (speculation.max_match + 1) * text > 2**24:
-        most = 2**24 // (speculation.max_match + 1) - text + speculation.pool
-        raise ConfigError(
-            f"speculation.pool {speculation.pool} with max_match {speculation.max_match} and sequences of "
-            f"{text - speculation.pool} tokens is more than n-grams can compare: lower the pool to {max(most, 16)}"
-        )
     capacity = rollout.slots or -(-rollout.prompts // mesh.data) * rollout.samples
     if rollout.batch_buckets and rollout.batch_buckets[-1] < capacity:
         raise ConfigError(
@@ -200,7 +191,7 @@ def validate_shapes(config: Config) -> None:
 
 
 class Sizes(Protocol):
-    """The sizes of a model that a configuration can clash with."""
+    """The sizes of a model that a configuration can conflict with."""
 
     hidden_size: int
     num_heads: int
@@ -210,11 +201,11 @@ class Sizes(Protocol):
 
 
 def validate_model(config: Config, model: Sizes, devices: int) -> None:
-    """Raises ConfigError when answers outgrow the model's positions, or the mesh does not fit its sizes or the devices."""
+    """Raises ConfigError when sequences exceed the model's positions, or the mesh does not fit the model or the devices."""
     data, parts = config.mesh.data, config.mesh.model
     if data * parts > devices:
         raise ConfigError(
-            f"mesh {data} x {parts} needs {data * parts} devices, {devices} are there: lower mesh.data or "
+            f"mesh {data} x {parts} needs {data * parts} devices, {devices} are available: lower mesh.data or "
             f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
         )
     prompt, answer = config.data.max_prompt_tokens, answer_limit(config)

@@ -1,6 +1,6 @@
-"""Prompts of step k, evaluation prompts, worked solutions: functions of (seed, k).
+"""Prompts of step k, evaluation prompts and worked solutions as functions of (seed, k).
 
-It knows no model or device.
+Knows no model or device.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 import grain
 import numpy as np
-from jinja2.exceptions import TemplateError
 
 from tlt_jax.config import Config, parse
-from tlt_jax.config.schema import DROP, Data
+from tlt_jax.config.inputs import DROP, Data
 from tlt_jax.data import rows as rows_of, tasks
+from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.files import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.data.token_bytes import token_bytes
@@ -26,25 +26,11 @@ from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A tokenized prompt: int32 `tokens`, and `text`, to which the chat template is applied.
-
-    `row` has the columns of the source and, as "id", "prompt", "answer" and perhaps "solution", the
-    mapped ones.
-    """
-
-    index: int
-    tokens: np.ndarray
-    row: dict[str, Any]
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class Dataset:
     """Training and evaluation prompts.
 
-    `rows` is None for a generated task, which is unlimited and so has no epochs. `trainable`:
-    (prompt tokens, solution tokens) for the supervised warm start.
+    `rows` is None for a generated task, which is unlimited and has no epochs. `trainable`: (prompt
+    tokens, solution tokens) for the supervised warm start.
     """
 
     config: Config
@@ -68,7 +54,7 @@ class Dataset:
         positions = range(step * size, (step + 1) * size)
         if self.task:
             rows = _task_rows(self.task, self.config.train.seed, positions, "train")
-            return _as_promised(self.encoder.prompts(rows), self.config.data)
+            return _within_limit(self.encoder.prompts(rows), self.config.data)
 
         order = self._order(ROLLOUT_STREAM, len(self.train))
         chosen = [self.train[int(order[p])] for p in positions]
@@ -77,11 +63,11 @@ class Dataset:
         ]
 
     def eval_prompts(self) -> list[Prompt]:
-        """The first eval.prompts prompts of the evaluation split, or all; always the same."""
+        """The first eval.prompts prompts of the evaluation split, or all; the same at every call."""
         return list(self.eval[: self.config.eval.prompts or None])
 
     def digest(self) -> str:
-        """A digest of all rows, as they are learned from; of a generated task, of its first step and its evaluation."""
+        """A digest of the training and evaluation rows; for a generated task, of its first step and its evaluation rows."""
         found = hashlib.sha256()
         for prompt in (*(self.train or self.prompts(0)), *self.eval):
             found.update(np.asarray(prompt.tokens, np.int32).tobytes() + b".")
@@ -92,19 +78,19 @@ class Dataset:
 
     @property
     def dropped(self) -> int:
-        """Rows of data.train that are not trained on, though they are not held out either."""
+        """Number of rows of data.train that are neither training nor evaluation rows."""
         return sum(
             self.counts.get(name, 0) for name in ("duplicates", "also_evaluation", "too_long")
         )
 
     def describe(self) -> str:
-        """One line about the rows: how many there are, and which were dropped."""
+        """One line about the rows: how many are used, and how many were dropped and why."""
         counts = self.counts
         if self.task:
             return f"data: generated task {self.config.data.task}, {counts['eval_rows']} rows of evaluation"
         dropped = {
-            "twice in them": counts.get("duplicates", 0),
-            "in the evaluation too": counts.get("also_evaluation", 0),
+            "duplicates": counts.get("duplicates", 0),
+            "also in the evaluation": counts.get("also_evaluation", 0),
             "longer than data.max_prompt_tokens": counts["too_long"],
         }
         found = [f"{count:,} {why}" for why, count in dropped.items() if count]
@@ -114,13 +100,13 @@ class Dataset:
         if counts["eval_too_long"]:
             line += f" ({counts['eval_too_long']:,} longer than data.max_prompt_tokens dropped)"
         if counts.get("solutions_too_long"):
-            line += f"; {counts['solutions_too_long']:,} solutions longer than rollout.max_new_tokens are not learned from"
+            line += f"; {counts['solutions_too_long']:,} solutions longer than rollout.max_new_tokens are not trained on"
         return line
 
     def solutions(self, step: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(prompt tokens, solution tokens with EOS) of a supervised step, independent of `prompts`.
 
-        Raises DataError when sft.steps was 0 at loading.
+        Raises DataError when the dataset was loaded with sft.steps 0.
         """
         positions = range(step * batch, (step + 1) * batch)
         if self.task:
@@ -141,65 +127,10 @@ class Dataset:
         return (order.shuffle() if self.config.data.shuffle else order).repeat()
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Tokenizes rows with one tokenizer.
-
-    It applies the chat template, suffix and system message of the configuration.
-    """
-
-    config: Config
-    tokenizer: Any
-
-    def text(self, prompt: str | list[dict[str, str]]) -> str:
-        """The prompt with suffix, system message and chat template."""
-        data = self.config.data
-        if not data.chat_template:
-            return prompt + data.prompt_suffix
-
-        messages = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else [dict(m) for m in prompt]
-        )
-        messages[-1]["content"] += data.prompt_suffix
-        if data.system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": data.system})
-
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
-        )
-
-    def prompts(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
-        """The rows as prompts. Raises DataError when the chat template rejects one."""
-        texts = []
-        for row in rows:
-            try:
-                texts.append(self.text(row["prompt"]))
-            except TemplateError as error:
-                raise DataError(f"the chat template refuses row {row['id']}: {error}") from error
-        # The template writes the special tokens itself.
-        tokens = self._tokens(texts, special=not self.config.data.chat_template)
-        return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]
-
-    def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
-        """Token ids int32 of the rows' solutions, with EOS."""
-        tokens = self._tokens([row["solution"] for row in rows], special=False)
-        return [np.append(t, np.int32(self.tokenizer.eos_token_id)) for t in tokens]
-
-    def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
-        if not texts:
-            return []
-        return [
-            np.asarray(ids, np.int32)
-            for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]
-        ]
-
-
 def tokenizer(config: Config) -> Any:
     """The tokenizer of model.tokenizer, else of model.path, else of the generated task.
 
-    It has an EOS token. Raises DataError when it cannot be loaded or has none.
+    Raises DataError when it cannot be loaded or has no EOS token.
     """
     knob = "model.tokenizer" if config.model.tokenizer else "model.path"
     source = config.model.tokenizer or config.model.path
@@ -219,12 +150,12 @@ def tokenizer(config: Config) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"{knob} {source!r} has no tokenizer that loads: {reason}: give a directory with one, or a hub id"
+            f"{knob} {source!r} has no loadable tokenizer: {reason}: give a directory with one, or a hub id"
         ) from error
 
     if loaded.eos_token_id is None:
         raise DataError(
-            f"the tokenizer of {knob} {source!r} names no EOS: add eos_token to its tokenizer_config.json"
+            f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"
         )
     return loaded
 
@@ -236,7 +167,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:
-    """The rules for the texts of rollout.stop. Raises DataError for a tokenizer whose tokens' texts are not known."""
+    """The rules for the texts of rollout.stop. Raises DataError for a tokenizer of unknown kind."""
     if not config.rollout.stop:
         return None
     return stop_texts(config.rollout.stop, token_bytes(tokenizer))
@@ -245,7 +176,7 @@ def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:
 def load(config: Config, tokenizer: Any) -> Dataset:
     """The data set of a configuration.
 
-    Raises DataError with everything that is wrong with its files.
+    Raises DataError with all problems of its files.
     """
     encoder = Encoder(config, tokenizer)
     if config.data.chat_template and not tokenizer.chat_template:
@@ -278,7 +209,7 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
         )
 
     rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
-    held_out = _as_promised(encoder.prompts(rows), data)
+    held_out = _within_limit(encoder.prompts(rows), data)
     return Dataset(config, encoder, task, (), held_out, {"eval_rows": len(rows)})
 
 
@@ -290,8 +221,8 @@ def _check_longest(what: str, tokens: np.ndarray, knob: str, limit: int) -> None
         )
 
 
-def _as_promised(prompts: list[Prompt], data: Data) -> list[Prompt]:
-    """The prompts of a task. Raises DataError when one is longer than data.max_prompt_tokens, as its longest row is not."""
+def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
+    """The prompts of a task. Raises DataError when one exceeds data.max_prompt_tokens although longest_row does not."""
     for prompt in prompts:
         if len(prompt.tokens) > data.max_prompt_tokens:
             raise DataError(
@@ -336,7 +267,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         counts["also_evaluation"] = len(train) - len(new)
         if not new:
             raise DataError(
-                "every training prompt is an evaluation prompt too: give data.eval other rows, or set data.duplicates keep"
+                "every training prompt is an evaluation prompt too: use other rows for data.eval, or set data.duplicates keep"
             )
         train = new
 
@@ -362,7 +293,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
 def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
     """The prompts of 1 to data.max_prompt_tokens tokens, renumbered, and how many were longer.
 
-    Raises DataError for a prompt without tokens, and when a larger share than data.max_too_long is longer.
+    Raises DataError for a prompt without tokens, and when the share of longer ones exceeds data.max_too_long.
     """
     problems, limit = Problems(), data.max_prompt_tokens
     for prompt in prompts:
@@ -370,7 +301,7 @@ def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]
             problems.add(
                 prompt.row["id"],
                 None,
-                "the prompt has no token",
+                "the prompt has no tokens",
                 "change the prompt or the tokenizer",
             )
     problems.stop_if_any()

@@ -1,6 +1,6 @@
-"""Rows of JSONL and Parquet files; all their problems are reported at once.
+"""Rows of JSONL and Parquet files; all problems are reported at once.
 
-It knows no column's meaning, tokenizer or JAX.
+Knows no meaning of columns, no tokenizer and no JAX.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eva
 SHARD = re.compile(
     rf"(.+?)-[0-9]{{5}}-of-[0-9]{{5}}(?:-[0-9a-f]+)?|({'|'.join(SPLITS)})[-_.][0-9]+"
 )
-HUB_SET = re.compile(rf"{HUB_ID.pattern}(?:@[\w./-]+)?(?::[\w./-]+)?")  # name@revision:part
+HUB_SET = re.compile(rf"{HUB_ID.pattern}(?:@[\w./-]+)?(?::[\w./-]+)?")  # owner/name@revision:part
 SHOWN_PER_KIND, SHOWN = 3, 20
 HUB_URL = "hf://datasets/"
 
 
 class Problems:
-    """Collected problems of the data; `stop_if_any` raises them as one error."""
+    """Collects problems of the data; `stop_if_any` raises them as one error."""
 
     def __init__(self):
         self.groups: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def add(self, place: str, line: int | None, what: str, fix: str, detail: str = "") -> None:
-        """Records one problem; those of one place and kind are listed together."""
+        """Records one problem; problems of one place and kind are listed together."""
         where = place if line is None else f"{place}:{line}"
         self.groups[place, what].append(f"{where}: {what}{f' ({detail})' if detail else ''}: {fix}")
 
@@ -60,11 +60,11 @@ class Problems:
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:
-    """The files of a local path, folder, glob, or data set of the Hugging Face hub; of folder and data set, those of one part.
+    """The files of a local path, folder, glob, or data set of the Hugging Face hub; from folders and data sets, one part.
 
-    A data set is owner/name, or hf://datasets/owner/name/PATTERN, and owner/name@REVISION for a revision. Its parts are
-    splits of subsets ("main/train", "test"), found in the names of its files: owner/name:main/train and folder:train choose
-    one. None found, and several without a choice, are a problem.
+    A data set is owner/name, owner/name@REVISION, or hf://datasets/owner/name/PATTERN. Its parts are splits, possibly of
+    subsets ("main/train", "test"), given by the names of its files: owner/name:main/train and folder:train select one.
+    Records a problem when no part matches, or several without a selection.
     """
     path = Path(source)
     if path.is_file():
@@ -90,7 +90,7 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
 def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
     """(line or row number from 1, row) of one file.
 
-    Lines that are not valid rows are recorded as problems.
+    Records lines that are not valid rows as problems.
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, problems)
@@ -103,9 +103,9 @@ def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
 
 
 def part_of(name: PurePosixPath) -> str:
-    """The subset and split that a data file belongs to by its name: "main/train", "train", or "" when it names no split.
+    """The subset and split in the name of a data file: "main/train", "train", or "" when it names no split.
 
-    As the hub names them: main/train-00000-of-00002.parquet, data/train.jsonl, main/train/0000.parquet.
+    Follows the hub: main/train-00000-of-00002.parquet, data/train.jsonl, main/train/0000.parquet.
     """
     shard = SHARD.fullmatch(name.stem)
     split, folder = (shard[1] or shard[2]) if shard else name.stem, name.parent
@@ -120,7 +120,7 @@ def part_of(name: PurePosixPath) -> str:
 def _choose(
     names: Iterable[PurePosixPath], part: str, source: str, knob: str, problems: Problems
 ) -> list[PurePosixPath]:
-    """The files of one part, in order; `part` names it, its split or its subset. Several and none are a problem."""
+    """The sorted files of one part; `part`: its name, split or subset. Records a problem for no or several parts."""
     parts: dict[str, list[PurePosixPath]] = defaultdict(list)
     for name in sorted(names):
         found = part_of(name)
@@ -134,7 +134,7 @@ def _choose(
         listed = ", ".join(name or "files of no split" for name in parts)
         place = source.removesuffix(f":{part}") if part else source
         first = f"{place}:{max(parts)}"
-        what = f"{len(parts)} splits, and none of them is chosen"
+        what = f"{len(parts)} splits, and none is selected"
         problems.add(source, None, what, f"write one of them, as {first}", listed)
     return []
 
@@ -156,9 +156,9 @@ def _none(source: str, knob: str, problems: Problems) -> list[Path]:
 def _from_hub(
     name: str, pattern: str, part: str, source: str, knob: str, problems: Problems
 ) -> list[Path]:
-    """The files of a data set (owner/name or owner/name@revision) that match a pattern, or are of one part.
+    """The files of a data set (owner/name or owner/name@revision) that match a pattern, or of one part.
 
-    Nothing is loaded but these.
+    Downloads only these.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -174,7 +174,7 @@ def _from_hub(
         except (errors.HfHubHTTPError, errors.HFValidationError):
             raise
         except Exception:
-            # No network, which is an error of whatever HTTP library the client uses: what an earlier run has loaded.
+            # No network, an error of any HTTP library that the client uses: search the files of earlier downloads.
             folder = huggingface_hub.snapshot_download(repo, local_files_only=True, **where)
             return _in_folder(Path(folder), part, source, knob, problems)
         names = [PurePosixPath(one) for one in listed if PurePosixPath(one).suffix in SUFFIXES]
@@ -192,7 +192,7 @@ def _from_hub(
         problems.add(
             source,
             None,
-            "no local path, and the hub does not give it",
+            "neither a local path nor available on the hub",
             f"correct {knob} or go online",
             reason,
         )

@@ -1,6 +1,6 @@
 """Packing of prompts with answers into rows, balanced over data groups.
 
-A function of uids and lengths; knows no device.
+The places are a function of uids and lengths. Knows no device.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def longest(config: Config) -> int:
 
 
 def row_tokens(config: Config) -> int:
-    """T, the length of a packed row: train.row_tokens, by default that of the longest example.
+    """T, tokens of a packed row: train.row_tokens, or by default the longest example.
 
-    The default is rounded up to a multiple of ROW_MULTIPLE. It is twice that where train.rows has
-    its default too: one long row has less padding than two short ones.
+    The default is rounded up to a multiple of ROW_MULTIPLE. It is doubled when train.rows has its
+    default too: one long row has less padding than two short ones.
     """
     whole = -(-longest(config) // ROW_MULTIPLE) * ROW_MULTIPLE
     return config.train.row_tokens or (whole if config.train.rows else 2 * whole)
 
 
 def rows(config: Config) -> int:
-    """R, rows of one accumulation step over the mesh: train.rows, by default one per data group."""
+    """R, rows of one accumulation step on the mesh: train.rows, or by default one per data group."""
     return config.train.rows or config.mesh.data
 
 
@@ -53,10 +53,10 @@ class Example(NamedTuple):
 class Packed:
     """Packed rows of examples: A accumulation steps of R rows of T tokens.
 
-    Token arrays are int32[A, R, T]; `segments` numbers the examples of a row from 1, 0 is padding.
-    Values of an answer token are placed where it is predicted, one position before it; `targets`
-    has its id there. `spans` [n, 3] holds (step, row, first target position) of each example, in
-    the order given.
+    Token arrays are int32[A, R, T]; `segments` numbers the examples of a row from 1; 0 is padding.
+    Values of an answer token are at the position that predicts it, one before the token; `targets`
+    holds its id there. `spans` [n, 3]: (step, row, first target position) of each example, in the
+    given order.
     """
 
     tokens: np.ndarray
@@ -68,7 +68,7 @@ class Packed:
 
     @property
     def fill(self) -> float:
-        """Share of the tokens that is not padding."""
+        """Share of tokens that are not padding."""
         return float(np.mean(self.segments > 0))
 
     def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -90,7 +90,7 @@ class Packed:
 def pack(examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1) -> Packed:
     """The examples, packed into `rows` rows of `row_tokens` tokens per accumulation step.
 
-    First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) in a row. `groups`
+    First-fit decreasing: longest first, equal lengths by uid; at most most_segments(row_tokens) per row. `groups`
     data groups get equal numbers of rows. Raises ValueError as `check`.
     """
     places = arrange(examples, row_tokens, rows, groups)
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 def arrange(
     examples: Sequence[Example], row_tokens: int, rows: int, groups: int = 1
 ) -> list[Place]:
-    """The places of all examples, as `pack` has it; their lengths and uids alone decide."""
+    """The places of all examples in `pack`; they depend on lengths and uids only."""
     check(examples, row_tokens, rows, groups)
 
     order = sorted(range(len(examples)), key=lambda i: (-examples[i].length, examples[i].uid))
@@ -145,11 +145,7 @@ def arrange(
 
 
 def check(examples: Sequence[Example], row_tokens: int, rows: int, groups: int) -> None:
-    """Raises ValueError for what cannot be packed.
-
-    That is: no examples, an example that is empty or longer than a row, rows that do not divide
-    over the groups.
-    """
+    """Raises ValueError for no examples, an empty or too long example, or rows that the groups do not divide."""
     if not examples:
         raise ValueError("no examples to pack")
     if rows < 1 or rows % groups:

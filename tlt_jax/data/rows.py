@@ -1,4 +1,4 @@
-"""Rows of a data source with its columns mapped, and what is wrong with them; knows no tokenizer or JAX."""
+"""Rows of a data source with mapped columns, and their problems; knows no tokenizer and no JAX."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tlt_jax.data.files import Problems
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
-    """The rows of a source with the columns "id", "prompt" and "answer", mapped from its own.
+    """The rows of a source with the mapped columns "id", "prompt" and "answer".
 
-    And "solution", when there is a supervised warm start and the source is data.train.
+    And "solution", when the run has a supervised warm start and the source is data.train.
     """
     data = config.data
     mapping = {"prompt": data.prompt_column, "answer": data.answer_column}
@@ -49,9 +49,9 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
 def _sources(
     source: str, knob: str, problems: Problems
 ) -> Iterator[tuple[str, str, list[tuple[int, dict[str, Any]]]]]:
-    """(name, place, numbered rows) of each file of a source, or of the module:function that it is.
+    """(name, place, numbered rows) of each file of a source, or of its module:function.
 
-    A folder of the module's name is a folder.
+    A folder with the module's name takes precedence.
     """
     if not extension.is_own(source) or Path(source.partition(":")[0]).is_dir():
         for path in files.locate(source, knob, problems):
@@ -60,7 +60,7 @@ def _sources(
 
     rows = list(enumerate(extension.load(knob, source)(), 1))
     if not rows:
-        problems.add(source, None, "the function gives no row", "yield one mapping per row")
+        problems.add(source, None, "the function yields no rows", "yield one mapping per row")
     for line, row in rows:
         if not isinstance(row, dict):
             problems.add(
@@ -86,7 +86,7 @@ def _check_column(
         if not all(_is_message(message) for message in value):
             problems.add(
                 *place,
-                "the prompt is no list of chat messages",
+                "the prompt is not a list of chat messages",
                 "use {'role': text, 'content': text} objects",
             )
         elif not chat:

@@ -1,4 +1,4 @@
-"""How many examples a packed row holds at most, which packing keeps to and attention relies on; knows neither."""
+"""Maximum examples of a packed row, a bound that packing keeps and attention needs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ FEWEST, TOKENS_EACH = 32, 256
 
 
 def most_segments(row_tokens: int) -> int:
-    """Examples that a row takes at most: one per 256 of its tokens, or 32 if that is more.
+    """Maximum examples of a row: one per 256 tokens, but at least 32.
 
-    A library's attention needs a bound, and memory in proportion to it; rows are packed alike on every device.
+    Library attention kernels need a bound, and memory in proportion to it. Rows are packed alike on every device.
     """
     return max(FEWEST, row_tokens // TOKENS_EACH)

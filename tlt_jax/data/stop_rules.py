@@ -1,4 +1,4 @@
-"""An automaton that finds stop texts in the tokens of an answer, however the text was cut into tokens; no JAX."""
+"""An automaton that finds stop texts in the tokens of an answer, for every tokenization. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-OTHER = 0  # of the automaton's alphabet: every symbol that no stop has
+OTHER = 0  # symbol of the automaton for all symbols that no stop contains
 
 
 class StopRules:
-    """table[state, classes[token]] is the state after a token; a sequence begins in state 0 and ends in state `end`.
+    """table[state, classes[token]] is the state after a token; a sequence starts in state 0 and ends in state `end`.
 
-    `classes` int32 by token id, tokens from there on are of class `other`; `table` int32. Equal and hashed by content.
+    `classes` int32 by token id; ids beyond it have the class `other`; `table` int32. Equal and hashed by content.
     """
 
     def __init__(self, classes: np.ndarray, other: int, table: np.ndarray):
@@ -34,22 +34,22 @@ class StopRules:
 
 
 def stop_texts(texts: Iterable[str], tokens: Sequence[bytes]) -> StopRules | None:
-    """The rules for these texts, where tokens[id] are the bytes that a token adds to an answer; None without a text.
+    """The rules for these texts; tokens[id] are the bytes of a token. None without a text.
 
-    Every answer stops with the token that completes one of the texts, whatever comes after in the token.
+    An answer stops with the token that completes one of the texts, also when the token has more bytes.
     """
     return build([text.encode() for text in texts], tokens)
 
 
 def stop_tokens(stops: Iterable[Sequence[int]]) -> StopRules | None:
-    """The rules for these sequences of token ids; None without one."""
+    """The rules for these sequences of token ids; None for no sequences."""
     stops = [list(stop) for stop in stops]
     count = max((token for stop in stops for token in stop), default=-1) + 1
     return build(stops, [(token,) for token in range(count)])
 
 
 def build(stops: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> StopRules | None:
-    """The rules for stops that are sequences of symbols, and tokens that are, too (Aho and Corasick 1975).
+    """The rules for stops and tokens, both given as sequences of symbols (Aho and Corasick 1975).
 
     Raises ValueError for an empty stop.
     """
@@ -59,7 +59,7 @@ def build(stops: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> St
         raise ValueError("an empty stop would end every answer")
     step, symbols = automaton(stops)
     end = len(step)
-    # One row for the end, which nothing leaves, and one column that changes nothing, for tokens that are over.
+    # One more row for the final state, and one more column that keeps the state, for tokens with no symbols left.
     step = np.vstack([step, np.full((1, step.shape[1]), end)])
     step = np.hstack([step, np.arange(end + 1)[:, None]]).astype(np.int32)
 
@@ -76,7 +76,7 @@ def build(stops: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> St
 
 
 def automaton(stops: Sequence[Sequence[int]]) -> tuple[np.ndarray, dict[int, int]]:
-    """step[state, symbol], where the number of states stands for a stop that is complete; and the numbers of the symbols."""
+    """step[state, symbol], with the number of states as the final state, and the numbers of the symbols."""
     symbols = {symbol: i for i, symbol in enumerate(sorted({s for stop in stops for s in stop}), 1)}
     children: list[dict[int, int]] = [{}]
     is_end = [False]
@@ -93,7 +93,7 @@ def automaton(stops: Sequence[Sequence[int]]) -> tuple[np.ndarray, dict[int, int
     step = np.zeros((len(children), len(symbols) + 1), np.int32)
     shorter = [0] * len(
         children
-    )  # the longest proper suffix of what a node spells that is a node, too
+    )  # failure links: the longest proper suffix of a node that is a node
     waiting = deque([0])
     while waiting:
         node = waiting.popleft()

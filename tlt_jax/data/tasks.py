@@ -1,6 +1,6 @@
 """Generated reasoning tasks: unlimited seeded rows, worked solutions, a verifier.
 
-It knows no file, model or JAX.
+Knows no file, no model and no JAX.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tlt_jax.errors import ConfigError
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-# The splits have different random streams; the lists of "sft" are from the population of "train".
+# The splits have different random streams; "sft" draws from the lists of "train".
 SPLITS = {"train": 0, "eval": 1, "sft": 2}
-EVAL_SHARE = 4  # one in four of all lists belongs to the evaluation split
-SMALLEST_SPACE = 64  # below this many lists of one length a split could be empty
+EVAL_SHARE = 4  # one list in four belongs to the evaluation split
+SMALLEST_SPACE = 64  # with fewer lists of one length a split could be empty
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Row:
 
 
 class Task(Protocol):
-    """What a generated task is.
+    """Protocol of a generated task.
 
     `rows`: the problems of these indices; each depends only on (seed, index, split), with `split` a
-    key of SPLITS. Rows of "eval" should be rows of no other split; "sft" is asked for worked
-    solutions. `verify`: the reward "task" of a completion. `longest_row`: its prompt and solution are as
-    long as any. `tokenizer`: of transformers; asked for only where the configuration names none.
+    key of SPLITS. Rows of "eval" should not occur in other splits; "sft" needs worked solutions.
+    `verify`: the reward "task" of a completion. `longest_row`: a row with the longest prompt and the
+    longest solution. `tokenizer`: of transformers; used when the configuration names none.
     """
 
     def rows(self, seed: int, indices: Sequence[int], split: str) -> Sequence[Row]: ...
@@ -60,11 +60,10 @@ METHODS = ("rows", "verify", "longest_row", "tokenizer")
 class ListTask:
     """The sum of the digits of a list modulo `modulus`.
 
-    P(length) is proportional to (length - min_length + 1) ** -tail. Whether a list belongs to
-    training or evaluation is a hash of its digits, so the splits are disjoint for every seed. A
-    share `hasty` of the "sft" solutions gives the (right) answer without working: a policy that
-    imitates them guesses, and RL has to discover that working is better. Raises ConfigError for
-    values out of range.
+    P(length) is proportional to (length - min_length + 1) ** -tail. A hash of its digits assigns a
+    list to training or evaluation, so that the splits are disjoint for every seed. A share `hasty` of
+    the "sft" solutions is the (right) answer without working: a policy that imitates them guesses,
+    and RL discovers that working is better. Raises ConfigError for values out of range.
     """
 
     min_length: int = 3
@@ -75,7 +74,7 @@ class ListTask:
 
     def __post_init__(self):
         if not 0 <= self.hasty <= 1:
-            raise ConfigError(f"data.task_args.hasty {self.hasty} is not a share between 0 and 1")
+            raise ConfigError(f"data.task_args.hasty {self.hasty} is not between 0 and 1")
         if not 2 <= self.modulus <= len(DIGITS):
             raise ConfigError(
                 f"data.task_args.modulus {self.modulus} is not between 2 and {len(DIGITS)}"
@@ -133,8 +132,8 @@ class ListTask:
     def tokenizer(self):
         """A transformers fast tokenizer with one token per character, EOS and padding.
 
-        Byte-level (a blank is "Ġ"), because AutoTokenizer replaces the pre-tokenizer and decoder of
-        any tokenizer beside a Qwen2 config.json by Qwen2's byte-level ones.
+        Byte-level (a blank is "Ġ"), because next to a Qwen2 config.json AutoTokenizer replaces the
+        pre-tokenizer and decoder of any tokenizer by those of Qwen2.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -168,7 +167,7 @@ class ListTask:
     def _lists(self, seed: int, indices: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Digits int64[R, max_length] (zero past the length) and lengths int[R].
 
-        Lists of the other split are rejected and drawn again.
+        Rejects lists of the other split and draws them again.
         """
         keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(SPLITS[split])) + indices
         keys = _mix(keys)
@@ -246,7 +245,7 @@ TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
 def make(name: str, args: dict[str, Any]) -> Task:
     """The task of this name with these arguments (data.task, data.task_args).
 
-    module:function(**args) makes a user's own. Raises ConfigError.
+    For module:function the Task that function(**args) returns. Raises ConfigError.
     """
     if extension.is_own(name):
         return _own(name, args)

@@ -8,12 +8,12 @@ from typing import Any
 
 from tlt_jax.errors import DataError
 
-BLANK = "\u2581"  # of SentencePiece
+BLANK = "\u2581"  # blank of SentencePiece
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """By token id; of special tokens the bytes of their names.
+    """The bytes of each token by id; those of a special token are its name.
 
     For byte-level BPE (GPT-2, Qwen, Llama 3) and SentencePiece (Llama 2, Gemma). Raises DataError for other tokenizers.
     """
@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
         letters = None
     else:
         raise DataError(
-            "rollout.stop needs a byte-level or SentencePiece tokenizer, and this one is neither: leave rollout.stop empty"
+            "rollout.stop needs a byte-level or SentencePiece tokenizer, and this is another kind: leave rollout.stop empty"
         )
 
     added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
@@ -44,7 +44,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The bytes that the letters of a byte-level vocabulary stand for: printable ones for themselves, others from U+0100 on."""
+    """Letter -> byte of a byte-level vocabulary: printable bytes are their own letters, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + position): byte for position, byte in enumerate(others)}

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from tlt_jax import atomic, run_folder
 from tlt_jax.config import Config, parse
 from tlt_jax.data import dataset as datasets, files, packing
-from tlt_jax.data.dataset import Dataset, Encoder, Prompt
+from tlt_jax.data.dataset import Dataset
+from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.files import Problems
 from tlt_jax.data.packing import Example
 from tlt_jax.errors import DataError, Interrupted

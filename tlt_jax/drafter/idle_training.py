@@ -34,6 +34,7 @@ from tlt_jax.spec_decode.decode_state import Weights
 GAIN, PROGRAMS = 0.15, 3.0
 EVALUATE_EVERY = 16  # micro-steps between evaluations on held-out windows
 LEAST_TOKENS, MOST_TOKENS = 128, 8192  # limits of the tokens of a micro-step
+MICRO_STEP_S = 0.25  # longest micro-step in seconds: RL work may have to wait for it
 FIRST_TOKENS = 256  # of a run's first micro-step; its seconds determine the size of the later ones
 # The accept length counts as fallen when its mean over RECENT steps is below FALLEN times the best such mean, which decays
 # by MEMORY a step. With few answers, the accept length of a single step varies by a tenth.
@@ -81,7 +82,7 @@ class IdleTraining:
         programs: Programs,
         piece: Callable[[int, int, int], Program],
         replay: ReplayConfig,
-        bound: float,
+        bound: float = MICRO_STEP_S,
         least_idle: float = 0.0,
         floor: int = 0,
         rescue: int = 0,

@@ -17,6 +17,7 @@ from tlt_jax.optimizer import Adam, TrainState
 # Batches of at least this many tokens use the full learning rate. Gradients of smaller batches are noisier: with 190 tokens
 # at the full rate, a well-trained drafter lost 5 % of its accept length in 20 RL steps.
 WHOLE = 2048
+IDLE_WARMUP = 20  # micro-steps of linear warm-up
 
 DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
 
@@ -61,8 +62,8 @@ class Recipe:
         unroll = knobs.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
         return cls(
             model, drafter, mesh,
-            Adam.short(config, knobs.learning_rate, knobs.steps, knobs.weight_decay),
-            Objective(unroll, knobs.decay, knobs.loss, knobs.noise, knobs.top_loss, knobs.detach),
+            Adam.short(config, knobs.learning_rate, knobs.steps),
+            Objective(unroll),
             train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
         )  # fmt: skip
 
@@ -71,10 +72,10 @@ class Recipe:
         cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh
     ) -> Recipe:
         """The recipe of `idle_training`, on the objective of `drafter_training`: its learning rate never decays."""
-        knobs, optim = config.idle_training, config.optim
+        optim = config.optim
         adam = Adam(
-            knobs.learning_rate, 1, "constant", knobs.warmup_steps, 1.0,
-            optim.beta1, optim.beta2, knobs.weight_decay, knobs.grad_clip,
+            config.idle_training.learning_rate, 1, "constant", IDLE_WARMUP, 1.0, optim.beta1, optim.beta2,
+            weight_decay=0.0, grad_clip=1.0,
         )  # fmt: skip
         return replace(cls.of(config, model, drafter, mesh), adam=adam)
 

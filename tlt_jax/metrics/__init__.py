@@ -1,4 +1,4 @@
-"""Output of a run: TensorBoard, Weights & Biases, console progress, completions, the list of metric names. No JAX."""
+"""Output of a run: trackers, console progress, completions, the list of metric names. Imports no JAX."""
 
 from tlt_jax.metrics.names import NAMES, MetricError
 from tlt_jax.metrics.timeline import GroupSeconds, group_seconds, idle_share

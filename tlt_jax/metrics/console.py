@@ -1,4 +1,4 @@
-"""Progress on the console: a live display on a terminal, one line per step elsewhere; knows no files."""
+"""Progress on the console: a live display on a terminal, otherwise one line per step; knows no files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
 
-RECENT = 20  # latest steps, whose mean duration predicts the remaining time
+RECENT = 20  # latest steps whose mean duration predicts the remaining time
 WIDTH = 100  # columns of a line about a step or an evaluation
-COMPILES_EVERY_S = 20.0  # between two lines about compiling, when nothing else is said
+COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without another line
 
 
 class Progress:
     """Shows the step, metrics (reward, answer length; loss, agreement), speed, remaining time.
 
-    While it is open, records of the package's loggers are printed above the display: of those below INFO only
-    how many programs were compiled (records with `compile_seconds`), or with `details` all.
+    While it is open, records of the package's loggers are printed above the display. Records below INFO are printed only
+    with `details`; without it compilations (records with `compile_seconds`) are summarized.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Progress:
     ):
         self.console = console or Console(soft_wrap=True)
         self._details = details
-        self._programs, self._compile_s = 0, 0.0  # compiled since this was last said
+        self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
         self._total, self._done = total_steps, first_step
         self._durations: deque[float] = deque(maxlen=RECENT)
@@ -63,10 +63,7 @@ class Progress:
         )  # a root handler would print everything twice
 
     def step(self, step: int, values: dict[str, float]) -> None:
-        """Shows a finished step.
-
-        Of the scalars in `values`, those that `status` names are shown, when present.
-        """
+        """Shows a finished step with the scalars of `values` that `status` selects."""
         now = time.monotonic()
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last = now
@@ -79,7 +76,7 @@ class Progress:
             self.say(fitted(f"step {step}/{self._total}", pieces))
 
     def status(self, step: int, values: dict[str, float]) -> list[tuple[int, str]]:
-        """What is said beside the step number, with ranks as `fitted` takes them."""
+        """The (rank, text) pieces to show next to the step number, for `fitted`."""
         pieces = []
         if "reward/mean" in values:
             pieces.append((0, f"reward {values['reward/mean']:.3f}"))
@@ -91,7 +88,7 @@ class Progress:
             pieces.append((4, f"agreement {values['drafter/agreement@1']:.3f}"))
         is_adaptive = "idle/used_ratio" in values
         if is_adaptive or "speculation/accept_length" in values:
-            # A step without drafts decodes a token a round.
+            # Without drafts a round decodes one token.
             pieces.append((2, f"accept {values.get('speculation/accept_length', 1.0):.1f}"))
         if is_adaptive:
             used, idle = values["idle/used_ratio"], values["idle/ratio"]
@@ -105,7 +102,7 @@ class Progress:
         return pieces
 
     def hear(self, record: logging.LogRecord, text: str) -> None:
-        """Shows a record of a logger, in short unless it is important."""
+        """Shows a log record, or adds it to the summary of compilations."""
         seconds = getattr(record, "compile_seconds", None)
         if self._details or record.levelno >= logging.INFO:
             self.say(text)
@@ -121,7 +118,7 @@ class Progress:
         return f"compiled {programs} in {self._compile_s:.0f} s"
 
     def _say_compiles(self) -> None:
-        """Says what was compiled since the last time, if anything that takes a second."""
+        """Prints the compilations since the last time, when they took a second or more."""
         if self._compile_s >= 1:
             self.say(self._compiles())
             self._programs, self._compile_s = 0, 0.0
@@ -143,7 +140,7 @@ class Progress:
 
 
 class Messages(logging.Handler):
-    """Hands log records to the progress display."""
+    """Passes log records to the progress display."""
 
     def __init__(self, progress: Progress):
         super().__init__()
@@ -154,7 +151,7 @@ class Messages(logging.Handler):
 
 
 def evaluation(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """The line about an evaluation: of many numbers mean@k, pass@1, the last pass@k and the lengths before others."""
+    """The line about an evaluation; mean@k, pass@1, the largest pass@k and the lengths have priority."""
     scores = {
         name.removeprefix("eval/"): value
         for name, value in values.items()
@@ -187,9 +184,9 @@ def lengths(values: Mapping[str, float], prefix: str) -> str:
 
 
 def fitted(head: str, pieces: Sequence[tuple[int, str]]) -> str:
-    """The head and the (rank, piece)s in their order, in WIDTH columns.
+    """The head and the (rank, piece) pairs in their order, in at most WIDTH columns.
 
-    What does not fit is left out, the highest rank and the last of a rank first; "..." stands for it.
+    Pieces that do not fit are replaced by "...": those with the highest rank first, the last of a rank first.
     """
     kept = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], i))
     while True:

@@ -1,4 +1,4 @@
-"""The closed list of metric names, close to those of verl and TRL; knows no values."""
+"""The closed list of metric names, in the vocabulary of verl and TRL; knows no values."""
 
 from __future__ import annotations
 
@@ -12,373 +12,162 @@ class MetricError(ValueError):
 
 
 class Metric(NamedTuple):
-    """A name, its kind, and its meaning. See HOLES for the placeholders in braces."""
+    """The name, kind and meaning of a metric. See HOLES for the placeholders in braces."""
 
     name: str
     kind: str  # scalar | histogram | image | text
     help: str
 
 
-NAMES = tuple(
-    Metric(*row)
-    for row in [
-        # rewards and groups
-        ("reward/mean", "scalar", "mean reward of the step's answers"),
-        ("reward/std", "scalar", "standard deviation of the rewards over the step"),
-        ("reward/min", "scalar", "lowest reward of the step"),
-        ("reward/max", "scalar", "highest reward of the step"),
-        ("reward/histogram", "histogram", "rewards of the step"),
-        (
-            "reward/terms/{term}",
-            "scalar",
-            "mean of one reward term, or of a number that a reward reports, unweighted",
-        ),
-        (
-            "reward/failures/timeout",
-            "scalar",
-            "answers of the step whose score took longer than reward.timeout_s",
-        ),
-        ("reward/failures/crash", "scalar", "answers of the step whose scoring process died"),
-        ("reward/failures/error", "scalar", "answers of the step whose reward raised"),
-        (
-            "groups/zero_variance",
-            "scalar",
-            "share of prompts whose answers all got the same reward: no gradient",
-        ),
-        ("advantages/mean", "scalar", "mean advantage over the step's answers"),
-        ("advantages/max", "scalar", "largest advantage of the step"),
-        ("advantages/min", "scalar", "smallest advantage of the step"),
-        # lengths
-        ("prompt_length/mean", "scalar", "mean prompt length in tokens"),
-        ("prompt_length/max", "scalar", "longest prompt in tokens"),
-        ("response_length/mean", "scalar", "mean answer length in tokens, EOS included"),
-        ("response_length/min", "scalar", "shortest answer"),
-        ("response_length/max", "scalar", "longest answer"),
-        ("response_length/p50", "scalar", "median answer length"),
-        ("response_length/p75", "scalar", "75th percentile of the answer length"),
-        ("response_length/p90", "scalar", "90th percentile of the answer length"),
-        ("response_length/p99", "scalar", "99th percentile of the answer length"),
-        ("response_length/clip_ratio", "scalar", "share of answers cut at rollout.max_new_tokens"),
-        (
-            "response_length/nonfinite",
-            "scalar",
-            "answers that ended because the policy's logits were not finite",
-        ),
-        ("response_length/histogram", "histogram", "answer lengths of the step"),
-        # policy update
-        ("actor/loss", "scalar", "loss of the policy update, all terms"),
-        ("actor/pg_loss", "scalar", "policy-gradient term of the loss"),
-        (
-            "actor/kl",
-            "scalar",
-            "k3 estimate of KL(policy, reference) per token; only with a reference",
-        ),
-        ("actor/entropy", "scalar", "mean entropy of the policy per token"),
-        ("actor/ratio_mean", "scalar", "mean probability ratio, new over old policy"),
-        ("actor/ratio_max", "scalar", "largest probability ratio"),
-        (
-            "actor/pg_clipfrac",
-            "scalar",
-            "share of tokens whose ratio was clipped, either side; as the next two only with algorithm.loss ppo",
-        ),
-        (
-            "actor/pg_clipfrac_low",
-            "scalar",
-            "share of tokens clipped at 1 - algorithm.clip_low (negative advantage)",
-        ),
-        (
-            "actor/pg_clipfrac_high",
-            "scalar",
-            "share of tokens clipped at 1 + algorithm.clip_high (positive advantage)",
-        ),
-        (
-            "actor/importance_weight_mean",
-            "scalar",
-            "mean importance weight; only with algorithm.importance_cap",
-        ),
-        ("actor/grad_norm", "scalar", "global gradient norm before clipping"),
-        ("actor/lr", "scalar", "learning rate"),
-        ("actor/nonfinite", "scalar", "non-finite updates skipped since the start of the run"),
-        ("actor/packed_ratio", "scalar", "share of the packed rows that holds tokens, not padding"),
-        (
-            "actor/rollout_logprob_diff_mean",
-            "scalar",
-            "mean |log-prob in the rollout - log-prob in the update|",
-        ),
-        (
-            "actor/rollout_logprob_diff_max",
-            "scalar",
-            "largest |log-prob in the rollout - log-prob in the update|",
-        ),
-        # time and speed
-        (
-            "timing_s/step",
-            "scalar",
-            "seconds of the step: from the metrics of the last one to its own; the sum of the others",
-        ),
-        (
-            "timing_s/update_weights",
-            "scalar",
-            "seconds to hand the policy's weights to the rollout",
-        ),
-        ("timing_s/rollout", "scalar", "seconds of the rollout"),
-        ("timing_s/reward", "scalar", "seconds spent waiting for rewards after the rollout"),
-        (
-            "timing_s/old_log_prob",
-            "scalar",
-            "seconds of the trainer's pass for old (and reference) log-probs",
-        ),
-        (
-            "timing_s/drafter",
-            "scalar",
-            "seconds between rollout and update for the drafter: the floor's micro-steps, the merge",
-        ),
-        ("timing_s/update", "scalar", "seconds of the policy update, packing its rows included"),
-        ("timing_s/eval", "scalar", "seconds of the evaluation before the step"),
-        ("timing_s/save_checkpoint", "scalar", "seconds that saving held up the run"),
-        (
-            "timing_s/time_drafting",
-            "scalar",
-            "seconds of timing drafting alone; only with speculation.time_drafting",
-        ),
-        (
-            "timing_s/metrics",
-            "scalar",
-            "seconds of making the step's metrics, and of writing those of the step before",
-        ),
-        ("timing_s/other", "scalar", "seconds of the step that belong to none of these"),
-        (
-            "perf/tokens_per_second",
-            "scalar",
-            "answer tokens per second of rollout, all data groups",
-        ),
-        ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step"),
-        ("perf/total_num_tokens", "scalar", "prompt and answer tokens of the step"),
-        (
-            "perf/idle_ratio",
-            "scalar",
-            "share of the data groups' rollout time without work, or compiling to wait for",
-        ),
-        ("group/busy_s@{k}", "scalar", "seconds of the rollout in which data group k had work"),
-        (
-            "group/compile_wait_s@{k}",
-            "scalar",
-            "seconds in which the host waited for a compilation, and gave data group k nothing",
-        ),
-        ("group/idle_s@{k}", "scalar", "seconds of the rollout left to data group k"),
-        (
-            "group/busy_s/{statistic}",
-            "scalar",
-            "the same over all data groups, in the place of each where there are more than 16",
-        ),
-        ("group/compile_wait_s/{statistic}", "scalar", "the same"),
-        ("group/idle_s/{statistic}", "scalar", "the same"),
-        ("group/latest", "scalar", "the data group that decoded until last, of more than 16"),
-        ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
-        (
-            "perf/row_rounds",
-            "scalar",
-            "rows of the batch summed over the decoding rounds of the step",
-        ),
-        ("perf/padding_ratio", "scalar", "share of these rows that held no live sequence"),
-        (
-            "perf/compiles",
-            "scalar",
-            "programs compiled, or read from the cache, during the step, by the process that took longest for it",
-        ),
-        (
-            "perf/compile_s",
-            "scalar",
-            "seconds of the step in which that process traced, lowered, compiled or read a program",
-        ),
-        ("perf/compile_s/{phase}", "scalar", "the same by phase: these are in timing_s/{phase}"),
-        ("perf/programs", "scalar", "compiled programs of the rollout that are held"),
-        (
-            "perf/max_memory_gib",
-            "scalar",
-            "peak memory of the process (on CPU) or of one device so far",
-        ),
-        # speculation
-        (
-            "speculation/accept_length",
-            "scalar",
-            "tokens that a drafting round gives a sequence, the one after the draft too",
-        ),
-        (
-            "speculation/accept_length/{drafter}",
-            "scalar",
-            "the same by drafter: eagle, eagle3 or ngram; of an adaptive one ngram, learned or merged",
-        ),
-        (
-            "speculation/accepted/histogram",
-            "histogram",
-            "drafted tokens that each drafting round of a sequence accepted",
-        ),
-        (
-            "speculation/accept_rate@{k}",
-            "scalar",
-            "share of drafting rounds whose draft held to depth k",
-        ),
-        ("speculation/share", "scalar", "share of the answers' tokens that drafting rounds made"),
-        (
-            "speculation/declined",
-            "scalar",
-            "share of drafting rounds in which the drafter proposed nothing",
-        ),
-        (
-            "speculation/nodes@{k}",
-            "scalar",
-            "mean tree nodes of a round in batch bucket k; 1 is plain decoding",
-        ),
-        (
-            "speculation/prediction_error",
-            "scalar",
-            "median |log(predicted / measured tokens per second)| of the chunks whose time is reliable",
-        ),
-        (
-            "speculation/round_ms@{k}",
-            "scalar",
-            "milliseconds of a drafting round in batch bucket k, median of the chunks",
-        ),
-        (
-            "speculation/plain_round_ms@{k}",
-            "scalar",
-            "milliseconds of a plain round in batch bucket k, median of the chunks",
-        ),
-        (
-            "speculation/draft_ms@{k}",
-            "scalar",
-            "ms of a round's drafting, timed alone: most used shape of bucket k; only with speculation.time_drafting",
-        ),
-        (
-            "speculation/verify_ms@{k}",
-            "scalar",
-            "ms of what is not drafting in the rounds of that shape; only with speculation.time_drafting",
-        ),
-        (
-            "speculation/pool_programs",
-            "scalar",
-            "compiled drafting programs that are held, all data groups",
-        ),
-        (
-            "speculation/pool_mib",
-            "scalar",
-            "code of a data group's drafting programs, and the largest one's temporaries",
-        ),
-        ("training/epoch", "scalar", "passes over the training rows so far"),
-        (
-            "training/rows_dropped",
-            "scalar",
-            "rows of data.train that are too long, twice there or in the evaluation too",
-        ),
-        # evaluation
-        ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
-        (
-            "eval/pass@{k}",
-            "scalar",
-            "unbiased share of evaluation prompts that one of k answers solves",
-        ),
-        ("eval/response_length/mean", "scalar", "mean answer length of the evaluation"),
-        ("eval/response_length/max", "scalar", "longest answer of the evaluation"),
-        (
-            "eval/response_length/clip_ratio",
-            "scalar",
-            "share of evaluation answers cut at the length limit",
-        ),
-        # supervised warm start
-        ("sft/loss", "scalar", "loss per token of the supervised warm start"),
-        ("sft/grad_norm", "scalar", "global gradient norm of the warm start before clipping"),
-        ("sft/lr", "scalar", "learning rate of the warm start"),
-        ("sft/tokens_per_second", "scalar", "target tokens per second of the warm start"),
-        # drafter training
-        ("drafter/loss", "scalar", "loss of the drafter, all draft steps"),
-        (
-            "drafter/token_loss",
-            "scalar",
-            "cross-entropy from the policy to the drafter per token, first draft step",
-        ),
-        (
-            "drafter/feature_loss",
-            "scalar",
-            "smooth-L1 distance to the policy's features, first draft step; only eagle",
-        ),
-        (
-            "drafter/agreement@{k}",
-            "scalar",
-            "share of tokens that the drafter and the policy find likeliest, draft step k",
-        ),
-        (
-            "drafter/acceptance@{k}",
-            "scalar",
-            "mean of sum min(policy, drafter) over the vocabulary, draft step k",
-        ),
-        ("drafter/grad_norm", "scalar", "global gradient norm of the drafter before clipping"),
-        ("drafter/lr", "scalar", "learning rate of the drafter"),
-        (
-            "drafter/nonfinite",
-            "scalar",
-            "non-finite drafter updates skipped since its training began",
-        ),
-        ("drafter/tokens_per_second", "scalar", "answer tokens per second of drafter training"),
-        # drafter training in idle time: speculation.drafter adaptive
-        (
-            "idle/ratio",
-            "scalar",
-            "share of the data groups' rollout time that decoding leaves, idle training included",
-        ),
-        ("idle/used_ratio", "scalar", "share of that time in which the drafter was trained"),
-        (
-            "idle/delay_s",
-            "scalar",
-            "seconds that the end of the rollout waited for the last micro-step",
-        ),
-        ("drafter/steps", "scalar", "micro-steps of the step, all data groups"),
-        ("drafter/tokens", "scalar", "answer tokens that they learned from"),
-        (
-            "drafter/acceptance",
-            "scalar",
-            "expected acceptance of the first draft token on held-out windows, measured last in the step",
-        ),
-        ("drafter/replay_tokens", "scalar", "tokens in the replay buffers, all data groups"),
-        ("drafter/replay_bytes", "scalar", "bytes of their features, all data groups"),
-        (
-            "drafter/replay_age",
-            "scalar",
-            "mean age of the tokens learned from, in RL steps",
-        ),
-        (
-            "drafter/merge_weight_max",
-            "scalar",
-            "largest weight of one data group in the merge",
-        ),
-        (
-            "drafter/failures",
-            "scalar",
-            "steps in a row in which idle training failed, and the drafter stayed as it was",
-        ),
-        (
-            "drafter/failed_groups",
-            "scalar",
-            "data groups whose idle training failed in the step and counts for nothing, while that of others does",
-        ),
-        # what the drafter learns from the rows of the policy's update: drafter_training.share
-        (
-            "drafter/update_steps",
-            "scalar",
-            "optimizer steps of the drafter on packed rows of the RL step",
-        ),
-        ("drafter/update_tokens", "scalar", "answer tokens that they learned from"),
-        ("drafter/share", "scalar", "share of the step's packed rows that they learned from"),
-        # pictures and texts
-        (
-            "rollout/timeline",
-            "image",
-            "what each data group did during the rollout, one lane per group; of more than 16 those that decoded until last",
-        ),
-        ("rollout/samples", "text", "sample prompts and answers with their rewards"),
-        ("config", "text", "the resolved configuration"),
-    ]
-)
+ROWS = [
+    # rewards and groups
+    ("reward/mean", "scalar", "mean reward of the step's answers"),
+    ("reward/std", "scalar", "standard deviation of the rewards over the step"),
+    ("reward/min", "scalar", "lowest reward of the step"),
+    ("reward/max", "scalar", "highest reward of the step"),
+    ("reward/histogram", "histogram", "rewards of the step"),
+    ("reward/terms/{term}", "scalar", "mean of one reward term, or of a number that a reward reports, unweighted"),
+    ("reward/failures/timeout", "scalar", "answers of the step whose score took longer than reward.timeout_s"),
+    ("reward/failures/crash", "scalar", "answers of the step whose scoring process died"),
+    ("reward/failures/error", "scalar", "answers of the step whose reward raised"),
+    ("groups/zero_variance", "scalar", "share of prompts whose answers all got the same reward: no gradient"),
+    ("advantages/mean", "scalar", "mean advantage over the step's answers"),
+    ("advantages/max", "scalar", "largest advantage of the step"),
+    ("advantages/min", "scalar", "smallest advantage of the step"),
+    # lengths
+    ("prompt_length/mean", "scalar", "mean prompt length in tokens"),
+    ("prompt_length/max", "scalar", "longest prompt in tokens"),
+    ("response_length/mean", "scalar", "mean answer length in tokens, EOS included"),
+    ("response_length/min", "scalar", "shortest answer"),
+    ("response_length/max", "scalar", "longest answer"),
+    ("response_length/p50", "scalar", "median answer length"),
+    ("response_length/p75", "scalar", "75th percentile of the answer length"),
+    ("response_length/p90", "scalar", "90th percentile of the answer length"),
+    ("response_length/p99", "scalar", "99th percentile of the answer length"),
+    ("response_length/clip_ratio", "scalar", "share of answers cut at rollout.max_new_tokens"),
+    ("response_length/nonfinite", "scalar", "answers that ended because the policy's logits were not finite"),
+    ("response_length/histogram", "histogram", "answer lengths of the step"),
+    # policy update
+    ("actor/loss", "scalar", "loss of the policy update, all terms"),
+    ("actor/pg_loss", "scalar", "policy-gradient term of the loss"),
+    ("actor/kl", "scalar", "k3 estimate of KL(policy, reference) per token; only with a reference"),
+    ("actor/entropy", "scalar", "mean entropy of the policy per token"),
+    ("actor/ratio_mean", "scalar", "mean probability ratio, new over old policy"),
+    ("actor/ratio_max", "scalar", "largest probability ratio"),
+    ("actor/pg_clipfrac", "scalar", "share of tokens with a clipped ratio; it and the next two only with algorithm.loss ppo"),
+    ("actor/pg_clipfrac_low", "scalar", "share of tokens clipped at 1 - algorithm.clip_low (negative advantage)"),
+    ("actor/pg_clipfrac_high", "scalar", "share of tokens clipped at 1 + algorithm.clip_high (positive advantage)"),
+    ("actor/importance_weight_mean", "scalar", "mean importance weight; only with algorithm.importance_cap"),
+    ("actor/grad_norm", "scalar", "global gradient norm before clipping"),
+    ("actor/lr", "scalar", "learning rate"),
+    ("actor/nonfinite", "scalar", "non-finite updates skipped since the start of the run"),
+    ("actor/packed_ratio", "scalar", "share of the packed rows' slots that hold tokens instead of padding"),
+    ("actor/rollout_logprob_diff_mean", "scalar", "mean |log-prob in the rollout - log-prob in the update|"),
+    ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - log-prob in the update|"),
+    # time and speed
+    ("timing_s/step", "scalar",
+     "seconds of the step, from the metrics of the step before to its own; the sum of the other timing_s"),
+    ("timing_s/update_weights", "scalar", "seconds to publish the policy's weights to the rollout"),
+    ("timing_s/rollout", "scalar", "seconds of the rollout"),
+    ("timing_s/reward", "scalar", "seconds spent waiting for rewards after the rollout"),
+    ("timing_s/old_log_prob", "scalar", "seconds of the trainer's pass for old (and reference) log-probs"),
+    ("timing_s/drafter", "scalar", "seconds of drafter work between rollout and update: the floor's micro-steps and the merge"),
+    ("timing_s/update", "scalar", "seconds of the policy update, packing its rows included"),
+    ("timing_s/eval", "scalar", "seconds of the evaluation before the step"),
+    ("timing_s/save_checkpoint", "scalar", "seconds that the run waited for saving"),
+    ("timing_s/time_drafting", "scalar", "seconds of timing the drafting by itself; only with speculation.time_drafting"),
+    ("timing_s/metrics", "scalar", "seconds to compute the step's metrics and to write those of the step before"),
+    ("timing_s/other", "scalar", "seconds of the step outside all other phases"),
+    ("perf/tokens_per_second", "scalar", "answer tokens per second of rollout, all data groups"),
+    ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step"),
+    ("perf/total_num_tokens", "scalar", "prompt and answer tokens of the step"),
+    ("perf/idle_ratio", "scalar", "share of the data groups' rollout time without work and without waiting for compilations"),
+    ("group/busy_s@{k}", "scalar", "seconds of the rollout in which data group k had work"),
+    ("group/compile_wait_s@{k}", "scalar", "seconds in which the host of data group k waited for a compilation"),
+    ("group/idle_s@{k}", "scalar", "the other seconds of the rollout, in which data group k was idle"),
+    ("group/busy_s/{statistic}", "scalar",
+     "the same over all data groups; replaces the values by group when there are more than 16"),
+    ("group/compile_wait_s/{statistic}", "scalar", "the same over all data groups"),
+    ("group/idle_s/{statistic}", "scalar", "the same over all data groups"),
+    ("group/latest", "scalar", "index of the data group that finished decoding last; only with more than 16 groups"),
+    ("perf/rounds", "scalar", "decoding rounds of the step, all data groups"),
+    ("perf/row_rounds", "scalar", "rows of the batch summed over the decoding rounds of the step"),
+    ("perf/padding_ratio", "scalar", "share of these rows that held no live sequence"),
+    ("perf/compiles", "scalar",
+     "programs compiled or read from the cache in the step, by the process that spent most time on it"),
+    ("perf/compile_s", "scalar", "seconds that this process spent tracing, lowering, compiling or reading programs"),
+    ("perf/compile_s/{phase}", "scalar", "the same by phase; included in timing_s/{phase}"),
+    ("perf/programs", "scalar", "compiled rollout programs in memory"),
+    ("perf/max_memory_gib", "scalar", "peak memory of the process (on CPU) or of one device so far"),
+    # speculation
+    ("speculation/accept_length", "scalar",
+     "mean tokens per sequence and drafting round: the accepted draft tokens and one more"),
+    ("speculation/accept_length/{drafter}", "scalar",
+     "the same by drafter: eagle, eagle3 or ngram; if adaptive ngram, learned or merged"),
+    ("speculation/accepted/histogram", "histogram", "accepted draft tokens per sequence and drafting round"),
+    ("speculation/accept_rate@{k}", "scalar", "share of drafting rounds that accepted the draft to depth k"),
+    ("speculation/share", "scalar", "share of the answers' tokens from drafting rounds"),
+    ("speculation/declined", "scalar", "share of drafting rounds in which the drafter proposed nothing"),
+    ("speculation/nodes@{k}", "scalar", "mean tree nodes of a round in batch bucket k; 1 is plain decoding"),
+    ("speculation/prediction_error", "scalar",
+     "median |log(predicted / measured tokens per second)| of the chunks with reliable times"),
+    ("speculation/round_ms@{k}", "scalar", "milliseconds of a drafting round in batch bucket k, median of the chunks"),
+    ("speculation/plain_round_ms@{k}", "scalar", "milliseconds of a plain round in batch bucket k, median of the chunks"),
+    ("speculation/draft_ms@{k}", "scalar",
+     "ms of drafting per round in the most used shape of bucket k; with speculation.time_drafting"),
+    ("speculation/verify_ms@{k}", "scalar", "ms of the rest of such a round; only with speculation.time_drafting"),
+    ("speculation/pool_programs", "scalar", "compiled drafting programs in memory, all data groups"),
+    ("speculation/pool_mib", "scalar",
+     "MiB of a data group's drafting programs: their code, and the temporaries of the largest one"),
+    ("training/epoch", "scalar", "passes over the training rows so far"),
+    ("training/rows_dropped", "scalar",
+     "rows of data.train dropped because they are too long, duplicates or evaluation prompts"),
+    # evaluation
+    ("eval/mean@{k}", "scalar", "mean reward on the evaluation split, k answers per prompt"),
+    ("eval/pass@{k}", "scalar", "unbiased share of evaluation prompts that one of k answers solves"),
+    ("eval/response_length/mean", "scalar", "mean answer length of the evaluation"),
+    ("eval/response_length/max", "scalar", "longest answer of the evaluation"),
+    ("eval/response_length/clip_ratio", "scalar", "share of evaluation answers cut at the length limit"),
+    # supervised warm start
+    ("sft/loss", "scalar", "loss per token of the supervised warm start"),
+    ("sft/grad_norm", "scalar", "global gradient norm of the warm start before clipping"),
+    ("sft/lr", "scalar", "learning rate of the warm start"),
+    ("sft/tokens_per_second", "scalar", "target tokens per second of the warm start"),
+    # drafter training
+    ("drafter/loss", "scalar", "loss of the drafter, all draft steps"),
+    ("drafter/token_loss", "scalar", "cross-entropy from the policy to the drafter per token, first draft step"),
+    ("drafter/feature_loss", "scalar", "smooth-L1 distance to the policy's features, first draft step; only eagle"),
+    ("drafter/agreement@{k}", "scalar", "share of tokens where drafter and policy have the same likeliest token, draft step k"),
+    ("drafter/acceptance@{k}", "scalar", "mean of sum min(policy, drafter) over the vocabulary, draft step k"),
+    ("drafter/grad_norm", "scalar", "global gradient norm of the drafter before clipping"),
+    ("drafter/lr", "scalar", "learning rate of the drafter"),
+    ("drafter/nonfinite", "scalar", "non-finite drafter updates skipped since the start of its training"),
+    ("drafter/tokens_per_second", "scalar", "answer tokens per second of drafter training"),
+    # drafter training in idle time: speculation.drafter adaptive
+    ("idle/ratio", "scalar", "share of the data groups' rollout time without decoding, idle training included"),
+    ("idle/used_ratio", "scalar", "share of that time spent training the drafter"),
+    ("idle/delay_s", "scalar", "seconds that the end of the rollout waited for the last micro-step"),
+    ("drafter/steps", "scalar", "micro-steps of the step, all data groups"),
+    ("drafter/tokens", "scalar", "answer tokens of these micro-steps"),
+    ("drafter/acceptance", "scalar",
+     "expected acceptance of the first draft token on held-out windows, the step's last measurement"),
+    ("drafter/replay_tokens", "scalar", "tokens in the replay buffers, all data groups"),
+    ("drafter/replay_bytes", "scalar", "bytes of their features, all data groups"),
+    ("drafter/replay_age", "scalar", "mean age of the training tokens, in RL steps"),
+    ("drafter/merge_weight_max", "scalar", "largest weight of one data group in the merge"),
+    ("drafter/failures", "scalar", "consecutive steps in which idle training failed; the drafter stays unchanged"),
+    ("drafter/failed_groups", "scalar", "data groups whose idle training failed; their copies are left out of the merge"),
+    # drafter training on the packed rows of the policy's update: drafter_training.share
+    ("drafter/update_steps", "scalar", "optimizer steps of the drafter on packed rows of the RL step"),
+    ("drafter/update_tokens", "scalar", "answer tokens of these optimizer steps"),
+    ("drafter/share", "scalar", "share of the step's packed rows used for these optimizer steps"),
+    # pictures and texts
+    ("rollout/timeline", "image",
+     "activity of each data group during the rollout, a lane per group; at most 16, the latest ones"),
+    ("rollout/samples", "text", "sample prompts and answers with their rewards"),
+    ("config", "text", "the resolved configuration"),
+]  # fmt: skip
+NAMES = tuple(Metric(*row) for row in ROWS)
 
 # Placeholders in names: a number, a statistic over data groups,
 # the name of a reward, a kind of drafter, the <phase> of a timing_s/<phase>.
@@ -392,7 +181,7 @@ HOLES = {
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """Regular expression of the names that a name with placeholders stands for."""
+    """Regular expression that a name with placeholders matches."""
     parts = re.split("(" + "|".join(map(re.escape, HOLES)) + ")", name)
     return re.compile(
         "".join(f"(?:{HOLES[part]})" if part in HOLES else re.escape(part) for part in parts)
@@ -403,7 +192,7 @@ PATTERNS = [(metric, pattern(metric.name)) for metric in NAMES]
 
 
 def find(name: str, kind: str) -> Metric:
-    """The metric of this name and kind. Raises MetricError, with the closest name, without one."""
+    """The metric of this name and kind. Raises MetricError, with the closest name, when none matches."""
     for metric, allowed in PATTERNS:
         if metric.kind == kind and allowed.fullmatch(name):
             return metric

@@ -17,7 +17,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
-from tlt_jax.config.schema import TENSORBOARD
+from tlt_jax.config.outputs import TENSORBOARD
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class TensorBoard:
     """Writes events to <run>/tensorboard. They are on disk when a method returns.
 
-    Events of `first_step` and later, written by an interrupted run, are removed.
+    Removes events of `first_step` and later, which an interrupted run wrote.
     """
 
     def __init__(self, config: Config, first_step: int):
@@ -34,7 +34,7 @@ class TensorBoard:
         earlier = sorted(folder.iterdir())
         for path in earlier:
             forget(path, first_step)
-        # Its name sorts after the earlier ones also within a second.
+        # The number sorts the file after earlier ones of the same second.
         self._events = EventsWriter(str(folder / "events"), f".{len(earlier):04d}")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -43,7 +43,7 @@ class TensorBoard:
             scalar = summary.scalar(name, value)
             scalar.value[
                 0
-            ].tag = name  # tensorboardX writes _ for @ and :, which TensorBoard itself takes
+            ].tag = name  # tensorboardX replaces @ and : by _, which TensorBoard allows
             self._write(step, scalar)
         self._events.flush()
 
@@ -71,10 +71,10 @@ class TensorBoard:
 
 
 def forget(path: Path, first_step: int) -> None:
-    """Removes the events of `first_step` and later from a TensorBoard file, and a last one that is not whole.
+    """Removes the events of `first_step` and later from a TensorBoard file, and an incomplete last one.
 
-    Events of the supervised warm start stay, unless first_step is 0 (a new run). Of a damaged file the events before the
-    damage stay, and a copy of all of it is kept beside the folder, which is logged.
+    Keeps the events of the supervised warm start unless first_step is 0 (a new run). In a damaged file it keeps the events
+    before the damage, copies the file to a folder next to this one, and logs both.
     """
     content, kept, start, is_damaged = path.read_bytes(), [], 0, False
     while start + 12 <= len(content):  # a record is: 8 bytes of length, checksum, event, checksum
@@ -97,13 +97,14 @@ def forget(path: Path, first_step: int) -> None:
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(content)
         log.warning(
-            "%s is damaged at byte %d: what comes after it is not shown any more; all of it is in %s",
+            "%s is damaged at byte %d: later events are removed; a copy of the file is in %s",
             path,
             start,
             copy,
         )
     if sum(map(len, kept)) < len(content):
-        outside = path.parent.with_suffix(atomic.TEMPORARY)  # of the folder that TensorBoard reads
+        # Outside of the folder, where TensorBoard reads all files.
+        outside = path.parent.with_suffix(atomic.TEMPORARY)
         with atomic.replacing(path, outside) as temporary:
             temporary.write_bytes(b"".join(kept))
 

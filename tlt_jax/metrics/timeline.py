@@ -1,4 +1,4 @@
-"""The rollout as an image and as a trace, one lane per data group, and how groups spent it; knows only spans."""
+"""Image, trace and busy and idle seconds of a rollout by data group; knows only spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ COLORS = {
 }
 OTHER = (150, 150, 150)
 DECODING = ("prefill", "decode", "speculate", "catch_up")
-MOST_LANES = 16  # groups that are told of one by one; of more the latest have a lane
+MOST_LANES = (
+    16  # maximum number of lanes; with more groups, those that finish decoding last have one
+)
 WIDTH, LANE, LEFT, TOP, BOTTOM = 1200, 30, 70, 30, 26
 
 
@@ -40,7 +42,7 @@ class Span(Protocol):
 
 
 class GroupSeconds(NamedTuple):
-    """How a data group spent some time, in seconds; they add up to it."""
+    """How a data group spent a window of time, in seconds; their sum is the window."""
 
     busy: float
     compile_wait: float
@@ -50,10 +52,10 @@ class GroupSeconds(NamedTuple):
 def group_seconds(
     spans: Iterable[Span], waits: Waits, groups: int, window: Interval
 ) -> list[GroupSeconds]:
-    """How each group spent the window, in which its host `waits` for compilations now and then.
+    """How each group spent the window; `waits` are the intervals in which its host waited for a compilation.
 
-    While the host waits it gives no group work, and sees no program end: this time is neither busy
-    nor idle.
+    A waiting host dispatches no work and sees no program end, so that this time is neither busy nor
+    idle.
     """
     first, last = window
     work: list[list[Interval]] = [[] for _ in range(groups)]
@@ -73,8 +75,8 @@ def group_seconds(
 def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> float:
     """Share of the groups' time during which a group has no span other than "wait".
 
-    The time is from the first start to the last end. A group is not idle while its host `waits`
-    for a compilation.
+    Measured from the first start to the last end. A group is not idle while its host waits for a
+    compilation.
     """
     if not spans:
         return 0.0
@@ -84,7 +86,7 @@ def idle_share(spans: Sequence[Span], groups: int, waits: Waits = NO_WAITS) -> f
 
 
 def latest(spans: Iterable[Span], groups: int) -> list[int]:
-    """All groups, the one first that decoded until last."""
+    """All groups, ordered by the end of their decoding, latest first."""
     until = [-np.inf] * groups
     for one in spans:
         if one.kind in DECODING:
@@ -104,7 +106,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 def draw(spans: Sequence[Span], groups: int) -> np.ndarray:
     """uint8 [height, width, 3]: a lane per group, colours by kind, legend, axis in seconds.
 
-    Of more than MOST_LANES groups those that decoded until last.
+    With more than MOST_LANES groups it shows those that finish decoding last.
     """
     shown = sorted(latest(spans, groups)[:MOST_LANES])
     lanes = {group: TOP + LANE * lane for lane, group in enumerate(shown)}
@@ -138,7 +140,7 @@ def draw_span(
     """A span in its lane."""
     corners = left, top + 3, max(left, right), top + LANE - 3
     canvas.rectangle(corners, fill=COLORS.get(kind, OTHER))
-    if right - left > 6:  # a line between adjacent spans
+    if right - left > 6:  # line between adjacent spans
         canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
 
 

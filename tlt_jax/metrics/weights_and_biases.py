@@ -1,4 +1,4 @@
-"""The Weights & Biases run of a run folder, of the optional package wandb; knows no names of metrics."""
+"""The Weights & Biases run of a run folder, by the optional package wandb; knows no names of metrics."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ import numpy as np
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
-from tlt_jax.config.schema import WANDB
+from tlt_jax.config.outputs import WANDB
 from tlt_jax.errors import ConfigError
 
 ID = "id.txt"
-STEP = "step"  # of the run; W&B's own counter must grow, and a run that goes on repeats steps
+# The step as a metric: W&B's counter must increase, and a resumed run repeats steps.
+STEP = "step"
 LONGEST_NAME = 128
-# Seconds that W&B may take to begin, and for its last uploads.
+# Timeouts in seconds of starting a W&B run, and of its last uploads.
 BEGIN_S, FINISH_S = 30, 20
 
 log = logging.getLogger(__name__)
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError when Weights & Biases is wanted and not installed, or cannot take the run."""
+    """Raises ConfigError when log.trackers names wandb and it is not installed, or cannot start the run."""
     if WANDB not in config.log.trackers:
         return
     if find_spec("wandb") is None:
@@ -44,13 +45,13 @@ def check_trackers(config: Config) -> None:
     is_online = os.environ.get("WANDB_MODE", "online") == "online"
     if is_online and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
-            f"log.trackers names {WANDB}, and there is no API key: run `wandb login`, set WANDB_API_KEY, or set "
+            f"log.trackers names {WANDB}, and no API key is set: run `wandb login`, set WANDB_API_KEY, or set "
             "WANDB_MODE=offline"
         )
 
 
 def imported(run: Path) -> Any:
-    """The package wandb, which prints nothing, and whose own log goes to the run folder."""
+    """The package wandb, silent and with its log in the run folder."""
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_CACHE_DIR", str((run / WANDB / "cache").absolute()))
     import wandb  # optional, and takes a second to import
@@ -61,9 +62,9 @@ def imported(run: Path) -> Any:
 class WeightsAndBiases:
     """Writes to a run of Weights & Biases; its files are in <run>/wandb.
 
-    A run that goes on (`first_step` above 0) goes on with the same run there; the steps that it
-    repeats are there twice. W&B never costs a step: without its server everything is kept in the
-    run folder, and after any other failure nothing more is written. Both are said once.
+    A resumed run (`first_step` above 0) resumes its W&B run, where repeated steps appear twice. No
+    failure of W&B stops a step: without its server everything is written to the run folder, and
+    after any other failure nothing more is written. Both are logged once.
     """
 
     def __init__(self, config: Config, first_step: int):
@@ -72,7 +73,7 @@ class WeightsAndBiases:
         try:
             self._wandb = imported(Path(config.run))
             self._run = self._begin(config, identifier(self._folder, first_step > 0))
-        except Exception as error:  # of whatever kind: no step is lost for a tracker
+        except Exception as error:  # of any kind: a tracker must not stop a run
             self._give_up(error)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -87,7 +88,7 @@ class WeightsAndBiases:
         )
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Writes a text, shown as it is."""
+        """Writes a text, shown verbatim."""
         page = f"<pre>{html.escape(markdown)}</pre>"
         self._write(
             step, lambda: {name: self._wandb.Html(page, inject=False, data_is_not_path=True)}
@@ -98,16 +99,16 @@ class WeightsAndBiases:
         self._write(step, lambda: {name: self._wandb.Image(pixels)})
 
     def close(self, is_failed: bool) -> None:
-        """Ends the run there, once it has everything, or after FINISH_S seconds."""
+        """Ends the W&B run after the last upload, or after FINISH_S seconds."""
         if self._run is not None:
             try:
                 self._run.finish(exit_code=int(is_failed))
-            except Exception as error:  # of whatever kind: no step is lost for a tracker
+            except Exception as error:  # of any kind: a tracker must not stop a run
                 self._give_up(error)
             self._run = None
 
     def _begin(self, config: Config, name: str) -> Any:
-        """The run of this id, new or as it was; without a server one that is kept in the folder."""
+        """The new or resumed W&B run of this id; an offline run when the server cannot be reached."""
         shown = config.log.wandb_name or "/".join(Path(config.run).parts[-2:])[-LONGEST_NAME:]
         arguments = {
             "dir": config.run,
@@ -134,7 +135,7 @@ class WeightsAndBiases:
                 one_line(error),
                 self._folder,
             )
-            self._wandb.teardown()  # it would go on trying, and hold the id
+            self._wandb.teardown()  # it would keep trying, and hold the id
             run = self._wandb.init(**arguments, settings=settings, mode="offline")
         run.define_metric("*", step_metric=STEP)
         if not run.offline:
@@ -145,20 +146,20 @@ class WeightsAndBiases:
         if self._run is not None:
             try:
                 self._run.log({STEP: step, **row()})
-            except Exception as error:  # of whatever kind: no step is lost for a tracker
+            except Exception as error:  # of any kind: a tracker must not stop a run
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
         log.warning(
-            "Weights & Biases gets nothing more of this run (%s): what it has is in %s",
+            "Weights & Biases failed (%s): nothing more of this run is sent; earlier data is in %s",
             one_line(error),
             self._folder,
         )
 
 
 def identifier(folder: Path, is_resumed: bool) -> str:
-    """The id of the run there: the one in the folder when a run goes on, otherwise a new one."""
+    """The id of the W&B run: that in the folder for a resumed run, otherwise a new one."""
     path = folder / ID
     if is_resumed and path.exists():
         return path.read_text().strip()

@@ -1,6 +1,6 @@
 """The writer of a run folder: metrics for the trackers, completions and chunks. No JAX.
 
-Each step is there once, also after a resume (at Weights & Biases, repeated steps are there twice).
+Each step appears once, also after a resume (except at Weights & Biases, where repeated steps appear twice).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
-from tlt_jax.config.schema import LOG, TENSORBOARD, WANDB
+from tlt_jax.config.outputs import LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import is_disk_full
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
@@ -51,9 +51,9 @@ class Record:
 class ChunkRecord:
     """A decoding chunk of a step, a line of the speculation file.
 
-    `predicted` (None: no prediction) and `measured` are tokens per second; `reason` is why the
-    strategy was chosen. accepted[i]: row rounds of drafting that accepted i drafted tokens.
-    `is_timed`: nothing that the host did, such as compiling, makes `seconds` uncertain.
+    `predicted` (None: no prediction) and `measured` are tokens per second; `reason`: why the tuner
+    chose the strategy. accepted[i]: row rounds of drafting that accepted i drafted tokens.
+    `is_timed`: `seconds` is reliable, because the host did nothing else, such as compiling.
     """
 
     group: int
@@ -73,23 +73,22 @@ class ChunkRecord:
 
 
 class LogFile(logging.FileHandler):
-    """The log of a run. A full disk is no error here: the next write of the run, which is one, says it once."""
+    """The log of a run. It ignores a full disk, which the next other write of the run reports."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not is_disk_full(sys.exc_info()[1]):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what it could not write before
+        with contextlib.suppress(OSError):  # of an earlier write
             super().close()
 
 
 class Writer:
-    """Writes a run folder and shows progress. Data is on disk when a method returns, but for W&B's.
+    """Writes a run folder and shows progress. Data is on disk when a method returns, except that of W&B.
 
-    `resumed_from`: step of the checkpoint that the run resumes from; output of later steps, written
-    by an interrupted run, is removed, so that each step is there once. None: a new run, which
-    removes the output of earlier attempts.
+    `resumed_from`: step of the checkpoint that the run resumes from; output of later steps, which an
+    interrupted run wrote, is removed. None: a new run, which removes the output of earlier attempts.
     """
 
     def __init__(self, config: Config, total_steps: int, resumed_from: int | None = None):
@@ -127,7 +126,7 @@ class Writer:
         self.close(is_failed=error is not None)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes scalars of a step. Raises MetricError for a name that is not in the list."""
+        """Writes scalars of a step. Raises MetricError for an unlisted name."""
         for name in values:
             names.find(name, "scalar")
         for tracker in self._trackers:
@@ -161,16 +160,15 @@ class Writer:
     ) -> None:
         """Writes an RL step.
 
-        Completions and chunks at every step; scalars every log.every steps; texts, histograms and
-        the timeline every log.texts_every steps.
+        Completions, chunks and scalars at every step; texts, histograms and the timeline every
+        log.texts_every steps.
         """
         self.lines(COMPLETIONS, step, records)
         if chunks:
             self.lines(SPECULATION, step, chunks)
 
         log = self._config.log
-        if step % log.every == 0:
-            self.scalars(step, scalars)
+        self.scalars(step, scalars)
 
         if step % log.texts_every == 0:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
@@ -214,7 +212,7 @@ class Writer:
 
     def close(self, is_failed: bool = False) -> None:
         """Closes the files and ends the display."""
-        with ExitStack() as closing:  # all of them, also when one raises
+        with ExitStack() as closing:  # closes all of them, also when one raises
             closing.callback(self._log.close)
             closing.callback(logging.getLogger("tlt_jax").removeHandler, self._log)
             closing.callback(self.progress.close)
@@ -223,7 +221,7 @@ class Writer:
 
 
 class NoWriter:
-    """The writer of a process that leaves writing to another: does nothing."""
+    """The writer of processes other than 0: does nothing."""
 
     def __enter__(self) -> NoWriter:
         return self
@@ -238,7 +236,7 @@ class NoWriter:
 
 
 def sample(record: Record) -> str:
-    """One answer as Markdown, indented so that none of it is interpreted as markup."""
+    """One answer as Markdown, in code blocks so that none of it is interpreted as markup."""
     parts = ", ".join(f"{name} {value:g}" for name, value in record.parts.items())
     head = f"**reward {record.reward:g}** ({parts or 'no parts'}), {record.length} tokens, {record.finish}"
     return "\n\n".join(

@@ -96,8 +96,6 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
         model,
         knobs.kind,
         draft_vocab_size=min(knobs.vocab or DRAFT_VOCAB, model.vocab_size),
-        fc_norm=knobs.fc_norm,
-        norm_output=knobs.norm_output,
     )
 
 
@@ -109,10 +107,6 @@ def check_drafter_training(config: Config) -> None:
         if knobs.start:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
-    for name in ("fc_norm", "norm_output"):
-        if not getattr(knobs, name) and (knobs.start or knobs.kind == "eagle"):
-            reason = "only a new eagle3 drafter has a choice"
-            raise ConfigError(f"drafter_training.{name} false: {reason}: leave it out")
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:

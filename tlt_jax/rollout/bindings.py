@@ -17,6 +17,7 @@ from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.rollout import ngram_memory
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.draft_tree import Candidates
@@ -24,6 +25,8 @@ from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, 
 from tlt_jax.spec_decode.merged_drafter import merged_drafter
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, Strategy
 from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
+
+COUPLING = Coupling()  # of a learned drafter
 
 
 def bind_drafters(
@@ -42,7 +45,7 @@ def bind_drafters(
         return drafter, {}
     if config is None:
         return drafter, {NGRAM: drafter}
-    ngrams = ngram_drafter(speculation, group_mesh)
+    ngrams = ngram_drafter(group_mesh)
     return drafter, {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
 
 
@@ -57,23 +60,20 @@ def bind_drafter(
     if config is not None:
         return learned_drafter(
             network(config, target, group_mesh, dtype),
-            Coupling(speculation.coupling, speculation.sharpness),
+            COUPLING,
         )
-    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(speculation, group_mesh)
+    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(group_mesh)
 
 
-def ngram_drafter(speculation: Speculation, group_mesh: Mesh) -> Drafter:
+def ngram_drafter(group_mesh: Mesh) -> Drafter:
     """N-grams as a drafter on one data group."""
     whole = NamedSharding(group_mesh, PartitionSpec())
-    search = ngram.Settings(speculation.min_match, speculation.max_match)
 
     def draft(weights, state, context, strategy: Strategy, temperature: float) -> Candidates:
-        return ngram.propose(
-            context.history, context.lengths, context.host_context, strategy, search
-        )
+        return ngram.propose(context.history, context.lengths, context.host_context, strategy)
 
     def host_context(batch: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch, speculation.pool), jnp.int32, sharding=whole)
+        return jax.ShapeDtypeStruct((batch, ngram_memory.POOL), jnp.int32, sharding=whole)
 
     return stateless(draft, host_context=host_context)
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
+from tlt_jax.config.validate import answer_limit
 from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
@@ -24,7 +25,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.rollout import bindings, exchange
+from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
 from tlt_jax.rollout.executables.compilation import Executables, log_compile, use_compile_cache
@@ -42,6 +43,8 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import goodput, make
 from tlt_jax.tuner.interface import State as TunerState
+
+IN_FLIGHT = 2  # chunks that a data group may have queued
 
 
 class Engine:
@@ -84,7 +87,7 @@ class Engine:
             self.cost_table = deterministic.cost_table(make.node_cost(is_cpu))
         self.ngram_memory = None
         if speculation.drafter in (NGRAM, ADAPTIVE):
-            self.ngram_memory = ngram_memory(config)
+            self.ngram_memory = make_ngram_memory(config)
 
         self.programs = Executables(self.shapes(drafter), log_compile, cache)
         self.capacity = config.rollout.slots or self.share(
@@ -190,7 +193,7 @@ class Engine:
                 self.stops,
             ),
             rounds=self.config.rollout.chunk,
-            in_flight=self.config.rollout.in_flight,
+            in_flight=IN_FLIGHT,
             capacity=min(self.capacity, self.share(len(tokens), samples)),
             rollouts_left=rollouts_left,
         )
@@ -250,15 +253,15 @@ def local_groups(mesh: Mesh, job: Job) -> list[int]:
         raise ConfigError(str(error)) from error
 
 
-def ngram_memory(config: Config) -> NGramMemory:
-    """The memory of an engine's n-grams; a deterministic rollout keeps nothing that a resumed run would lack."""
-    speculation, is_deterministic = config.speculation, config.rollout.deterministic
-    return NGramMemory(
-        speculation.pool,
-        math.inf if is_deterministic else speculation.memory,
-        speculation.max_match,
-        keeps_earlier=not is_deterministic,
-    )
+def make_ngram_memory(config: Config) -> NGramMemory:
+    """The memory of an engine's n-grams; a deterministic rollout keeps nothing that a resumed run would lack.
+
+    Raises ConfigError for sequences that are too long to search.
+    """
+    is_deterministic = config.rollout.deterministic
+    ngram_memory.check_longest(config.data.max_prompt_tokens + answer_limit(config))
+    capacity = math.inf if is_deterministic else ngram_memory.CAPACITY
+    return NGramMemory(ngram_memory.POOL, capacity, keeps_earlier=not is_deterministic)
 
 
 def tuner_basis(config: Config, mesh: Mesh, drafter_kind: str) -> dict[str, Any]:

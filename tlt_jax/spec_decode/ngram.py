@@ -95,6 +95,11 @@ def search(
     return Found(matched, follows.reshape(*places.shape, depth))
 
 
+def longest_text(settings: Settings) -> int:
+    """Most tokens of text that `best_places` can search."""
+    return 2**24 // (settings.max_match + 1)
+
+
 @shaped
 def best_places(
     text: Int32[Array, "B T"], root: Int32[Array, " B"], settings: Settings
@@ -105,7 +110,7 @@ def best_places(
     without a full sort. The encoding is exact; raises ValueError when it cannot be.
     """
     width, most = text.shape[1], settings.max_match
-    if (most + 1) * width > 2**24:
+    if width > longest_text(settings):
         raise ValueError(
             f"{width} tokens of text times max_match {most} + 1 exceed {2**24}: lower one of them"
         )

@@ -19,6 +19,7 @@ from tlt_jax.models import eagle, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
+WINDOW = 512  # most tokens of a finished sequence that are stored together
 WIDTH_MULTIPLE = 16  # of a window
 HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 
@@ -26,19 +27,17 @@ HELD_OUT = 8  # every 8th sequence is held out from training, to measure on
 def replay_config(config: Config, recipe: Recipe) -> ReplayConfig:
     """The replay buffer of each data group. Raises ConfigError when one window exceeds idle_training.replay_mib."""
     knobs, longest = config.idle_training, packing.longest(config)
-    width = min(knobs.window, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    width = min(WINDOW, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
     numbers = (len(recipe.drafter.captures) + 1) * recipe.model.hidden_size  # features and states
     mib = width * numbers * np.dtype(recipe.compute_dtype).itemsize / 2**20
     if mib > knobs.replay_mib:
         raise ConfigError(
-            f"idle_training.replay_mib {knobs.replay_mib}: a window of {width} tokens takes {mib:.1f} MiB: "
-            f"raise it, or lower idle_training.window"
+            f"idle_training.replay_mib {knobs.replay_mib}: a window of {width} tokens takes {mib:.1f} MiB: raise it"
         )
     return ReplayConfig(
         width=width,
         max_bytes=knobs.replay_mib * 2**20,
         place=knobs.replay_place,
-        most=knobs.windows,
         seed=config.train.seed,
         held_out=HELD_OUT,
     )

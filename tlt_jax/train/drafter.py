@@ -17,7 +17,7 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.data.dataset import Encoder
+from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.drafter import (
@@ -33,6 +33,7 @@ from tlt_jax.models import eagle, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import run_state, sft
+from tlt_jax.train.health import MAX_NONFINITE
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 
@@ -188,7 +189,7 @@ def train_drafter(
                 step - reported,
                 time.perf_counter() - begin,
             )
-            if int(state.skips) >= config.train.max_nonfinite:
+            if int(state.skips) >= MAX_NONFINITE:
                 print(f"error: step {step}: {int(state.skips)} updates in a row were not finite: lower "
                       "drafter_training.learning_rate", file=sys.stderr)  # fmt: skip
                 return state, acceptance, DIVERGED

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.data.dataset import Dataset, Prompt
+from tlt_jax.data.dataset import Dataset
+from tlt_jax.data.encoder import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM

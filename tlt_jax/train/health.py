@@ -8,6 +8,9 @@ from tlt_jax.config import Config
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
 
+MAX_NONFINITE = 3  # updates in a row that are not finite (each is skipped) end a run
+MAX_FAILED = 3  # steps in a row in which every reward failed end a run
+
 
 class Health:
     """Checks each step of a run; counts the consecutive steps in which every reward failed."""
@@ -28,14 +31,14 @@ class Health:
                 "the policy's logits are not finite in any answer: check the weights of model.path, or lower "
                 "optim.learning_rate and resume from an earlier checkpoint"
             )
-        if skips >= self.config.train.max_nonfinite:
+        if skips >= MAX_NONFINITE:
             return (
                 f"{skips} updates in a row were not finite: lower optim.learning_rate, or check the rewards and completions "
                 "in the run folder"
             )
-        if self.failed_steps >= self.config.reward.max_failed:
+        if self.failed_steps >= MAX_FAILED:
             return (
-                f"every reward failed, {self.failed_steps} steps in a row: correct it, or raise reward.max_failed or "
+                f"every reward failed, {self.failed_steps} steps in a row: correct it, or raise "
                 f"reward.timeout_s; the first: {failed[0].failure}: {failed[0].detail}"
             )
         return ""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from tlt_jax.config import extension
-from tlt_jax.config.schema import PPO
+from tlt_jax.config.learning import PPO
 from tlt_jax.errors import ConfigError
 from tlt_jax.shapes import shaped
 

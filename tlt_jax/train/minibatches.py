@@ -15,7 +15,7 @@ from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint.index import leaf_index
 from tlt_jax.config import Config
 from tlt_jax.data import packing
-from tlt_jax.data.dataset import Prompt
+from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tlt_jax import optimizer
-from tlt_jax.config.schema import PPO
+from tlt_jax.config.learning import PPO
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.models import token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import Params

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
-from tlt_jax.config.schema import PPO
+from tlt_jax.config.learning import PPO
 from tlt_jax.data import packing
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam

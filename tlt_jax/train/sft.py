@@ -25,7 +25,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.optimizer import Adam
+from tlt_jax.optimizer import WEIGHT_DECAY, Adam
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
@@ -99,7 +99,7 @@ def supervised(recipe: Recipe, config: Config) -> Recipe:
 
     Worked solutions may be longer than answers, up to the row length.
     """
-    adam = Adam.short(config, config.sft.learning_rate, config.sft.steps, config.sft.weight_decay)
+    adam = Adam.short(config, config.sft.learning_rate, config.sft.steps)
     return replace(recipe, adam=adam, objective=Objective(is_supervised=True), longest=None)
 
 
@@ -134,7 +134,7 @@ def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path |
         "source": from_config.fingerprint(config),
         "data": asdict(config.data),
         "rows": dataset.digest(),
-        "sft": asdict(replace(config.sft, cache="")),
+        "sft": asdict(replace(config.sft, cache="")) | {"weight_decay": WEIGHT_DECAY},
         "mesh": (config.mesh.data, config.mesh.model),
         "packing": (
             packing.row_tokens(config),

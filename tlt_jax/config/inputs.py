@@ -1,0 +1,127 @@
+"""The sections model, mesh, data and reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tlt_jax.config.knobs import knob
+
+DTYPES = ("float32", "float64", "bfloat16")
+REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
+DROP = "drop"  # value of data.duplicates
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = knob(
+        "", "HF model directory or hub id; empty: a new model with the sizes in model.init"
+    )
+    tokenizer: str = knob(
+        "", "tokenizer directory or hub id; empty: model.path, or the task's own tokenizer"
+    )
+    init: dict[str, Any] = knob(
+        {},
+        "fields of an HF config.json (model_type, hidden_size, ...) for a new model; vocabulary and EOS default to those "
+        "of the tokenizer. With model.path: the sizes that `plan` uses when the model's files are missing",
+    )
+    param_dtype: str = knob(
+        "float32",
+        "dtype of the master weights: float32 | float64; bfloat16 would lose small updates",
+        one_of=("float32", "float64"),
+    )
+    compute_dtype: str = knob(
+        "float32",
+        f"dtype of matrix products, rollout weights and KV cache: {' | '.join(DTYPES)}",
+        one_of=DTYPES,
+    )
+    matmul_precision: str = knob(
+        "default",
+        "jax_default_matmul_precision: default | high | highest",
+        one_of=("default", "high", "highest"),
+    )
+    remat: bool = knob(
+        False,
+        "gradient checkpointing: recompute each layer in the backward pass (less memory, a third more time)",
+    )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: int = knob(
+        1,
+        "data parallelism: rollout replicas (data groups), and FSDP shards of the update",
+        at_least=1,
+    )
+    model: int = knob(1, "tensor parallelism: devices of one data group", at_least=1)
+    fake_devices: int = knob(
+        0,
+        "split the host CPU into this many devices; 0: use the available devices",
+        at_least=0,
+    )
+    xla_flags: str = knob("", "appended to XLA_FLAGS before JAX starts")
+
+
+@dataclass(frozen=True)
+class Data:
+    task: str = knob(
+        "fold",
+        "generated task, used when data.train is empty: fold | scan | ledger | module:function, which returns your Task",
+    )
+    task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
+    train: str = knob(
+        "",
+        "JSONL or Parquet file, directory of such files, or hub data set (owner/name); with several splits "
+        "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are environment "
+        "variables. Or module:function, which returns dicts",
+    )
+    eval: str = knob(
+        "",
+        "evaluation data, like data.train; empty: data.eval_size of the training rows",
+    )
+    eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
+    prompt_column: str = knob("prompt", "column with the prompt: text, or a list of chat messages")
+    answer_column: str = knob("answer", "column with the reference answer")
+    id_column: str = knob("", "column with a unique id; empty: the row number")
+    chat_template: bool = knob(False, "wrap the prompt with the tokenizer's chat template")
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "keyword arguments of the chat template (for example enable_thinking)"
+    )
+    system: str = knob("", "system message, with the chat template")
+    prompt_suffix: str = knob("", "text appended to each prompt")
+    max_prompt_tokens: int = knob(512, "longer prompts are dropped and counted", at_least=1)
+    max_too_long: float = knob(
+        0.2,
+        "maximum share of rows dropped as too long; a larger share is an error",
+        at_least=0,
+        at_most=1,
+    )
+    duplicates: str = knob(
+        DROP,
+        "rows of data.train with a repeated prompt, or with an evaluation prompt. drop: dropped and counted | keep",
+        one_of=(DROP, "keep"),
+    )
+    shuffle: bool = knob(True, "shuffle the rows in every epoch")
+
+
+@dataclass(frozen=True)
+class Reward:
+    terms: dict[str, float] = knob(
+        {"task": 1.0}, f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function"
+    )
+    workers: int = knob(1, "scoring processes", at_least=1)
+    timeout_s: float = knob(
+        10.0, "time limit of one score in seconds; the scoring process is killed after it", above=0
+    )
+    failure_score: float = knob(
+        0.0, "score of an answer whose reward timed out, crashed or raised an error"
+    )
+    memory_mib: int = knob(
+        8192,
+        "memory limit of a scoring process, in MiB; a score beyond it fails; 0: no limit",
+        at_least=0,
+    )
+    environment: list[str] = knob(
+        [],
+        "environment variables to pass to scoring processes, in addition to PATH, HOME, PYTHON*, LC_* and similar",
+    )

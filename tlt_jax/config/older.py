@@ -1,0 +1,79 @@
+"""Names in configurations of older versions: renamed sections, and knobs that became constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt_jax.config import parse as parsing
+from tlt_jax.config.schema import Config
+from tlt_jax.errors import ConfigError
+
+RENAMED = {"warmup": "drafter_training"}  # sections: old name -> new name
+# Knobs that became constants: name -> value of the constant, which was the knob's default.
+CONSTANTS: dict[str, Any] = {
+    "rollout.in_flight": 2,
+    "speculation.coupling": 0.75,
+    "speculation.sharpness": 1.0,
+    "speculation.min_match": 1,
+    "speculation.max_match": 12,
+    "speculation.pool": 2048,
+    "speculation.memory": 4_000_000,
+    "reward.max_failed": 3,
+    "train.max_nonfinite": 3,
+    "sft.weight_decay": 0.0,
+    "drafter_training.weight_decay": 0.0,
+    "drafter_training.decay": 0.8,
+    "drafter_training.loss": "cross_entropy",
+    "drafter_training.top_loss": 0.0,
+    "drafter_training.detach": False,
+    "drafter_training.noise": 0.0,
+    "drafter_training.fc_norm": True,
+    "drafter_training.norm_output": True,
+    "idle_training.warmup_steps": 20,
+    "idle_training.grad_clip": 1.0,
+    "idle_training.weight_decay": 0.0,
+    "idle_training.micro_step_ms": 250.0,
+    "idle_training.window": 512,
+    "idle_training.windows": 2,
+    "log.every": 1,
+}
+
+
+def refuse(names: Iterable[str]) -> None:
+    """Raises ConfigError for a renamed section, with its new name, and for a knob that became a constant."""
+    for name in names:
+        section, dot, knob = name.partition(".")
+        if section in RENAMED:
+            raise ConfigError(f"{name} has a new name: write {RENAMED[section]}{dot}{knob}")
+        if name in CONSTANTS:
+            raise ConfigError(f"{name} is a constant now, {CONSTANTS[name]!r}: remove it")
+
+
+def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """The mapping of an older run folder's config.yaml under the names of this version, without constants.
+
+    Raises ConfigError, with their names, for constants with another value and for knobs that no longer exist.
+    """
+    updated: dict[str, Any] = {}
+    changed = []
+    for old, value in tree.items():
+        section = RENAMED.get(old, old)
+        if isinstance(value, Mapping):
+            constants = {knob for knob in value if f"{section}.{knob}" in CONSTANTS}
+            for knob in sorted(constants):
+                if value[knob] != CONSTANTS[f"{section}.{knob}"]:
+                    constant = CONSTANTS[f"{section}.{knob}"]
+                    changed.append(
+                        f"{section}.{knob} {value[knob]!r} (now the constant {constant!r})"
+                    )
+            value = {knob: one for knob, one in value.items() if knob not in constants}
+        updated[section] = value
+    missing = [*changed, *parsing.unknown(Config, updated)]
+    if missing:
+        raise ConfigError(
+            f"{path}: the run was made by an older version of tlt_jax, with {', '.join(missing)}, "
+            "which this version does not have: continue it with that version, or start another run folder"
+        )
+    return updated

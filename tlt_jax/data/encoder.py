@@ -1,0 +1,79 @@
+"""Tokenizes rows: prompts with their chat template, and solutions. Knows no file, model or device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from tlt_jax.config import Config
+from tlt_jax.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt: int32 `tokens` [T], and `text` with the chat template.
+
+    `row` has the columns of the source, and the mapped columns "id", "prompt", "answer" and, for a
+    warm start, "solution".
+    """
+
+    index: int
+    tokens: np.ndarray
+    row: dict[str, Any]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes rows with the chat template, suffix and system message of the configuration."""
+
+    config: Config
+    tokenizer: Any
+
+    def text(self, prompt: str | list[dict[str, str]]) -> str:
+        """The prompt with suffix, system message and chat template."""
+        data = self.config.data
+        if not data.chat_template:
+            return prompt + data.prompt_suffix
+
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(m) for m in prompt]
+        )
+        messages[-1]["content"] += data.prompt_suffix
+        if data.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": data.system})
+
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+        )
+
+    def prompts(self, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        """The tokenized prompts of the rows. Raises DataError when the chat template rejects one."""
+        texts = []
+        for row in rows:
+            try:
+                texts.append(self.text(row["prompt"]))
+            except TemplateError as error:
+                raise DataError(f"the chat template rejects row {row['id']}: {error}") from error
+        # The template adds the special tokens.
+        tokens = self._tokens(texts, special=not self.config.data.chat_template)
+        return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]
+
+    def solutions(self, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+        """Token ids int32 of the rows' solutions, with EOS."""
+        tokens = self._tokens([row["solution"] for row in rows], special=False)
+        return [np.append(t, np.int32(self.tokenizer.eos_token_id)) for t in tokens]
+
+    def _tokens(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        if not texts:
+            return []
+        return [
+            np.asarray(ids, np.int32)
+            for ids in self.tokenizer(texts, add_special_tokens=special)["input_ids"]
+        ]
