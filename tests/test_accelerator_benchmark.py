@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 
-import accelerator
-import accelerator_sections as sections
 import pytest
-from accelerator_setup import SHAPES, Device, TimeIsOver
 
+from benchmarks.device import accelerator, sections, setup
+from benchmarks.device.setup import SHAPES, Device, TimeIsOver
 from tlt_jax.distributed.mesh import make_mesh
 
 
@@ -20,7 +19,7 @@ def device(seconds: float = 600.0) -> Device:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """One call of each program is timed."""
-    monkeypatch.setattr("accelerator_setup.REPEATS", (1, 0))
+    monkeypatch.setattr(setup, "REPEATS", (1, 0))
 
 
 @pytest.mark.parametrize("section", sections.SECTIONS)
@@ -36,7 +35,7 @@ def test_every_section_measures(section):
 
 def test_the_operations_of_an_update_are_those_of_its_products(monkeypatch):
     """By hand: tiny has matrices of 64 x (64 + 2 * 32 + 64 + 3 * 128) in 2 layers, norms and biases, and a head of 256 x 64."""
-    monkeypatch.setattr(sections, "seconds", lambda call: 1.0)
+    monkeypatch.setattr(setup, "seconds", lambda call: 1.0)
     one = device()
     _, flop = sections.update_seconds(one, one.model(), 2, 128)
     matrices = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128) + 256 * 64
@@ -46,8 +45,8 @@ def test_the_operations_of_an_update_are_those_of_its_products(monkeypatch):
 
 
 def test_the_bound_of_decoding_is_weights_and_half_full_cache(monkeypatch):
-    monkeypatch.setattr(sections, "round_seconds", lambda *given: 1.0)
-    monkeypatch.setattr(sections, "copy_rate", lambda device: (1.0, 1.0))
+    monkeypatch.setattr(setup, "round_seconds", lambda *given: 1.0)
+    monkeypatch.setattr(setup, "copy_rate", lambda device: (1.0, 1.0))
     shares = [row[4] for row in sections.decode(device())]
     weights = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128) + 256 * 64 + 2 * (2 * 64 + 64 + 2 * 32) + 64
     cache = 2 * 2 * 32 * 64  # keys and values, layers, width, slots

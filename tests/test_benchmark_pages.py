@@ -5,23 +5,29 @@ from __future__ import annotations
 import csv
 import importlib
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
-from result_table import MEASURED_WITH, ResultTable
+
+from benchmarks.common.results import MEASURED_WITH, ResultTable
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text()
 FILES = sorted((BENCHMARKS / "results").glob("*.csv"))
-OTHERS = {"in_turns", "tunix_sampler"}  # started by benchmarks; they take no --help
+OTHERS = {"in_turns.py"}  # is started by a benchmark, and takes no --help
 SCRIPTS = sorted(
-    path.stem
-    for path in BENCHMARKS.glob("*.py")
-    if "__main__" in path.read_text() and path.stem not in OTHERS
+    path.relative_to(BENCHMARKS)
+    for path in BENCHMARKS.rglob("*.py")
+    if "__main__" in path.read_text() and path.name not in OTHERS
 )
 PAGES = [ROOT / "README.md", BENCHMARKS / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def module_of(script: Path) -> str:
+    return ".".join(("benchmarks", *script.with_suffix("").parts))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -38,12 +44,17 @@ def test_the_page_names_no_file_of_results_that_is_missing():
     assert set(re.findall(r"`(?:results/)?(\w+\.csv)`", PAGE)) == {path.name for path in FILES}
 
 
-def test_every_script_that_a_page_or_a_row_names_exists():
+def test_every_script_that_a_page_or_a_row_names_is_there_or_named_as_deleted():
     texts = [page.read_text() for page in PAGES] + [path.read_text() for path in FILES]
-    named = {name for text in texts for name in re.findall(r"benchmarks/(\w+\.py)", text)}
-    named |= set(re.findall(r"`(\w+\.py)`", PAGE))
-    assert named - {path.name for path in BENCHMARKS.glob("*.py")} == set()
-    assert {"end_to_end.py", "speculation_speed.py"} <= named
+    named = {name for text in texts for name in re.findall(r"benchmarks/([\w/]+\.py)", text)}
+    modules = {name for text in texts for name in re.findall(r"-m benchmarks\.([\w.]+)", text)}
+    named |= {f"{name.replace('.', '/')}.py" for name in modules}
+    (deleted,) = re.findall(r"^Deleted scripts.*?1aaca68.*?\n\n", PAGE, re.M | re.S)
+    gone = set(re.findall(r"`(\w+\.py)`", deleted))
+    named |= set(re.findall(r"`([\w/]+\.py)`", PAGE.replace(deleted, "")))
+    there = {str(path) for path in SCRIPTS}
+    assert gone & there == set() and named - there - gone == set()
+    assert {"end_to_end.py", "speculation/speed.py"} <= named
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -53,14 +64,18 @@ def test_every_relative_link_of_a_page_leads_somewhere(page):
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_measures_and_takes(name, monkeypatch, capsys):
-    module = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", "--help"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_every_script_says_what_it_measures_and_takes(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), "--help"])
     with pytest.raises(SystemExit) as end:
-        module.main()
+        if script.parent.name:
+            importlib.import_module(module_of(script)).main()
+        else:
+            runpy.run_path(BENCHMARKS / script, run_name="__main__")
     assert end.value.code == 0
-    assert f"benchmarks/{name}.py" in capsys.readouterr().out, "its usage"
+    path = f"benchmarks/{script.name}"
+    how = path if (ROOT / path).exists() else f"-m {module_of(script)}"
+    assert f"python {how} " in capsys.readouterr().out, "how it is called"
 
 
 def test_a_table_is_printed_and_appended_to_its_file(tmp_path, capsys):
@@ -77,13 +92,11 @@ def test_a_table_is_printed_and_appended_to_its_file(tmp_path, capsys):
     assert len(path.read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SCRIPTS if (BENCHMARKS / "results" / f"{name}.csv").exists()]
-)
-def test_a_script_appends_to_the_file_of_its_name(name):
-    module = importlib.import_module(name)
-    with (BENCHMARKS / "results" / f"{name}.csv").open(newline="") as file:
-        header = next(csv.reader(file))[len(MEASURED_WITH) :]
-    columns = getattr(module, "COLUMNS", None)
-    if columns:
-        assert header[-len(columns) :] == list(columns)
+@pytest.mark.parametrize("script", [one for one in SCRIPTS if one.parent.name], ids=str)
+def test_a_script_appends_to_the_file_of_its_name(script):
+    columns = getattr(importlib.import_module(module_of(script)), "COLUMNS", None)
+    names = script.stem, "_".join(script.with_suffix("").parts)
+    for path in FILES:
+        if columns and path.stem in names:
+            with path.open(newline="") as file:
+                assert next(csv.reader(file))[-len(columns) :] == list(columns)

@@ -12,18 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import end_to_end
-import end_to_end_picture
-import end_to_end_report
-import end_to_end_turns
 import numpy as np
 import pytest
-import whole_runs
-from in_turns import Turns
 from PIL import Image
 from scipy import stats
-from whole_runs import Run
 
+from benchmarks.common import processes, timing
+from benchmarks.whole_runs import arms, end_to_end, picture, report, runs
+from benchmarks.whole_runs.in_turns import Turns
+from benchmarks.whole_runs.runs import Run
 from tlt_jax.config import load as configuration
 from tlt_jax.config.outputs import Log
 from tlt_jax.config.schema import Config
@@ -86,30 +83,30 @@ def run() -> Run:
 
 
 def test_the_phases_add_up_to_the_steps_and_compiling_is_in_none_of_them(run):
-    phases = whole_runs.phases(run)
+    phases = runs.phases(run)
     assert sum(phases.values()) == pytest.approx(run.seconds)
     assert phases["unaccounted"] == pytest.approx(0)
     compiling = [phases[f"compiling, {name}"] for name in ("rollout", "update", "eval", "other")]
     assert (phases["rollout"], phases["update"], compiling) == (10.0, 8.0, [2.5, 1, 0.5, 0.25])
-    assert whole_runs.bound(run) == pytest.approx(run.seconds / (run.seconds - 12.5))
+    assert runs.bound(run) == pytest.approx(run.seconds / (run.seconds - 12.5))
 
     lost = {**run.steps, 1: run.steps[1] | {"timing_s/step": run.steps[1]["timing_s/step"] + 7}}
-    assert whole_runs.phases(replace(run, steps=lost))["unaccounted"] == pytest.approx(7)
+    assert runs.phases(replace(run, steps=lost))["unaccounted"] == pytest.approx(7)
 
 
 def test_a_ratio_is_plain_over_arm_and_quiet_steps_are_those_without_compiling_in_either(run):
     plain = replace(run, steps={1: scalars(2.0), 2: scalars(3.0, False), 3: scalars(9.0, False)})
     arm = replace(run, steps={1: scalars(), 2: scalars(1.0, False), 3: scalars(1.0)})
-    assert whole_runs.quiet_pairs(plain, arm) == [(15.0, 5.0)]
-    assert whole_runs.pairs(plain, arm, "rollout") == [(12.5, 7.5), (15.0, 5.0), (45.0, 7.5)]
-    assert whole_runs.ratio(whole_runs.pairs(plain, arm, "rollout"))[0] == 72.5 / 20
-    assert whole_runs.interval([]) == "-"
+    assert runs.quiet_pairs(plain, arm) == [(15.0, 5.0)]
+    assert runs.pairs(plain, arm, "rollout") == [(12.5, 7.5), (15.0, 5.0), (45.0, 7.5)]
+    assert timing.ratio(runs.pairs(plain, arm, "rollout"))[0] == 72.5 / 20
+    assert timing.interval([]) == "-"
 
 
 def test_a_single_pair_has_no_interval_and_that_of_a_mean_is_students():
-    assert whole_runs.interval([(3.0, 2.0)]) == "1.50"
+    assert timing.interval([(3.0, 2.0)]) == "1.50"
     values = [1.0, 2.0, 3.0, 5.0]
-    mean, half = whole_runs.ratio([(value, 1.0) for value in values])
+    mean, half = timing.ratio([(value, 1.0) for value in values])
     error = statistics.stdev(values) / 2
     assert mean - half == pytest.approx(stats.t.interval(0.95, 3, mean, error)[0])
 
@@ -121,7 +118,7 @@ def test_the_interval_of_a_ratio_covers_it_in_19_of_20_cases():
     for _ in range(2000):
         work = draw.lognormal(0, 0.3, 20)  # a step is long or short for both arms
         plain, arm = (work * draw.normal(mean, 0.15, 20) for mean in (1.3, 1.0))
-        value, half = whole_runs.ratio([*zip(plain.tolist(), arm.tolist(), strict=True)])
+        value, half = timing.ratio([*zip(plain.tolist(), arm.tolist(), strict=True)])
         misses += abs(value - 1.3) > half
     assert 0.035 < misses / 2000 < 0.065
 
@@ -130,37 +127,37 @@ def test_idle_time_is_what_decoding_leaves_and_the_merge_is_not_inside(run):
     step = scalars() | {"timing_s/rollout": 10.0, "idle/ratio": 0.3, "idle/used_ratio": 0.5,
                         "idle/delay_s": 0.1, "timing_s/drafter": 0.2, "drafter/steps": 4.0,
                         "drafter/tokens": 900.0}  # fmt: skip
-    found = whole_runs.idle(replace(run, steps={1: step, 2: step}), groups=2)
-    assert found.bubbles == pytest.approx(0.3) and found.used == pytest.approx(0.5)
-    assert found.inside == pytest.approx(6.0 / 6.6), (
+    found = runs.idle(replace(run, steps={1: step, 2: step}), groups=2)
+    assert found["nothing to decode"] == pytest.approx(0.3) and found["used"] == pytest.approx(0.5)
+    assert found["training inside"] == pytest.approx(6.0 / 6.6), (
         "2 x 2 groups x 10 s x 0.3 x 0.5 of 0.3 s more each"
     )
-    assert (found.micro_steps, found.tokens) == (8, 1800)
-    plain = whole_runs.idle(run, groups=2)
-    assert plain.bubbles == pytest.approx(0.25)
-    assert plain.used == 0 and math.isnan(plain.inside)
+    assert (found["micro-steps"], found["tokens"]) == (8, 1800)
+    plain = runs.idle(run, groups=2)
+    assert plain["nothing to decode"] == pytest.approx(0.25)
+    assert plain["used"] == 0 and math.isnan(plain["training inside"])
 
 
 def test_drafting_is_summed_over_rounds_and_errors_are_of_chunks_that_were_timed(run):
-    assert whole_runs.accept_length(run) == (60 + 40) / 40
-    assert whole_runs.accept_length(run, [2]) == 40 / 20
-    assert math.isnan(whole_runs.accept_length(replace(run, chunks={})))
+    assert runs.accept_length(run) == (60 + 40) / 40
+    assert runs.accept_length(run, [2]) == 40 / 20
+    assert math.isnan(runs.accept_length(replace(run, chunks={})))
     noisy = {1: [chunk(predicted=1.0, is_timed=False), chunk(predicted=100.0 * math.e)]}
-    assert whole_runs.prediction_error(replace(run, chunks=noisy)) == pytest.approx(1)
-    assert whole_runs.padding(run) == pytest.approx(0.25)
+    assert runs.prediction_error(replace(run, chunks=noisy)) == pytest.approx(1)
+    assert runs.padding(run) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("name, value", [("completion", "1 2=4"), ("length", 6), ("reward", 0.0)])
 def test_an_answer_that_differs_is_found_and_named(run, name, value):
-    assert whole_runs.first_difference(run, run) == ""
+    assert runs.first_difference(run, run) == ""
     other = {1: run.answers[1], 2: {0: answer(0), 1: answer(1) | {name: value}}}
-    found = whole_runs.first_difference(run, replace(run, answers=other))
+    found = runs.first_difference(run, replace(run, answers=other))
     assert found.startswith("step 2: 1 of 2 answers; the first is uid 1") and repr(value) in found
     for fewer in ({1: run.answers[1]}, {**run.answers, 2: {0: answer(0)}}):
-        assert whole_runs.first_difference(run, replace(run, answers=fewer))
-    assert "policies" in whole_runs.first_difference(run, replace(run, policy="ab12"))
-    with pytest.raises(end_to_end_turns.Failure, match="ngram: other than plain"):
-        end_to_end_turns.compare(run, replace(run, answers=other), "ngram", may_differ=False)
+        assert runs.first_difference(run, replace(run, answers=fewer))
+    assert "policies" in runs.first_difference(run, replace(run, policy="ab12"))
+    with pytest.raises(arms.Failure, match="ngram: other than plain"):
+        arms.compare(run, replace(run, answers=other), "ngram", may_differ=False)
 
 
 def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
@@ -171,13 +168,13 @@ def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
         for step in (1, 2):
             writer.step(step, scalars(), [Record(0, "12:", "1=2", 1.0, 4, "stop")], SPANS, [line])
         writer.scalars(2, {"eval/mean@1": 0.75})
-    assert whole_runs.read_run(tmp_path, 9.0).policy == ""
+    assert runs.read_run(tmp_path, 9.0).policy == ""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"abc")
-    run = whole_runs.read_run(tmp_path, 9.0)
+    run = runs.read_run(tmp_path, 9.0)
     assert list(run.steps) == list(run.answers) == list(run.chunks) == [1, 2]
     assert run.seconds == pytest.approx(2 * scalars()["timing_s/step"])
-    assert whole_runs.accept_length(run) == 3.0
+    assert runs.accept_length(run) == 3.0
     assert json.dumps(run.answers[1][0]["completion"]) == '"1=2"'
     assert run.policy.startswith("ba7816bf"), "SHA-256 of abc, as in FIPS 180-2"
     assert [(one["name"], one["tid"]) for one in run.traces[2]] == [("decode", 0), ("train", 1)]
@@ -186,14 +183,14 @@ def test_a_run_folder_is_read_as_the_product_writes_it(tmp_path):
 def test_the_report_has_every_arm_and_its_ratio(run, capsys):
     fast = replace(run, steps={1: scalars(0.5), 2: scalars(0.5, False)}, wall=25.0)
     turn = {("cold", "plain"): run, ("cold", "ngram"): fast}
-    end_to_end_report.report([turn], "cold", ["plain", "ngram"])
+    report.report([turn], "cold", ["plain", "ngram"])
     text = capsys.readouterr().out
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ngram")]
     ratio = run.seconds / fast.seconds
     assert rows[0][2].startswith(f"{ratio:.2f} (") and rows[0][6] == "2.00"
     share = 12.5 / run.seconds
     assert rows[0][3] == f"{1 / (1 - share + share / (12.5 / 7.5)):.2f}", "Amdahl's law, by hand"
-    assert rows[0][4] == f"{whole_runs.bound(run):.2f}"
+    assert rows[0][4] == f"{runs.bound(run):.2f}"
     numbers = [float(cell.strip(" |")) for cell in rows[1][1:]]
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.05)
     assert rows[2][2].startswith("1.67 (") and rows[2][3:7] == ["2.00", "2.00", "1", "2.50"]
@@ -203,7 +200,7 @@ def test_the_report_has_every_arm_and_its_ratio(run, capsys):
 SLEEPER = """
 import sys, threading, time
 from pathlib import Path
-import in_turns
+from benchmarks.whole_runs import in_turns
 stop = in_turns.stopping(Path(sys.argv[1]), 0, 1, threading.Lock())
 clocks = [time.time, time.monotonic, time.perf_counter]
 for _ in range(2):
@@ -217,9 +214,7 @@ sys.exit(3)
 def test_a_run_that_takes_turns_measures_no_pause_and_its_seconds_have_none(tmp_path):
     folder = tmp_path / "turns"
     begin = time.perf_counter()
-    run = Turns(
-        [sys.executable, "-c", SLEEPER, str(folder)], end_to_end_turns.environment(), 1, folder
-    )
+    run = Turns([sys.executable, "-c", SLEEPER, str(folder)], processes.environment(), 1, folder)
     try:
         for is_last in (False, True):
             time.sleep(2.0)
@@ -246,7 +241,7 @@ train: {{steps: 2}}
 eval: {{every: 0}}
 """
     )
-    run = end_to_end_turns.started(["--config", str(config)], 1, tmp_path / "turns")
+    run = arms.started(["--config", str(config)], 1, tmp_path / "turns")
     turns = 0
     try:
         assert (run.turn, run.run.poll()) == (1, None), run.output.read_text()
@@ -255,7 +250,7 @@ eval: {{every: 0}}
     finally:
         run.end()
     assert (run.run.returncode, turns) == (0, 2), run.output.read_text()
-    steps = whole_runs.read_steps(tmp_path / "run")
+    steps = runs.read_steps(tmp_path / "run")
     assert list(steps) == [1, 2]
     inside = sum(step["timing_s/step"] for step in steps.values())
     assert inside < run.seconds
@@ -269,8 +264,10 @@ def test_the_picture_shows_training_in_its_colour_where_there_was_some(run, tmp_
     plain = replace(run, traces=dict.fromkeys((1, 2), spans[:3]))
     tlt = replace(run, traces=dict.fromkeys((1, 2), spans))
 
+    pytest.importorskip("matplotlib", reason="the benchmarks extra")
+
     def shows(name: str, *runs: Run) -> bool:
-        end_to_end_picture.write(tmp_path / name, *runs)
+        picture.write(tmp_path / name, *runs)
         pixels = np.asarray(Image.open(tmp_path / name).convert("RGB"))
         return bool((pixels == COLORS["train"]).all(-1).any())
 
@@ -280,7 +277,7 @@ def test_the_picture_shows_training_in_its_colour_where_there_was_some(run, tmp_
 def test_the_picture_shows_a_step_in_which_neither_compiled(run):
     plain = replace(run, steps={n: scalars(n, n == 1) for n in (1, 2, 3, 4)})
     tlt = replace(run, steps={n: scalars(1.0, n == 4) for n in (1, 2, 3, 4)})
-    assert end_to_end_picture.shown_step(plain, tlt) == 3
+    assert picture.shown_step(plain, tlt) == 3
 
 
 def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):

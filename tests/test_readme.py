@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -60,8 +59,8 @@ WHERE = {
     '--arm adaptive "--speculation.drafter adaptive" --mesh.data 1 --mesh.fake_devices 1': f"{ROWS}end_to_end.csv",
     "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches cold "
     "--steps 15": f"{ROWS}end_to_end.csv",
-    "python benchmarks/speculation_speed.py --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
-    "python benchmarks/speculation_tail.py --policy DIR --drafter DIR": f"{ROWS}speculation_tail.csv",
+    "python -m benchmarks.speculation.speed --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
+    "python -m benchmarks.speculation.speed --tail --policy DIR --drafter DIR": f"{ROWS}speculation_tail.csv",
     "python benchmarks/rollout.py": f"{ROWS}rollout.csv",
     "python -m tlt_jax.train --config configs/quickstart.yaml --train.seed SEED": f"{ROWS}quickstart.csv",
     ".venv/bin/python -m tlt_jax.make_tiny_model --data $GSM8K_DIR/train.jsonl --columns question,answer "
@@ -156,7 +155,9 @@ def start(words: list[str], monkeypatch) -> int | None:
     try:
         if is_module:
             runpy.run_module(given[0], run_name="__main__", alter_sys=True)
-        return cli.main() if given is words else importlib.import_module(Path(given[0]).stem).main()
+        return (
+            cli.main() if given is words else runpy.run_path(ROOT / given[0], run_name="__main__")
+        )
     except SystemExit as end:
         return end.code
 
@@ -171,13 +172,13 @@ def test_every_command_of_the_page_is_run_somewhere():
 def test_what_runs_a_command_exists(command):
     file, _, test = WHERE[command].partition("::")
     started = re.search(
-        r"pip install|launch/\w+\.sh|benchmarks/\w+\.py|tlt\S*|tensorboard", command
+        r"pip install|launch/\w+\.sh|benchmarks[./][\w.]+|tlt\S*|tensorboard", command
     )
     assert (f"def {test}(" if test else started[0]) in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in WHERE if re.search(r"tlt_|tlt train|\.py|local", one)]
+    "command", [one for one in WHERE if re.search(r"tlt_|tlt train|benchmarks[./]|local", one)]
 )
 def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, monkeypatch):
     """With all optional arguments. Placeholders are names of existing files."""

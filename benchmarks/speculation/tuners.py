@@ -1,9 +1,10 @@
 """Which tuner chooses best, on chunks recorded from rollouts of 64 answers in 32 rows?
 
-python benchmarks/speculation_tuners.py --policy DIR --drafter DIR [--tuners goodput,threshold] [--section.knob VALUE ...]
+python -m benchmarks.speculation.tuners --policy DIR --drafter DIR [--tuners goodput,threshold] [--csv FILE]
+    [--section.knob VALUE ...]
 
-Each place of a plain rollout takes a chunk that the chosen strategy did in that batch, ten times over: speed over plain
-decoding, and over the best strategy of every batch.
+Each chunk of a plain rollout is replaced by a recorded chunk of the chosen strategy in that batch, ten times over: speed
+relative to plain decoding, and to an oracle that takes the best strategy of every batch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from result_table import ResultTable
-from speculation_setup import SEEDS, Arm, arguments, listed, read
 
+from benchmarks.common.results import ResultTable, listed
+from benchmarks.speculation.arm import Arm, arguments, read
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.dataset import Prompt
@@ -26,6 +27,7 @@ from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Measurement, Tuner
 
 ROWS, BUCKETS = 32, (1, 2, 4, 8, 16, 32)
+SEEDS = 4  # recorded rollouts of every strategy
 REPLAYS = 10  # of every recorded rollout
 COLUMNS = ("tuner", "over_plain", "of_best_strategy_for_every_batch")
 
@@ -35,13 +37,13 @@ Chunks = Mapping[tuple[int, Strategy], Sequence[Measurement]]
 def record(
     config: Config, drafter: str, texts: Sequence[str], prompts: Sequence[Prompt]
 ) -> tuple[Chunks, list[list[Measurement]]]:
-    """Chunks by batch and strategy, and the plain rollouts, as far as every strategy has chunks of that batch."""
+    """Chunks by batch and strategy, and those of the plain rollouts for whose batch every strategy has chunks."""
     chunks: dict[tuple[int, Strategy], list[Measurement]] = {}
     places: list[list[Measurement]] = []
     for text in ("off", *texts):
         arm = Arm(config, Speculation(drafter, "fixed", [text]), ROWS, BUCKETS)
         for seed in range(-1, SEEDS):
-            found = arm.decode(prompts, 1.0, max(seed, 0)).measurements
+            found = arm.decode(prompts, step=max(seed, 0)).measurements
             if seed >= 0:  # the first one compiled
                 places += [found] if text == "off" else []
                 for one in found:
@@ -60,7 +62,7 @@ def record(
 def replay(
     tuner: Tuner, chunks: Chunks, places: Sequence[Sequence[Measurement]], arms: Sequence[Strategy]
 ) -> tuple[float, float]:
-    """Speed over plain decoding, and over the best strategy of every batch."""
+    """Speed relative to plain decoding, and to the best strategy of every batch."""
     speeds = {
         key: 1 / statistics.mean(one.seconds / one.tokens for one in found)
         for key, found in chunks.items()
@@ -84,8 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; prints the table as it fills."""
     parser = arguments(__doc__)
     parser.add_argument("--drafter", required=True, help="directory or ngram")
-    parser.add_argument("--strategies", default="2_1_3,3_1_4,5_1_6,4_2_8,6_4_16")
-    parser.add_argument("--tuners", default="goodput,threshold,beg_mab", help="'' for none")
     args, config, prompts = read(parser, argv)
     texts, tuners = listed(args.strategies), listed(args.tuners)
     chunks, places = record(config, args.drafter, texts, prompts)

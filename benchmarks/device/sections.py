@@ -1,4 +1,4 @@
-"""Knows the measurements of accelerator.py: each section yields rows as it measures them."""
+"""Knows the sections of accelerator.py: each yields rows as it measures them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from accelerator_setup import (
-    SAMPLED,
-    SHAPES,
-    Device,
-    TimeIsOver,
-    copy_rate,
-    engine_of,
-    product_rate,
-    round_seconds,
-    seconds,
-)
 from jax.sharding import Mesh
-from result_table import ResultTable
 
+from benchmarks.common.processes import TIMEOUT
+from benchmarks.common.results import ResultTable
+from benchmarks.device import setup
+from benchmarks.device.setup import SAMPLED, SHAPES, Device, TimeIsOver
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Train
 from tlt_jax.data import packing
@@ -31,7 +23,7 @@ from tlt_jax.distributed import mesh as meshes, process
 from tlt_jax.kernels import tree_attention
 from tlt_jax.models import transformer
 from tlt_jax.models.transformer import ModelConfig
-from tlt_jax.rollout.executables.compilation import time_draft
+from tlt_jax.rollout.draft_timing import time_draft
 from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import parse
@@ -47,8 +39,8 @@ Row = tuple[str, float, float, str, float, str, str]
 
 
 def copies(device: Device) -> Iterator[Row]:
-    """What the device reaches of what is published."""
-    (copied, rate), (product, flop) = copy_rate(device), product_rate(device)
+    """Rates of a copy and of a product, as shares of the published ones."""
+    (copied, rate), (product, flop) = setup.copy_rate(device), setup.product_rate(device)
     bandwidth, peak = device.published or (rate, flop)
     of = "published" if device.published else "itself, nothing is published"
     size, case = device.shape.square, f"copy of {device.shape.copied >> 20} MiB"
@@ -58,8 +50,8 @@ def copies(device: Device) -> Iterator[Row]:
 
 
 def decode(device: Device) -> Iterator[Row]:
-    """Plain decoding, as a share of what reading weights and cache once takes."""
-    (engine, weights), (_, rate) = engine_of(device, drafts=False), copy_rate(device)
+    """Plain decoding: its time as a share of the time that reading weights and cache once takes."""
+    (engine, weights), (_, rate) = setup.engine_of(device, drafts=False), setup.copy_rate(device)
     model, aims = engine.model_config, {1: "0.80", 128: "0.70"}
     target = weights.target
     read = sum(leaf.nbytes for leaf in jax.tree.leaves(target)) - target.embed.nbytes
@@ -67,23 +59,23 @@ def decode(device: Device) -> Iterator[Row]:
     filled = device.shape.slots // 2
     for batch in device.shape.batches:
         device.check()
-        spent = round_seconds(engine, weights, device, batch)
+        spent = setup.round_seconds(engine, weights, device, batch)
         bound = (read + kv * target.embed.itemsize * batch * filled) / rate
         case, aim = f"B {batch}, {filled} of {device.shape.slots} slots", aims.get(batch, "")
         yield case, 1e3 * spent, batch / spent, "tokens/s", bound / spent, "bytes", aim
 
 
 def trees(device: Device) -> Iterator[Row]:
-    """Rounds of trees over plain ones, of one sequence and of several."""
-    engine, weights = engine_of(device, drafts=True)
+    """Rounds of trees relative to plain ones, of one sequence and of several."""
+    engine, weights = setup.engine_of(device, drafts=True)
     for batch in device.shape.batches[:3:2]:
         device.check()
-        plain = round_seconds(engine, weights, device, batch)
+        plain = setup.round_seconds(engine, weights, device, batch)
         yield f"plain, B {batch}", 1e3 * plain, batch / plain, "tokens/s", 1.0, "plain", ""
         for text in device.shape.trees:
             device.check()
             strategy, case = parse(text), f"{text}, B {batch}"
-            spent = round_seconds(engine, weights, device, batch, strategy)
+            spent = setup.round_seconds(engine, weights, device, batch, strategy)
             aim = "1.75" if text == "8_4_48" and batch == 1 else ""
             yield case, 1e3 * spent, batch / spent, "rounds/s", spent / plain, "plain", aim
             shape = StateShape(0, batch, device.shape.slots)
@@ -97,12 +89,12 @@ def trees(device: Device) -> Iterator[Row]:
 
 
 def noise(device: Device) -> Iterator[Row]:
-    """What choosing tokens takes of a plain round of many rows."""
-    engine, weights = engine_of(device, drafts=False)
+    """Share of sampling in a plain round of many rows."""
+    engine, weights = setup.engine_of(device, drafts=False)
     batch, greedy = device.shape.batches[-2], 0.0
     for case, sampling in SAMPLINGS.items():
         device.check()
-        spent = round_seconds(engine, weights, device, batch, sampling=sampling)
+        spent = setup.round_seconds(engine, weights, device, batch, sampling=sampling)
         greedy = greedy or spent
         share = 1 - greedy / spent
         named, rate = f"{case}, B {batch}", batch / spent
@@ -110,8 +102,8 @@ def noise(device: Device) -> Iterator[Row]:
 
 
 def attention(device: Device) -> Iterator[Row]:
-    """Attention of tree nodes alone: by XLA, and as the engine does it on this device."""
-    model, slots, (_, rate) = device.model(), device.shape.slots, copy_rate(device)
+    """Attention of tree nodes alone: by XLA, and as the engine computes it on this device."""
+    model, slots, (_, rate) = device.model(), device.shape.slots, setup.copy_rate(device)
     heads, width = model.num_kv_heads, model.head_dim
     for batch, nodes in ATTENTION if len(device.shape.batches) > 2 else TINY_ATTENTION:
         device.check()
@@ -125,7 +117,7 @@ def attention(device: Device) -> Iterator[Row]:
 
 
 def attention_operands(device: Device, batch: int, nodes: int) -> tuple[jax.Array, ...]:
-    """Random queries, nodes and caches of one layer; every node sees those before it, and half of the slots."""
+    """Random queries, nodes and caches of one layer; a node sees earlier nodes and half of the slots."""
     model, slots = device.model(), device.shape.slots
     heads, width = model.num_kv_heads, model.head_dim
     drawn = iter(jax.random.split(jax.random.key(0), 5))
@@ -144,23 +136,17 @@ def attention_operands(device: Device, batch: int, nodes: int) -> tuple[jax.Arra
     )
 
 
-def attention_seconds(given: tuple[jax.Array, ...], mesh: Mesh | None, times: int = 16) -> float:
-    """Seconds of one attention of many in a row, each of the queries that the one before has given."""
-
-    def attend(q: jax.Array, *rest: jax.Array) -> jax.Array:
-        def again(_: jax.Array, q: jax.Array) -> jax.Array:
-            return tree_attention.attend(q, *rest, False, mesh)
-
-        return jax.lax.fori_loop(0, times, again, q)
-
-    program = jax.jit(attend)
-    return seconds(lambda: program(*given)) / times
+def attention_seconds(given: tuple[jax.Array, ...], mesh: Mesh | None) -> float:
+    """Seconds of one of several attentions, each of the queries that the one before returned."""
+    return setup.seconds_each(
+        lambda q, *rest: tree_attention.attend(q, *rest, False, mesh), *given, times=16
+    )
 
 
 def update(device: Device) -> Iterator[Row]:
-    """An accumulation step of the policy update, as a share of the products that the device could do."""
+    """An accumulation step of the policy update, as a share of the FLOP/s that the device reaches."""
     layers = min(device.update_layers, device.shape.init["num_hidden_layers"])
-    peak = device.published[1] if device.published else product_rate(device)[1]
+    peak = device.published[1] if device.published else setup.product_rate(device)[1]
     of = "published FLOP/s" if device.published else "FLOP/s of a product"
     for rows, tokens in device.shape.updates:
         device.check()
@@ -173,7 +159,7 @@ def update(device: Device) -> Iterator[Row]:
 def update_seconds(
     device: Device, model: ModelConfig, rows: int, tokens: int
 ) -> tuple[float, float]:
-    """Seconds of an accumulation step whose rows are an example each, and its FLOP."""
+    """Seconds of an accumulation step with one example a row, and its FLOP."""
     prompt = tokens // 4
     config = Config(
         model=replace(Config().model, compute_dtype=device.dtype, remat=True),
@@ -198,18 +184,17 @@ def update_seconds(
         return value
 
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - params.embed.size
-    causal = (
-        model.num_layers * model.num_heads * model.head_dim * tokens
-    )  # 2 products over half of the pairs
-    return seconds(call), 6 * rows * tokens * (weights + causal)
+    # Two products over half of the pairs.
+    causal = model.num_layers * model.num_heads * model.head_dim * tokens
+    return setup.seconds(call), 6 * rows * tokens * (weights + causal)
 
 
 def graphs(device: Device) -> Iterator[Row]:
-    """A plain round of one sequence with the XLA flags that this process was started with."""
+    """A plain round of one sequence with the XLA flags of this process."""
     if device.mesh.devices.flat[0].platform != "gpu":
         return
-    engine, weights = engine_of(device, drafts=False)
-    spent = round_seconds(engine, weights, device, 1)
+    engine, weights = setup.engine_of(device, drafts=False)
+    spent = setup.round_seconds(engine, weights, device, 1)
     yield "plain, B 1", 1e3 * spent, 1 / spent, "tokens/s", 1.0, "", ""
 
 
@@ -220,7 +205,7 @@ SECTIONS = {
 
 
 def run(child: str, shape: str, until: float, update_layers: int, csv: Path | None) -> int:
-    """Prints the rows of one section; exit code 124 when time is over before its end."""
+    """Prints the rows of one section; exit code TIMEOUT when time is over before its end."""
     process.set_environment(Config())
     section, _, case = child.partition(": ")
     device = Device(SHAPES[shape], meshes.make_mesh(1, 1), until, update_layers)
@@ -230,5 +215,5 @@ def run(child: str, shape: str, until: float, update_layers: int, csv: Path | No
             named = f"{row[0]}, {case}" if case else row[0]
             table.row(section, named, *row[1:])
     except TimeIsOver:
-        return 124
+        return TIMEOUT
     return 0

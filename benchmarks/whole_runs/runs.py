@@ -1,4 +1,4 @@
-"""What a run folder of `python -m tlt_jax.train` says of its RL steps, and how two runs of the same steps compare."""
+"""Reads the RL steps of a run folder of `python -m tlt_jax.train`, and compares two runs of the same steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scipy.stats import t as students_t
 from tensorboardX.proto.event_pb2 import Event
 
 PHASES = {
@@ -30,7 +29,7 @@ Scalars = dict[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left: scalars of every step, chunks, answers and traces by step, and the seconds of the process.
+    """The records of one run: scalars of every step, chunks, answers and traces by step, and the seconds of the process.
 
     `policy`: a digest of the exported weights, empty when they were not exported.
     """
@@ -43,11 +42,11 @@ class Run:
     policy: str = ""
 
     def total(self, name: str) -> float:
-        """The sum over the steps; 0 for a scalar that is not there."""
+        """The sum over the steps; 0 for a missing scalar."""
         return sum(step.get(name, 0.0) for step in self.steps.values())
 
     def each(self, name: str) -> list[float]:
-        """A scalar of every step, nan where it is not there."""
+        """A scalar of every step, nan where it is missing."""
         return [step.get(name, math.nan) for step in self.steps.values()]
 
     @property
@@ -56,7 +55,7 @@ class Run:
 
 
 def read_run(folder: Path, wall: float) -> Run:
-    """What a run folder says of its steps."""
+    """The run of a run folder."""
     answers = {
         step: {line["uid"]: line for line in lines}
         for step, lines in read_lines(folder / "completions").items()
@@ -65,16 +64,16 @@ def read_run(folder: Path, wall: float) -> Run:
         int(path.stem): json.loads(path.read_text())["traceEvents"]
         for path in sorted((folder / "timeline").glob("*.json"))
     }
-    weights = hashlib.sha256()
-    for path in sorted((folder / "hf").glob("*.safetensors")):
+    weights, exported = hashlib.sha256(), folder / "hf"
+    for path in sorted(exported.glob("*.safetensors")):
         weights.update(path.read_bytes())
-    policy = weights.hexdigest() if (folder / "hf").is_dir() else ""
+    policy = weights.hexdigest() if exported.is_dir() else ""
     chunks = read_lines(folder / "speculation")
     return Run(read_steps(folder), chunks, answers, wall, traces, policy)
 
 
 def read_steps(folder: Path) -> dict[int, Scalars]:
-    """The scalars of every RL step of a run folder; those of the evaluation before it are not among them."""
+    """The scalars of every RL step of a run folder, without those of the evaluation before it."""
     steps: dict[int, Scalars] = defaultdict(dict)
     for path in sorted((folder / "tensorboard").iterdir()):
         content, start = path.read_bytes(), 0
@@ -96,7 +95,7 @@ def read_lines(folder: Path) -> dict[int, list[dict]]:
 
 
 def first_difference(ours: Run, theirs: Run) -> str:
-    """Where two runs differ first, in their answers or else their policies, as text; empty when they are the same."""
+    """The first difference of two runs, in their answers or else their policies, as text; empty when they are equal."""
     if ours.answers.keys() != theirs.answers.keys():
         return f"steps {sorted(ours.answers)} and {sorted(theirs.answers)}"
     for step, answers in ours.answers.items():
@@ -112,9 +111,8 @@ def first_difference(ours: Run, theirs: Run) -> str:
                 f"is {one!r:.200} and {other!r:.200}"
             )
     if ours.policy != theirs.policy:
-        return (
-            f"the policies after the last step: SHA-256 {ours.policy:.12} and {theirs.policy:.12}"
-        )
+        digests = f"{ours.policy:.12} and {theirs.policy:.12}"
+        return f"the policies after the last step: SHA-256 {digests}"
     return ""
 
 
@@ -122,18 +120,11 @@ def is_other(ours: Mapping, theirs: Mapping) -> bool:
     return any(ours[name] != theirs[name] for name in COMPARED)
 
 
-def compiling(step: Scalars, phase: str = "") -> float:
-    """Seconds that a phase of a step compiled, or all of them."""
-    return step.get(f"perf/compile_s/{phase}" if phase else "perf/compile_s", 0.0)
-
-
 def phases(run: Run) -> dict[str, float]:
-    """Seconds by phase over all steps, without compiling; that of each and "unaccounted" complete the steps."""
+    """Seconds by phase over all steps without compiling, seconds of compiling, and the rest as "unaccounted"; they add up."""
     found = {
         name: sum(
-            step.get(f"timing_s/{part}", 0.0) - compiling(step, part)
-            for step in run.steps.values()
-            for part in parts
+            run.total(f"timing_s/{part}") - run.total(f"perf/compile_s/{part}") for part in parts
         )
         for name, parts in PHASES.items()
     }
@@ -150,37 +141,20 @@ def pairs(plain: Run, arm: Run, phase: str = "step") -> list[tuple[float, float]
     return [(plain.steps[step][name], arm.steps[step][name]) for step in plain.steps]
 
 
-def quiet_pairs(plain: Run, arm: Run) -> list[tuple[float, float]]:
-    """Seconds of the rollout, plain and the arm's, in the steps in which neither compiled."""
+def quiet_steps(plain: Run, arm: Run) -> list[int]:
+    """The steps in which neither compiled."""
     return [
-        (plain.steps[step]["timing_s/rollout"], arm.steps[step]["timing_s/rollout"])
+        step
         for step in plain.steps
         if not plain.steps[step]["perf/compiles"] and not arm.steps[step]["perf/compiles"]
     ]
 
 
-def ratio(seconds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Plain seconds over the arm's, of the sums of the pairs, and half the width of its 95 % interval.
-
-    The interval is Student's, by the jackknife over the pairs; nan for a single one, which has none.
-    """
-    if not seconds:
-        return math.nan, math.nan
-    plain, arm = (sum(column) for column in zip(*seconds, strict=True))
-    count = len(seconds)
-    if count < 2:
-        return plain / arm, math.nan
-    without = [(plain - one) / (arm - other) for one, other in seconds]
-    error = math.sqrt((count - 1) ** 2 / count * statistics.variance(without))
-    return plain / arm, float(students_t.ppf(0.975, count - 1)) * error
-
-
-def interval(seconds: Sequence[tuple[float, float]]) -> str:
-    """The ratio as text, with its interval when it has one."""
-    value, half = ratio(seconds)
-    if math.isnan(half):
-        return "-" if math.isnan(value) else f"{value:.2f}"
-    return f"{value:.2f} ({value - half:.2f} to {value + half:.2f})"
+def quiet_pairs(plain: Run, arm: Run) -> list[tuple[float, float]]:
+    """Seconds of the rollout, plain and the arm's, in the steps in which neither compiled."""
+    both = pairs(plain, arm, "rollout")
+    quiet = set(quiet_steps(plain, arm))
+    return [pair for step, pair in zip(plain.steps, both, strict=True) if step in quiet]
 
 
 def prediction_error(run: Run) -> float:
@@ -209,36 +183,22 @@ def accept_length(run: Run, steps: Sequence[int] | None = None) -> float:
 
 def padding(run: Run) -> float:
     """Share of the row-rounds of all steps that no live sequence used."""
-    rows = run.total("perf/row_rounds")
-    return (
-        sum(step["perf/row_rounds"] * step["perf/padding_ratio"] for step in run.steps.values())
-        / rows
-    )
+    steps, rows = run.steps.values(), run.total("perf/row_rounds")
+    return sum(step["perf/row_rounds"] * step["perf/padding_ratio"] for step in steps) / rows
 
 
 def bound(run: Run) -> float:
-    """How often as fast the steps would be if their rollout, compiling included, took no time."""
+    """The speedup of the steps if their rollout, compiling included, took no time."""
     return run.seconds / (run.seconds - run.total("timing_s/rollout"))
 
 
-@dataclass(frozen=True)
-class Idle:
-    """What the bubbles of a run were used for, over all steps.
+def idle(run: Run, groups: int) -> dict[str, float]:
+    """The use of the bubbles of a run over all steps; shares of nothing are nan.
 
-    `bubbles`: share of the groups' rollout time in which they had nothing to decode; `used`: share of that in which they
-    trained; `inside`: share of the seconds that training took which lie in bubbles, the merge and the wait for a last
-    micro-step being outside; `micro_steps` and `tokens` learned from.
+    "nothing to decode": the bubbles, a share of the groups' rollout time; "used": share of the bubbles in which they
+    trained; "training inside": share of the training seconds inside bubbles, where the merge and the wait for a last
+    micro-step are outside; "micro-steps" and "tokens" of the training.
     """
-
-    bubbles: float
-    used: float
-    inside: float
-    micro_steps: int
-    tokens: int
-
-
-def idle(run: Run, groups: int) -> Idle:
-    """What a run's bubbles were used for; shares of nothing are nan."""
     rollout = run.total("timing_s/rollout") * groups
     bubbles = used = 0.0
     for step in run.steps.values():
@@ -247,10 +207,10 @@ def idle(run: Run, groups: int) -> Idle:
         bubbles += seconds
         used += seconds * step.get("idle/used_ratio", 0.0)
     outside = run.total("idle/delay_s") + run.total("timing_s/drafter")
-    return Idle(
-        bubbles / rollout,
-        used / bubbles if bubbles else math.nan,
-        used / (used + outside) if used else math.nan,
-        round(run.total("drafter/steps")),
-        round(run.total("drafter/tokens")),
-    )
+    return {
+        "nothing to decode": bubbles / rollout,
+        "used": used / bubbles if bubbles else math.nan,
+        "training inside": used / (used + outside) if used else math.nan,
+        "micro-steps": run.total("drafter/steps"),
+        "tokens": run.total("drafter/tokens"),
+    }

@@ -1,6 +1,6 @@
-"""Runs of `python -m tlt_jax.train` that take turns, so that a slow minute of the machine is a slow minute of all of them.
+"""Runs of `python -m tlt_jax.train` that take turns, so that a slow minute of the machine slows all of them.
 
-As a program this is the training command, which stops itself (SIGSTOP) when it has begun and after every step, until it is
+As a program this is the training command, which stops itself (SIGSTOP) after its start and after every step, until it is
 woken (SIGCONT). Its clocks stand still meanwhile, so that it does not measure the pause.
 """
 
@@ -11,39 +11,35 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-FOLDER = "TLT_JAX_TURNS"  # environment: where the processes of a run say that they stopped
+FOLDER = "TLT_JAX_TURNS"  # environment: where the processes of a run report that they stopped
 INDEX, COUNT = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
-LOOK_S = 0.005  # from one look at a run to the next
+POLL_S = 0.005  # between two polls of a run
 WAIT_S = 3600  # seconds that a step may take, or a start
 QUIET_S = 0.05  # seconds without a message to other processes before one is stopped
 
 
 class Turns:
-    """A run of so many processes, which is stopped but for its turns.
+    """A run of `count` processes, which is stopped outside its turns.
 
-    `folder` is its own. `seconds`: it ran, without the pauses.
+    `folder` belongs to it alone; `seconds` it ran, without the pauses.
     """
 
     def __init__(self, start: Sequence[str], environment: dict[str, str], count: int, folder: Path):
         folder.mkdir(parents=True)
         self.folder, self.count, self.seconds, self.turn = folder, count, 0.0, 0
-        self.output = folder / "output"
+        self.output, own = folder / "output", environment | {FOLDER: str(folder)}
         with self.output.open("wb") as output:
             self.run = subprocess.Popen(
-                start,
-                env=environment | {FOLDER: str(folder)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start, env=own, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         self.wait(time.perf_counter())
 
     def go_on(self) -> bool:
-        """Wakes it for a step; whether it stopped behind it, or else has ended."""
+        """Wakes it for a step; true when it stopped after the step, false when it ended."""
         begin = time.perf_counter()
         (self.folder / "go").write_text(str(self.turn))
         self.send(signal.SIGCONT)
@@ -54,18 +50,18 @@ class Turns:
         while self.run.poll() is None and not self.has_stopped():
             if time.perf_counter() - begin > WAIT_S:
                 raise TimeoutError(f"a step took more than {WAIT_S} s: see {self.output}")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         has_stopped = self.run.returncode is None
         quiet = 2 * QUIET_S if has_stopped and self.count > 1 else 0.0
         self.seconds += time.perf_counter() - begin - quiet
         return has_stopped
 
     def has_stopped(self) -> bool:
-        """Whether all of its processes are behind this turn, and asleep."""
-        told = [self.folder / f"{index}.stopped" for index in range(self.count)]
-        if not all(path.exists() for path in told):
+        """Whether all of its processes are past this turn, and stopped."""
+        reported = [self.folder / f"{index}.stopped" for index in range(self.count)]
+        if not all(path.exists() for path in reported):
             return False
-        texts = [path.read_text().split() for path in told]
+        texts = [path.read_text().split() for path in reported]
         if not all(int(turn) == self.turn for _, turn in texts):
             return False
         pids = ",".join(pid for pid, _ in texts)
@@ -74,23 +70,20 @@ class Turns:
 
     def send(self, number: int) -> None:
         """Sends a signal to all of its processes."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.run.pid, number)
-        except ProcessLookupError:
-            pass
 
     def end(self) -> None:
-        """Ends it, wherever it is."""
+        """Kills it."""
         self.send(signal.SIGKILL)
         self.run.wait()
 
 
 def stopping(folder: Path, index: int, count: int, talking: Lock) -> Callable[[], None]:
-    """A function that stops this process until it is its turn; the clocks of `time` show no time that it was stopped.
+    """A function that stops this process until its turn; the clocks of `time` do not count the time that it was stopped.
 
-    Before anything else is imported, which might keep such a clock. A message to another of the `count` processes that
-    found it stopped would count as lost: the first, to which all others talk, is the last to stop, and none stops
-    within `talking`.
+    To be called before other imports, which might store such a clock. A message to a stopped one of the `count` processes
+    would count as lost: so the first, to which all others talk, is the last to stop, and none stops while `talking`.
     """
     stopped, turn, clock, sleep = 0.0, 0, time.perf_counter, time.sleep
 
@@ -107,13 +100,13 @@ def stopping(folder: Path, index: int, count: int, talking: Lock) -> Callable[[]
             if count > 1:
                 sleep(QUIET_S)
             if count > 1 and index == 0:
-                while not all(map(told, range(1, count))):
-                    sleep(LOOK_S)
+                while not all(map(is_stopping, range(1, count))):
+                    sleep(POLL_S)
                 sleep(QUIET_S)
             pause()
         stopped += clock() - begin
 
-    def told(other: int) -> bool:
+    def is_stopping(other: int) -> bool:
         """Whether another process is about to stop after this turn."""
         path = folder / f"{other}.stopped"
         return path.exists() and path.read_text().split()[1] == str(turn)
