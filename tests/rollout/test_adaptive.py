@@ -42,7 +42,7 @@ def programs(groups: int = 1):
 def play(order, guess="exact", groups=1, in_flight=1, ngram_rounds=0, rules=RULES, **rest):
     """A rollout whose chunks take these strategies in turn, for 1 to 3 rounds, n-grams for `ngram_rounds` when given.
 
-    With one chunk in flight, in one group, what they are does not depend on the speed of the machine.
+    With one chunk in flight in one group, the strategies do not depend on the machine's speed.
     """
     plain, turn = toys.bucketed((2, 6), (64,)), itertools.count()
 

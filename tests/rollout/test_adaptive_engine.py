@@ -191,9 +191,9 @@ def test_the_compile_cost_of_the_learned_drafter_is_that_of_recompiling_every_pr
         engine.programs.executables[program] = None
     assert engine.learned_compile_cost() == pytest.approx(5.0 * (2 + compile_cost.LOADING))
     with_learned = compilation.sizes_of(engine.shapes(engine.learned)[0])
-    kept = engine.programs.cache_key(CatchUp(shapes[0]), with_learned)
+    cached = engine.programs.cache_key(CatchUp(shapes[0]), with_learned)
     monkeypatch.setattr(
-        engine.programs.disk_cache, "seconds", lambda asked: 2.0 if asked == kept else None
+        engine.programs.disk_cache, "seconds", lambda key: 2.0 if key == cached else None
     )
     expected = 5.0 * (1 + compile_cost.LOADING) + 2.0 * compile_cost.CACHED
     assert engine.learned_compile_cost() == pytest.approx(expected), "an earlier run compiled one"
@@ -215,8 +215,8 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
         ]
         return np.log(known), np.full(len(cells), error)
 
-    error, told = 0.0, []
-    update_prior = lambda state, estimated={}: told.append(estimated) or state  # noqa: E731
+    error, estimates = 0.0, []
+    update_prior = lambda state, estimated={}: estimates.append(estimated) or state  # noqa: E731
     engine.tuner = engine.tuner._replace(predict=predict, update_prior=update_prior)
     assert learned_drafter.payback(engine, {}, [0.5]) == (0.0, 0.0), "nothing was decoded yet"
     payback = Payback()
@@ -229,7 +229,7 @@ def test_the_payback_of_the_learned_drafter_is_the_time_its_best_arms_save_over_
     engine.programs.executables[chunk] = None
     monkeypatch.setattr(engine.programs.compile_costs, "of", lambda program: 4.0)
     saved, compile_cost = learned_drafter.payback(engine, {}, [0.5])
-    assert told[-1] == {"learned": [0.5]}
+    assert estimates[-1] == {"learned": [0.5]}
     # 100 tokens of each situation in each of 3 rollouts, 10 a second: two rows at twice, four at 1.5 times the speed.
     assert saved == pytest.approx(30 * (1 - 10 / 20) + 30 * (1 - 10 / 15) - 0.02 * 60, rel=1e-4)
     assert compile_cost == pytest.approx(4.0 + 1.5 * 4.0), (

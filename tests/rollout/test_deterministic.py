@@ -59,9 +59,9 @@ def test_the_cost_table_depends_only_on_the_shape_and_the_rounds():
 
 def decided(noise: int, is_in_order: bool) -> list[str]:
     """Decisions of a rollout in three groups, on a machine whose jitter, stalls and bursts have this seed."""
-    law, tuner = simulator.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
+    lengths, tuner = simulator.long_tailed(600), goodput.goodput(ARMS, node_cost=NODE)
     programs = in_scenario(
-        Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), law
+        Scenario(scenarios.gpu, 0.6, seed=noise, stalls=0.2, bursts=noise > 0), lengths
     )
     trees = Scenario(scenarios.gpu, 0.6, seed=0).trees  # acceptance does not depend on the noise
     programs.acceptance = trees

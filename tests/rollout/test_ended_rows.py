@@ -114,7 +114,7 @@ def fresh(texts: list[list[int]]) -> np.ndarray:
     return np.asarray(features)
 
 
-def laws(found: list[tuple]) -> tuple[bool, bool]:
+def checks(found: list[tuple]) -> tuple[bool, bool]:
     """Do ended rows hold a fresh forward's features, and do their slots stay unchanged?"""
     ended, are_true, are_kept = {}, True, True
     expected = fresh(found[-1][1])
@@ -134,7 +134,7 @@ def laws(found: list[tuple]) -> tuple[bool, bool]:
 @pytest.mark.parametrize("turn", TURNS)
 def test_an_ended_row_keeps_its_features_while_others_decode(turn):
     found = unspoiled(turn)
-    assert laws(found) == (True, True)
+    assert checks(found) == (True, True)
     assert np.ptp(fresh(found[-1][1])) > 1, "features differ"
 
 
@@ -142,7 +142,7 @@ def test_a_dead_row_that_writes_into_its_text_changes_no_token_and_is_detected(m
     before = unspoiled((toys.TREE,))
     spoil(monkeypatch, harm=1)
     found = decoded((toys.TREE,))
-    assert found[-1][1] == before[-1][1] and laws(found) == (False, False)
+    assert found[-1][1] == before[-1][1] and checks(found) == (False, False)
 
 
 # The state machine of a data group: rows move and are reused, and chunks are read late

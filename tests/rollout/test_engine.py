@@ -280,7 +280,7 @@ def test_the_cache_is_updated_in_place():
     )
     assert compiled.aliased >= cache
     assert compiled.temporary < cache / 4, (
-        f"{compiled.temporary} bytes of temporaries beside a cache of {cache}"
+        f"{compiled.temporary} bytes of temporaries with a cache of {cache}"
     )
 
 

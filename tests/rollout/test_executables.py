@@ -213,7 +213,7 @@ def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compil
 
 
 def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(tmp_path):
-    def made():
+    def cached_run():
         first = toys.executables(2, V, toys.table_drafter())
         programs = compilation.Executables(
             first.shapes, lambda compiled: None, disk_cache.ExecutableCache(tmp_path / "kept")
@@ -222,13 +222,13 @@ def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(
         result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
         return answers(result), sum(not one.is_loaded for one in programs.compiles)
 
-    expected, compiled = made()
+    expected, compiled = cached_run()
     files = sorted(path for path in (tmp_path / "kept").iterdir() if path.is_file())
     assert compiled == len(files) > 3
-    assert made() == (expected, 0)
+    assert cached_run() == (expected, 0)
     files[0].write_bytes(files[0].read_bytes()[:300])
     files[1].write_bytes(b"")
-    assert made() == (expected, 2) and made() == (expected, 0)
+    assert cached_run() == (expected, 2) and cached_run() == (expected, 0)
 
 
 def test_a_compile_cost_is_that_of_the_last_program_of_the_kind_or_scaled_from_others():
@@ -309,7 +309,7 @@ def full(*_, **__):
 
 def test_an_unwritable_cache_folder_is_reported_once_and_does_no_harm(jax_cache, caplog):
     for _ in range(2):
-        kept = compilation.use_compile_cache("/proc/nowhere")
+        kept = disk_cache.use_compile_cache("/proc/nowhere")
         assert kept.folder is None and jax.config.jax_compilation_cache_dir != "/proc/nowhere"
         kept.note("chunk", 1.0)
     expected = "programs are not cached: /proc/nowhere cannot be written ("
@@ -318,13 +318,13 @@ def test_an_unwritable_cache_folder_is_reported_once_and_does_no_harm(jax_cache,
 
 
 def test_a_read_only_cache_folder_is_read(jax_cache, tmp_path, monkeypatch, caplog):
-    compilation.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
+    disk_cache.use_compile_cache(str(tmp_path)).note("chunk", 2.5)
     x = jax.numpy.arange(3.0)
     jax.jit(lambda x: x * 3 + 1)(x)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     assert any(name.startswith("jit") for name in before)
     monkeypatch.setattr(disk_cache, "unwritable", lambda folder: "Read-only file system")
-    kept = compilation.use_compile_cache(str(tmp_path))
+    kept = disk_cache.use_compile_cache(str(tmp_path))
     kept.note("another", 1.0)
     jax.jit(lambda x: x * 5 + 1)(x)
     assert kept.seconds("chunk") == 2.5 and len(caplog.records) == 1

@@ -39,25 +39,25 @@ class Queue:
         """The executables, with their calls recorded."""
         get = executables.get
 
-        def asked(program):
+        def recorded(program):
             if self.is_compiling:  # an admission reads the shardings of its prefill
                 return get(program)
-            self.newest, mine = [program], self.programs[program.group]
-            mine.append(self.newest)
-            self.most[program.group] = max(self.most[program.group], len(mine))
+            self.newest, queued = [program], self.programs[program.group]
+            queued.append(self.newest)
+            self.most[program.group] = max(self.most[program.group], len(queued))
             self.is_compiling = True
             found = get(program)
             self.is_compiling = False
             return found
 
-        executables.get = asked
+        executables.get = recorded
         return executables
 
     def done(self, group: int, kind: str, program: list) -> None:
         """Notes that the program is done; unless it is a prefill, all earlier ones are done too."""
-        mine = self.programs[group]
-        (last,) = [i for i, one in enumerate(mine) if one is program]
-        del mine[last if kind == "prefill" else 0 : last + 1]
+        queued = self.programs[group]
+        (last,) = [i for i, one in enumerate(queued) if one is program]
+        del queued[last if kind == "prefill" else 0 : last + 1]
 
 
 def play(groups: int, strategy, in_flight: int, watch=lambda executables: executables):
@@ -72,7 +72,7 @@ def play(groups: int, strategy, in_flight: int, watch=lambda executables: execut
 def held(monkeypatch, groups: int, strategy, in_flight: int) -> tuple[list[int], list]:
     """The largest number of unfinished programs of each group, and all answers.
 
-    No marker is ready until its group can do nothing more: then that of the oldest program is.
+    Markers become ready one by one: the oldest program's, once its group is blocked.
     """
     queue, advance = Queue(groups), machine.advance
 

@@ -117,7 +117,7 @@ def play(
     return Played(rollout.result(), events, harvester, rows, prompts, samples)
 
 
-def laws(played: Played) -> tuple[bool, bool, bool]:
+def checks(played: Played) -> tuple[bool, bool, bool]:
     """Was each wanted window of each finished sequence harvested once, correctly, and in time?"""
     texts, width = played.texts(), played.harvester.width
     wanted = Counter(
@@ -216,7 +216,7 @@ def is_refilled(played: Played) -> bool:
 def test_rows_that_end_before_others_and_the_last_ones(monkeypatch, strategy):
     shape = {"capacity": 12, "batches": (12,), "rounds": 2, "strategy": strategy}
     played = play(monkeypatch, harvester=Reaper(), **shape)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert len(played.of(Harvested)) > 1, "some ended before others"
     *_, last = played.events
     assert last == (0, WentIdle()) and played.events[-2][1].marker.is_ready()
@@ -229,7 +229,7 @@ def test_rows_that_end_before_others_and_the_last_ones(monkeypatch, strategy):
 def test_rows_that_move_between_their_end_and_its_reading(monkeypatch, late, in_flight):
     """More and fewer rows and slots: sequences whose end was not read yet move along."""
     played = play(monkeypatch, harvester=Reaper(), decide=restless(), in_flight=in_flight, **MOVES)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert any(before != now for before, now in played.rows), "a row moved in between"
     sizes = {(one.batch, one.slots) for one in played.of(Dispatched) if one.kind == "harvest"}
     assert len({batch for batch, _ in sizes}) == len({slots for _, slots in sizes}) == 2
@@ -238,7 +238,7 @@ def test_rows_that_move_between_their_end_and_its_reading(monkeypatch, late, in_
 @pytest.mark.parametrize("strategy", [PLAIN, toys.TREE])
 def test_a_shrinking_batch(monkeypatch, strategy):
     played = play(monkeypatch, harvester=Reaper(), strategy=strategy, **SHRINKS)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert len({decision.batch for decision in played.result.decisions}) > 1
 
 
@@ -248,13 +248,13 @@ def test_rows_that_are_refilled_at_once(monkeypatch, strategy, in_flight):
     played = play(
         monkeypatch, harvester=Reaper(), strategy=strategy, in_flight=in_flight, **REFILLS
     )
-    assert laws(played) == (True, True, True) and is_refilled(played)
+    assert checks(played) == (True, True, True) and is_refilled(played)
 
 
 def test_chunks_that_end_early_because_a_row_is_free(monkeypatch):
     shape = {"capacity": 4, "batches": (1, 2, 4), "rounds": 64, "in_flight": 1}
     played = play(monkeypatch, harvester=Reaper(), **shape)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert any(decision.min_live > 1 for decision in played.result.decisions)
     assert max(measured.rounds for measured in played.result.measurements) < 24
 
@@ -263,7 +263,7 @@ def test_samples_that_another_group_started(monkeypatch, late):
     played = play(
         monkeypatch, PROMPTS[:3], 4, groups=2, harvester=Reaper(), capacity=2, batches=(2,)
     )
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     prompts = [{end.uid // 4 for end in played.of(Ended, group)} for group in range(2)]
     assert prompts[0] & prompts[1], "a prompt has answers of both groups"
     for group in range(2):
@@ -277,7 +277,7 @@ def test_a_group_that_restarts_without_a_live_row(monkeypatch):
     """All its answers have one token: the next ones get a new state, also of another size."""
     shape = {"capacity": 3, "batches": (1, 3), "max_new_tokens": 1, "in_flight": 1}
     played = play(monkeypatch, samples=1, harvester=Reaper(), **shape)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert [decision.batch for decision in played.result.decisions] == [3, 1]
 
 
@@ -285,7 +285,7 @@ def test_a_group_that_restarts_without_a_live_row(monkeypatch):
 def test_many_narrow_windows_and_windows_wider_than_the_cache(monkeypatch, width):
     shape = {"capacity": 12, "batches": (12,), "rounds": 64, "in_flight": 1}
     played = play(monkeypatch, harvester=Reaper(width), **shape)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     sizes = {one.rows for one in programs(1).executables if isinstance(one, Harvest)}
     assert sizes <= {1, 4, 16}, "few programs"
 
@@ -306,7 +306,7 @@ def test_a_full_queue_makes_the_harvest_wait_and_is_never_overfull(
         monkeypatch, groups=groups, harvester=Reaper(1), until=watch, strategy=strategy,
         in_flight=40, **shape,
     )  # fmt: skip
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert machine.MAX_UNAWAITED - machine.MOST_PER_STEP < min(most.values())
     assert max(most.values()) <= machine.MAX_UNAWAITED
     waits = [len(event.windows) for event in played.of(Harvested)]
@@ -318,7 +318,7 @@ def test_a_stopped_rollout_harvests_ended_sequences_and_drops_the_rest(monkeypat
         return len(rollout.recorder.completions) > 2
 
     played = play(monkeypatch, harvester=Reaper(), until=some_ended, **REFILLS)
-    assert laws(played) == (True, True, True)
+    assert checks(played) == (True, True, True)
     assert played.result.partial, "some did not finish"
     assert 2 < len(played.result.completions) < len(PROMPTS) * SAMPLES
 
@@ -328,7 +328,7 @@ def test_a_harvester_changes_no_answer_and_no_other_program(monkeypatch, shape):
     plain, harvested = toys.executables(1, V), toys.executables(1, V)
     off = play(monkeypatch, registry=plain, **shape, in_flight=1)
     on = play(monkeypatch, registry=harvested, **shape, in_flight=1, harvester=Reaper())
-    assert off.texts() == on.texts() and laws(on) == (True, True, True)
+    assert off.texts() == on.texts() and checks(on) == (True, True, True)
     assert not off.of(Ended) and not off.of(Harvested)
     kinds = {event.kind for event in (*off.of(Dispatched), *off.of(Retired))}
     assert kinds == {"prefill", "decode"}
@@ -408,6 +408,6 @@ def test_a_planted_mistake_of_the_harvest_is_detected(monkeypatch, late, mutant,
         more = {"decide": restless()} if shape is MOVES else {}
         return play(monkeypatch, harvester=Reaper(), **shape, **more)
 
-    assert laws(played()) == (True, True, True)
+    assert checks(played()) == (True, True, True)
     mutant(monkeypatch)
-    assert laws(played()) == found
+    assert checks(played()) == found

@@ -193,9 +193,9 @@ def test_drafting_is_compiled_for_a_long_run_and_not_for_a_short_one():
 
 
 def test_a_long_run_gets_the_gain_of_small_batches_and_drafting():
-    def seconds(law, node, tuner=None, **rest):
+    def seconds(round_cost, node, tuner=None, **rest):
         tuner = tuner or goodput.goodput(SHIPPED, node_cost=node)
-        return whole_run(tuner, 12, 0.2, Scenario(law, 0.8), **rest)[0]
+        return whole_run(tuner, 12, 0.2, Scenario(round_cost, 0.8), **rest)[0]
 
     plain = fixed.fixed(PLAIN)
     one_size = seconds(scenarios.cpu, 1 / 8, plain, batches=(48,))

@@ -96,9 +96,9 @@ def answers(result):
 
 
 def test_every_sequence_ends_with_its_drawn_length_or_at_its_limit():
-    law, request = simulator.long_tailed(2000), long_tail()
-    result, _ = run(in_scenario(Scenario(scenarios.gpu, 0.7), law), request, fixed.fixed(TREE))
-    drawn = [law(key) for key in request.keys]
+    lengths, request = simulator.long_tailed(2000), long_tail()
+    result, _ = run(in_scenario(Scenario(scenarios.gpu, 0.7), lengths), request, fixed.fixed(TREE))
+    drawn = [lengths(key) for key in request.keys]
     assert [len(one.tokens) for one in result.completions] == [
         min(length, LONGEST) for length in drawn
     ]
@@ -152,16 +152,16 @@ def test_rounds_accept_the_same_of_a_sequence_in_any_rows_and_groups():
 
 
 def test_a_rollout_is_a_function_of_its_seeds():
-    def made(seed, noise):
+    def rollout_of(seed, noise):
         programs = in_scenario(
             Scenario(scenarios.gpu, 0.6, seed=noise), simulator.long_tailed(LONGEST)
         )
         result, state = run(programs, long_tail(seed), goodput.goodput(SHIPPED), groups=2)
         return answers(result), repr(result.spans), repr(result.decisions), state
 
-    assert made(0, 0) == made(0, 0)
-    assert made(0, 0)[0] == made(0, 1)[0] != made(1, 0)[0]
-    assert made(0, 0)[1] != made(0, 1)[1]
+    assert rollout_of(0, 0) == rollout_of(0, 0)
+    assert rollout_of(0, 0)[0] == rollout_of(0, 1)[0] != rollout_of(1, 0)[0]
+    assert rollout_of(0, 0)[1] != rollout_of(0, 1)[1]
 
 
 def test_reports_count_what_verification_counts():
@@ -304,7 +304,7 @@ def test_two_groups_take_as_long_as_the_slower_one_which_steals():
 
 
 def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
-    def made(wait):
+    def rollout_with(wait):
         programs = in_scenario(Scenario(scenarios.cpu, 0.8), simulator.long_tailed(LONGEST))
         planner = Planner(BATCHES, SLOTS, fixed.fixed(TREE))
         rollout = driver.start(
@@ -312,7 +312,7 @@ def test_a_clock_that_jumps_gives_the_results_of_one_that_waits():
         )
         return driver.run(rollout) if wait else simulator.simulate(rollout, programs)
 
-    jumped, waited = made(False), made(True)
+    jumped, waited = rollout_with(False), rollout_with(True)
     assert answers(jumped) == answers(waited)
     assert waited.stats["seconds"] == pytest.approx(jumped.stats["seconds"], rel=0.03)
 
@@ -356,7 +356,7 @@ def test_programs_that_end_while_the_host_compiles_for_another_group_are_read_at
     assert ends == [(0, "decode", 10.0), (0, "decode", 14.0), (1, "decode", 14.0)]
 
 
-def law(batch, slots, strategy):
+def round_cost(batch, slots, strategy):
     """Milliseconds of a round: one for each node, depth, and slot."""
     return batch * strategy.nodes + 1000 * strategy.depth + batch * slots
 
@@ -375,9 +375,12 @@ EXPECTED = [
     ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
 )
 def test_a_scenario_gives_the_cost_of_every_program(program, rounds, milliseconds):
-    assert simulator.noiseless_seconds(law, program, rounds) == pytest.approx(milliseconds / 1e3)
+    assert simulator.noiseless_seconds(round_cost, program, rounds) == pytest.approx(
+        milliseconds / 1e3
+    )
     quiet, loaded = (
-        ScenarioCosts(Scenario(law, 0.5, stalls=0.0, bursts=bursts)) for bursts in (False, True)
+        ScenarioCosts(Scenario(round_cost, 0.5, stalls=0.0, bursts=bursts))
+        for bursts in (False, True)
     )
     spent = [[costs(program, rounds, 8.0) for _ in range(4)] for costs in (quiet, loaded)]
     assert np.array(spent[1]) == pytest.approx(2 * np.array(spent[0])), "noise of the seed alone"
@@ -437,7 +440,7 @@ def seconds(results):
 
 
 @pytest.mark.parametrize(
-    ("law", "node", "quality", "share", "gain"),
+    ("round_cost", "node", "quality", "share", "gain"),
     [
         (scenarios.gpu, 1 / 200, 0.8, 0.93, 2.0),
         (scenarios.gpu, 1 / 200, 0.5, 0.93, 1.5),
@@ -445,10 +448,10 @@ def seconds(results):
     ],
 )
 def test_the_goodput_tuner_shortens_long_tails_and_comes_close_to_the_oracle(
-    law, node, quality, share, gain
+    round_cost, node, quality, share, gain
 ):
     """Its share of the oracle's speed is the same as without a scheduler."""
-    scenario, tuner = Scenario(law, quality), goodput.goodput(SHIPPED, node_cost=node)
+    scenario, tuner = Scenario(round_cost, quality), goodput.goodput(SHIPPED, node_cost=node)
     state, _ = decoded(scenario, tuner, 4)
     _, results = decoded(scenario, tuner, 2, seed=1, state=state)
     _, best = decoded(scenario, scenarios.oracle(scenario, ARMS), 2, seed=1)
@@ -457,10 +460,15 @@ def test_the_goodput_tuner_shortens_long_tails_and_comes_close_to_the_oracle(
     assert seconds(plain) / seconds(results) > gain
 
 
-@pytest.mark.parametrize(("law", "node"), [(scenarios.gpu, 1 / 200), (scenarios.cpu, 1 / 10)])
-def test_predictions_of_a_trained_tuner_are_accurate(law, node):
+@pytest.mark.parametrize(
+    ("round_cost", "node"), [(scenarios.gpu, 1 / 200), (scenarios.cpu, 1 / 10)]
+)
+def test_predictions_of_a_trained_tuner_are_accurate(round_cost, node):
     """One chunk in flight: with more, rows of a prediction may have ended before the chunk."""
-    scenario, tuner = Scenario(law, 0.7, stalls=0.0), goodput.goodput(SHIPPED, node_cost=node)
+    scenario, tuner = (
+        Scenario(round_cost, 0.7, stalls=0.0),
+        goodput.goodput(SHIPPED, node_cost=node),
+    )
     state, _ = decoded(scenario, tuner, 4, in_flight=1)
     _, results = decoded(scenario, tuner, 2, seed=1, state=state, in_flight=1)
     chunks = [

@@ -28,11 +28,11 @@ NODE = {scenarios.cpu: 1 / 8, scenarios.gpu: 1 / 200}
 BAD = (0.3, 0.2)  # quality and agreement: one token in twelve is accepted
 
 
-def scenario_of(law, ngram, learned, merged, **rest) -> Scenario:
+def scenario_of(round_cost, ngram, learned, merged, **rest) -> Scenario:
     """A scenario with these qualities (or BAD) of the drafters."""
     given = dict(zip((NGRAM, LEARNED, MERGED), (ngram, learned, merged), strict=True))
     known = {drafter: one if one is BAD else (one, 1.0) for drafter, one in given.items()}
-    return Scenario(law, 0.0, drafters=known, **rest)
+    return Scenario(round_cost, 0.0, drafters=known, **rest)
 
 
 def decoded(scenario, arms, rollouts, estimates=None, state=None, seed=0):
@@ -63,36 +63,36 @@ def used(result) -> Counter:
     return rounds
 
 
-@pytest.mark.parametrize("law, better, qualities", [
+@pytest.mark.parametrize("round_cost, better, qualities", [
     (scenarios.gpu, NGRAM, (0.75, 0.3, 0.3)), (scenarios.gpu, LEARNED, (0.3, 0.8, 0.3)),
     (scenarios.gpu, MERGED, (0.4, 0.5, 0.85)), (scenarios.cpu, NGRAM, (0.75, 0.3, 0.3)),
     (scenarios.cpu, LEARNED, (0.3, 0.85, 0.3)),
 ])  # fmt: skip
-def test_the_tuner_converges_to_the_better_drafter(law, better, qualities):
+def test_the_tuner_converges_to_the_better_drafter(round_cost, better, qualities):
     """It gets an estimate for the learned drafter alone; it measures merged trees itself."""
-    scenario = scenario_of(law, *qualities)
+    scenario = scenario_of(round_cost, *qualities)
     assert {scenario.best(batch, 512, ARMS).drafter for batch in (1, 4, 16)} == {better}
     _, results = decoded(scenario, ARMS, 5, {LEARNED: scenario.levels(LEARNED)})
     rounds = used(results[-1])
     assert rounds[better] > 0.8 * sum(rounds.values()), rounds
 
 
-@pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
+@pytest.mark.parametrize("round_cost", [scenarios.gpu, scenarios.cpu])
 @pytest.mark.parametrize("wrong", [0.0, 0.4], ids=["true estimate", "estimate too high"])
-def test_a_bad_learned_drafter_costs_little_compared_with_ngrams_alone(law, wrong):
+def test_a_bad_learned_drafter_costs_little_compared_with_ngrams_alone(round_cost, wrong):
     """Also when the held-out estimate is higher than its acceptance."""
     alone = taken = 0.0
     for seed in range(3):
-        scenario = scenario_of(law, 0.6, BAD, 0.55, seed=seed)
+        scenario = scenario_of(round_cost, 0.6, BAD, 0.55, seed=seed)
         estimates = {LEARNED: [min(level + wrong, 0.95) for level in scenario.levels(LEARNED)]}
         alone += seconds(decoded(scenario, NGRAMS, 4, seed=seed)[1])
         taken += seconds(decoded(scenario, ARMS, 4, estimates, seed=seed)[1])
     assert taken < 1.03 * alone
 
 
-@pytest.mark.parametrize("law", [scenarios.gpu, scenarios.cpu])
-def test_a_drafter_without_an_estimate_is_not_tried(law):
-    scenario = scenario_of(law, 0.6, 0.9, 0.9)
+@pytest.mark.parametrize("round_cost", [scenarios.gpu, scenarios.cpu])
+def test_a_drafter_without_an_estimate_is_not_tried(round_cost):
+    scenario = scenario_of(round_cost, 0.6, 0.9, 0.9)
     state, results = decoded(scenario, ARMS, 3)
     assert not sum(used(result)[LEARNED] + used(result)[MERGED] for result in results)
     _, alone = decoded(scenario, NGRAMS, 3)

@@ -1,6 +1,6 @@
 """Speculation on a tiny policy: no drafter, strategy, mesh or switch changes a token, exactly in float64.
 
-In float32 none does but for rare near-ties.
+In float32 tokens are equal except for rare near-ties.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ARMS = make.arms(SETTINGS)
 LEVELS = (0.8, 0.7, 0.6, 0.5)
 
 
-def tuner() -> goodput.Tuner:
+def make_tuner() -> goodput.Tuner:
     return make.make_tuner(SETTINGS, ARMS, is_cpu=False)
 
 
@@ -65,9 +65,9 @@ def test_a_tree_covers_smaller_ones_of_only_its_drafter(drafter):
     assert covered == [drafter]
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_measurement_of_one_drafter_does_not_change_the_estimates_of_another(is_told):
-    evidence, estimates = {}, {LEARNED: acceptance.estimated(90.0, LEVELS)} if is_told else {}
+@pytest.mark.parametrize("has_estimate", [False, True])
+def test_a_measurement_of_one_drafter_does_not_change_the_estimates_of_another(has_estimate):
+    evidence, estimates = {}, {LEARNED: acceptance.estimated(90.0, LEVELS)} if has_estimate else {}
     (chain,) = named(LEARNED, "3_1_4")
     evidence = acceptance.add(evidence, 100.0, 4, chain, 64, tuners.measured(chain, accepted=0.3).hits, ARMS)  # fmt: skip
     before = acceptance.estimate(evidence, 900.0, 4, ARMS, estimates)
@@ -106,9 +106,9 @@ def test_the_name_of_the_only_drafter_makes_no_difference():
 # Estimates
 
 
-def expected(drafter: str, text: str, told: dict) -> tuple[float, float]:
+def expected(drafter: str, text: str, estimates: dict) -> tuple[float, float]:
     """The tuner's expectation for an arm before any measurement, and its uncertainty."""
-    state = tuner().update_prior(tuner().init(), told)
+    state = make_tuner().update_prior(make_tuner().init(), estimates)
     arms = named(drafter, text)
     mean, error = acceptance.estimate({}, state["clock"], 4, arms, state["estimates"])
     return float(mean[0]), float(error[0])
@@ -140,8 +140,8 @@ def test_merged_trees_have_the_learned_drafters_estimate_or_their_own():
 
 
 def test_measurements_replace_an_estimate_and_a_new_estimate_replaces_old_measurements():
-    made, (arm,) = tuner(), named(LEARNED, "1_1_2")
-    state, seen = made.update_prior(made.init(), {LEARNED: (0.9,)}), []
+    tuner, (arm,) = make_tuner(), named(LEARNED, "1_1_2")
+    state, seen = tuner.update_prior(tuner.init(), {LEARNED: (0.9,)}), []
 
     def known():
         mean, _ = acceptance.estimate(
@@ -151,22 +151,22 @@ def test_measurements_replace_an_estimate_and_a_new_estimate_replaces_old_measur
 
     known()
     for _ in range(20):
-        state = made.observe(state, tuners.measured(arm, accepted=0.2))
+        state = tuner.observe(state, tuners.measured(arm, accepted=0.2))
     known()
     for _ in range(4):
-        state = made.update_prior(state, {LEARNED: (0.9,)})
+        state = tuner.update_prior(state, {LEARNED: (0.9,)})
     known()
     assert seen[0] > 0.85 and seen[1] < 0.3 and seen[2] > 0.7
 
 
 def test_an_estimate_loses_weight_as_weights_change():
-    made, (arm,) = tuner(), named(LEARNED, "3_1_4")
-    state, uncertainties = made.update_prior(made.init(), {LEARNED: LEVELS}), []
+    tuner, (arm,) = make_tuner(), named(LEARNED, "3_1_4")
+    state, uncertainties = tuner.update_prior(tuner.init(), {LEARNED: LEVELS}), []
     for _ in range(4):
         uncertainties.append(
             acceptance.estimate({}, state["clock"], 4, [arm], state["estimates"])[1][0]
         )
-        state = made.update_prior(state)
+        state = tuner.update_prior(state)
     assert (
         uncertainties == sorted(uncertainties)
         and uncertainties[0] < 0.15
@@ -183,60 +183,63 @@ def test_an_estimate_that_is_not_finite_counts_as_zero_acceptance():
 
 def test_an_estimate_without_a_level_is_rejected():
     with pytest.raises(ValueError, match="no level"):
-        tuner().update_prior(tuner().init(), {LEARNED: ()})
+        make_tuner().update_prior(make_tuner().init(), {LEARNED: ()})
 
 
 # Usable arms
 
 
 def drafters(state) -> set[str]:
-    return {arm.drafter for arm in tuner().usable(state, 4, 1)}
+    return {arm.drafter for arm in make_tuner().usable(state, 4, 1)}
 
 
 def test_an_arm_is_usable_once_its_drafter_was_estimated_or_measured():
-    made = tuner()
-    state = made.init()
+    tuner = make_tuner()
+    state = tuner.init()
     assert drafters(state) == {NGRAM}
-    assert drafters(made.update_prior(state)) == {NGRAM}
-    told = made.update_prior(state, {LEARNED: LEVELS})
-    assert drafters(told) == {NGRAM, LEARNED, MERGED}
-    assert drafters(made.update_prior(told)) == {NGRAM, LEARNED, MERGED}
-    assert drafters(made.update_prior(state, {MERGED: LEVELS})) == {NGRAM, MERGED}
-    seen = made.observe(state, tuners.measured(named(LEARNED, "3_1_4")[0], accepted=0.1))
+    assert drafters(tuner.update_prior(state)) == {NGRAM}
+    estimates = tuner.update_prior(state, {LEARNED: LEVELS})
+    assert drafters(estimates) == {NGRAM, LEARNED, MERGED}
+    assert drafters(tuner.update_prior(estimates)) == {NGRAM, LEARNED, MERGED}
+    assert drafters(tuner.update_prior(state, {MERGED: LEVELS})) == {NGRAM, MERGED}
+    seen = tuner.observe(state, tuners.measured(named(LEARNED, "3_1_4")[0], accepted=0.1))
     assert drafters(seen) == {NGRAM, LEARNED}
-    assert drafters(json.loads(json.dumps(told))) == drafters(told)
+    assert drafters(json.loads(json.dumps(estimates))) == drafters(estimates)
 
 
 def test_an_arm_that_is_not_usable_is_not_chosen_however_fast_it_seems():
-    made = tuner()
-    for told, chosen in (({}, {"", NGRAM}), ({LEARNED: (0.98,)}, {"", NGRAM, LEARNED, MERGED})):
-        state, taken = made.update_prior(made.init(), told), set()
+    tuner = make_tuner()
+    for estimates, chosen in (
+        ({}, {"", NGRAM}),
+        ({LEARNED: (0.98,)}, {"", NGRAM, LEARNED, MERGED}),
+    ):
+        state, taken = tuner.update_prior(tuner.init(), estimates), set()
         for _ in range(200):
-            state, choice = made.choose(state, 1, 1, 512)
+            state, choice = tuner.choose(state, 1, 1, 512)
             taken.add(choice.strategy.drafter)
             seen = tuners.measured(choice.strategy, 1, accepted=0.05, rounds=min(choice.rounds, 16))
-            state = made.observe(state, seen)
-        assert taken <= chosen and (LEARNED in taken or MERGED in taken) == bool(told)
+            state = tuner.observe(state, seen)
+        assert taken <= chosen and (LEARNED in taken or MERGED in taken) == bool(estimates)
 
 
 def test_largest_batches_include_only_trained_drafters():
     batches = [1, 64, 256]
-    assert {arm.drafter for arm in make.largest_batches(tuner(), batches)} == {NGRAM}
-    assert make.largest_batches(tuner(), batches, [NGRAM, LEARNED, MERGED]) == {
+    assert {arm.drafter for arm in make.largest_batches(make_tuner(), batches)} == {NGRAM}
+    assert make.largest_batches(make_tuner(), batches, [NGRAM, LEARNED, MERGED]) == {
         arm: max(batch for batch in batches if batch * arm.nodes <= goodput.MOST_NODES)
         for arm in ARMS
     }
 
 
 def test_the_state_of_an_older_version_is_reset():
-    made, basis = tuner(), {"version": goodput.VERSION}
-    state = made.update_prior(made.init(), {LEARNED: LEVELS})
+    tuner, basis = make_tuner(), {"version": goodput.VERSION}
+    state = tuner.update_prior(tuner.init(), {LEARNED: LEVELS})
     older = {key: value for key, value in state.items() if key != "estimates"}
     for saved in ({"basis": {"version": goodput.VERSION - 1}, "state": state},
                   {"basis": basis, "state": older}):  # fmt: skip
-        assert run_state.resumed_tuner(saved, made, basis) == made.init()
+        assert run_state.resumed_tuner(saved, tuner, basis) == tuner.init()
     kept = json.loads(json.dumps({"basis": basis, "state": state}))
-    assert run_state.resumed_tuner(kept, made, basis) == state
+    assert run_state.resumed_tuner(kept, tuner, basis) == state
 
 
 # Costs

@@ -29,16 +29,16 @@ MAKERS = {
 }
 
 
-def decode(scenario, made, rollouts=3, seed=0, state=None, update_prior=True):
+def decode(scenario, tuner, rollouts=3, seed=0, state=None, update_prior=True):
     """(state, runs) of successive rollouts of 48 answers."""
     random, runs, seen = np.random.default_rng(seed), [], set()
-    state = made.init() if state is None else state
+    state = tuner.init() if state is None else state
     for i in range(rollouts):
         state, run = tuner_rollouts.rollout(
-            scenario, made, state, scenarios.lengths(random, 48, 1200), 100 * seed + i, seen
+            scenario, tuner, state, scenarios.lengths(random, 48, 1200), 100 * seed + i, seen
         )
         runs.append(run)
-        state = made.update_prior(state) if update_prior else state
+        state = tuner.update_prior(state) if update_prior else state
     return state, runs
 
 
@@ -141,15 +141,19 @@ def test_hit_rates_follow_a_drafter_that_changes():
 # The cost of a round
 
 
-@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
-def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(law):
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
+def test_costs_of_small_batches_follow_from_plain_rounds_of_large_ones(round_cost):
     cells = {}
     for batch in (4, 16, 64):
         for _ in range(3):
-            cells = cost_model.note(cells, batch, 512, PLAIN, law(batch, 512, PLAIN), False)
+            cells = cost_model.note(cells, batch, 512, PLAIN, round_cost(batch, 512, PLAIN), False)
     for batch, text in ((1, "2_2_4"), (1, "6_4_16"), (4, "4_2_8")):
         log, error = cost_model.predict(cells, [Cell(batch, 512, strategies.parse(text))])
-        assert abs(log[0] - math.log(law(batch, 512, strategies.parse(text)))) < 2 * error[0] < 0.8
+        assert (
+            abs(log[0] - math.log(round_cost(batch, 512, strategies.parse(text))))
+            < 2 * error[0]
+            < 0.8
+        )
 
 
 def test_a_measured_cell_overrides_the_model_and_a_stall_does_not():
@@ -200,9 +204,9 @@ def test_cells_are_forgotten_oldest_first():
 
 
 def test_fixed_always_chooses_its_strategy():
-    made = fixed.fixed("4_2_8")
-    state = made.observe(made.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
-    assert made.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
+    tuner = fixed.fixed("4_2_8")
+    state = tuner.observe(tuner.init(), measured(strategies.parse("4_2_8"), per_round=9.0))
+    assert tuner.choose(state, 60, 64, 512)[1].strategy == Strategy(4, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +219,10 @@ def test_threshold_speculates_when_few_are_live(live, batch, text):
 
 
 def test_beg_mab_tries_every_arm_once_before_values_decide():
-    made, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
-    state = made.init()
+    tuner, tried = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0), []
+    state = tuner.init()
     for _ in range(3):
-        state, choice = made.choose(
+        state, choice = tuner.choose(
             state, 4, 4, 512
         )  # no measurement yet: two chunks are in flight
         tried.append(choice.strategy)
@@ -226,22 +230,22 @@ def test_beg_mab_tries_every_arm_once_before_values_decide():
 
 
 def test_beg_mab_counts_the_first_pull_and_takes_the_best_median():
-    made = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0)
-    state, gains = made.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
+    tuner = beg_mab.beg_mab(["4_2_8", "2_4_8"], epsilon=0.0)
+    state, gains = tuner.init(), {PLAIN: 0.0, Strategy(4, 2, 8): 0.5, Strategy(2, 4, 8): 1.0}
     for _ in range(3):
-        state, choice = made.choose(state, 4, 4, 512)
-        state = made.observe(state, measured(choice.strategy, accepted=gains[choice.strategy]))
-    state, choice = made.choose(state, 3, 4, 512)
+        state, choice = tuner.choose(state, 4, 4, 512)
+        state = tuner.observe(state, measured(choice.strategy, accepted=gains[choice.strategy]))
+    state, choice = tuner.choose(state, 3, 4, 512)
     assert (choice.strategy, choice.reason) == (Strategy(2, 4, 8), "best median")
     assert choice.predicted == pytest.approx(3 * 2 / 0.02)
 
 
 def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
-    made = beg_mab.beg_mab(["4_2_8"], epsilon=0.3, window=5)
-    state, taken = made.init(), []
+    tuner = beg_mab.beg_mab(["4_2_8"], epsilon=0.3, window=5)
+    state, taken = tuner.init(), []
     for number in range(600):
-        state, choice = made.choose(state, 4, 4, 512)
-        state = made.observe(
+        state, choice = tuner.choose(state, 4, 4, 512)
+        state = tuner.observe(
             state, measured(choice.strategy, accepted=1.0 if choice.strategy != PLAIN else 0.0)
         )
         taken += [choice.strategy == PLAIN] if number > 1 else []
@@ -252,7 +256,7 @@ def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
 
 
 @pytest.mark.parametrize(
-    ("law", "quality", "share"),
+    ("round_cost", "quality", "share"),
     [
         (scenarios.gpu, 0.8, 0.85),
         (scenarios.gpu, 0.5, 0.85),
@@ -260,20 +264,20 @@ def test_beg_mab_drops_rewards_outside_its_window_and_explores_with_epsilon():
         (scenarios.cpu, 0.3, 0.95),
     ],
 )
-def test_goodput_comes_close_to_the_oracle(law, quality, share):
-    scenario = scenarios.Scenario(law, quality)
-    made = goodput.goodput(ARMS, node_cost=1 / 10 if law is scenarios.cpu else 1 / 200)
-    state, _ = decode(scenario, made, rollouts=4)
-    _, runs = decode(scenario, made, rollouts=2, seed=1, state=state)
+def test_goodput_comes_close_to_the_oracle(round_cost, quality, share):
+    scenario = scenarios.Scenario(round_cost, quality)
+    tuner = goodput.goodput(ARMS, node_cost=1 / 10 if round_cost is scenarios.cpu else 1 / 200)
+    state, _ = decode(scenario, tuner, rollouts=4)
+    _, runs = decode(scenario, tuner, rollouts=2, seed=1, state=state)
     _, best = decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=1)
     assert seconds(best) / seconds(runs) > share
 
 
-@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
 @pytest.mark.parametrize("agreement", [0.0, 0.3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_useless_drafter_costs_at_most_three_per_cent(law, agreement, seed):
-    scenario = scenarios.Scenario(law, 0.3, agreement, seed=seed)
+def test_a_useless_drafter_costs_at_most_three_per_cent(round_cost, agreement, seed):
+    scenario = scenarios.Scenario(round_cost, 0.3, agreement, seed=seed)
     _, plain = decode(scenario, fixed.fixed("off"), rollouts=4, seed=seed)
     _, runs = decode(scenario, goodput.goodput(ARMS), rollouts=4, seed=seed)
     assert seconds(plain) / seconds(runs) > 0.97
@@ -289,53 +293,53 @@ def test_goodput_beats_the_papers_threshold_and_bandit():
 
 
 def test_speculation_starts_when_the_drafter_gets_good_and_stops_when_it_gets_bad():
-    scenario, made = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), goodput.goodput(ARMS)
+    scenario, tuner = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), goodput.goodput(ARMS)
 
     def speculating(runs):
         taken = [choice.strategy != PLAIN for choice, seen in runs[-1].chunks if seen.batch <= 16]
         return np.mean(taken)
 
-    state, runs = decode(scenario, made, rollouts=3)
+    state, runs = decode(scenario, tuner, rollouts=3)
     assert speculating(runs) < 0.3
     scenario.quality, scenario.agreement = 0.8, 1.0
-    state, runs = decode(scenario, made, rollouts=4, seed=1, state=state)
+    state, runs = decode(scenario, tuner, rollouts=4, seed=1, state=state)
     assert speculating(runs) > 0.8
     scenario.quality, scenario.agreement = 0.3, 0.0
-    assert speculating(decode(scenario, made, rollouts=2, seed=2, state=state)[1]) < 0.3
+    assert speculating(decode(scenario, tuner, rollouts=2, seed=2, state=state)[1]) < 0.3
 
 
 def test_goodput_drops_an_arm_that_measured_slower_than_plain():
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.init()
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.init()
     for _ in range(6):
-        state = made.observe(state, measured(PLAIN, per_round=0.020))
+        state = tuner.observe(state, measured(PLAIN, per_round=0.020))
     state["incumbents"]["4"] = "2_2_4"
     for _ in range(2):
-        state = made.observe(state, measured(arm, accepted=0.2, per_round=0.026))
-    assert made.choose(state, 4, 4, 512)[1].strategy == PLAIN
+        state = tuner.observe(state, measured(arm, accepted=0.2, per_round=0.026))
+    assert tuner.choose(state, 4, 4, 512)[1].strategy == PLAIN
 
 
 @pytest.mark.parametrize(("faster", "text"), [(-0.025, "2_2_4"), (-0.1, "off")])
 def test_hysteresis_keeps_the_arm_in_use_until_another_is_clearly_faster(faster, text):
     for held, plain in (("2_2_4", 0.02 * (1 + faster)), ("off", 0.02 / (1 + faster))):
-        made, expected = (
+        tuner, expected = (
             goodput.goodput(["2_2_4"]),
             text if held == "2_2_4" else {"2_2_4": "off", "off": "2_2_4"}[text],
         )
-        state = made.init()
+        state = tuner.init()
         for _ in range(40):
-            state = made.observe(state, measured(PLAIN, per_round=plain))
-            state = made.observe(state, measured(Strategy(2, 2, 4), accepted=0.5, per_round=0.030))
+            state = tuner.observe(state, measured(PLAIN, per_round=plain))
+            state = tuner.observe(state, measured(Strategy(2, 2, 4), accepted=0.5, per_round=0.030))
         state["incumbents"]["4"], state["funds"] = held, -math.inf
-        assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == expected
+        assert strategies.name(tuner.choose(state, 4, 4, 512)[1].strategy) == expected
 
 
 def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.init()
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.init()
     for _ in range(20):
-        state = made.observe(state, measured(arm, accepted=0.9, per_round=0.03))
-    updated = made.update_prior(state)
+        state = tuner.observe(state, measured(arm, accepted=0.9, per_round=0.03))
+    updated = tuner.update_prior(state)
     assert updated["cells"] == state["cells"] and updated["incumbents"] == state["incumbents"]
 
     def known(state):
@@ -344,7 +348,7 @@ def test_an_update_of_the_weights_discounts_hits_and_keeps_costs():
 
     assert known(updated)[1] > known(state)[1]
     after, without = (
-        known(made.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0]
+        known(tuner.observe(one, measured(arm, accepted=0.3, per_round=0.03)))[0]
         for one in (updated, state)
     )
     assert 0.3 < after < without < known(state)[0]
@@ -364,41 +368,41 @@ def test_explorations_are_few_and_never_two_at_a_time():
 
 
 def test_the_nodes_of_large_batches_are_bounded():
-    made, batch = goodput.goodput(ARMS), goodput.MOST_NODES // 4
-    state = made.init()
+    tuner, batch = goodput.goodput(ARMS), goodput.MOST_NODES // 4
+    state = tuner.init()
     for arm in ARMS:
-        state = made.observe(state, measured(arm, batch=batch, accepted=5.0, per_round=0.001))
+        state = tuner.observe(state, measured(arm, batch=batch, accepted=5.0, per_round=0.001))
     chosen = set()
     for _ in range(4):
-        state, choice = made.choose(state, batch, batch, 512)
+        state, choice = tuner.choose(state, batch, batch, 512)
         chosen.add(choice.strategy)
     assert (
         chosen - {PLAIN}
-        and max(one.nodes for one in chosen) == 4 == made.usable(state, batch, 1)[-1].nodes
+        and max(one.nodes for one in chosen) == 4 == tuner.usable(state, batch, 1)[-1].nodes
     )
 
 
 def test_an_arms_acceptance_is_shared_by_caches_of_all_sizes():
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.init()
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.init()
     for _ in range(20):
-        state = made.observe(state, measured(PLAIN))
-        state = made.observe(state, measured(arm, accepted=0.9))
-    speed, error = made.predict(state, [Cell(4, slots, arm) for slots in (256, 512, 1024)])
+        state = tuner.observe(state, measured(PLAIN))
+        state = tuner.observe(state, measured(arm, accepted=0.9))
+    speed, error = tuner.predict(state, [Cell(4, slots, arm) for slots in (256, 512, 1024)])
     assert np.ptp(speed) < 0.1 and error.max() < 0.3
 
 
 def test_goodput_notices_a_machine_that_is_faster_than_its_stored_plain_rounds():
-    made, arm, taken = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4), []
-    state = made.init()
+    tuner, arm, taken = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4), []
+    state = tuner.init()
     for _ in range(20):
-        state = made.observe(state, measured(PLAIN, per_round=0.028))
-        state = made.observe(state, measured(arm, accepted=0.5, per_round=0.036))
+        state = tuner.observe(state, measured(PLAIN, per_round=0.028))
+        state = tuner.observe(state, measured(arm, accepted=0.5, per_round=0.036))
     for _ in range(500):
-        state, choice = made.choose(state, 4, 4, 512)
+        state, choice = tuner.choose(state, 4, 4, 512)
         seen = {PLAIN: (0.0, 0.020), arm: (0.15, 0.0255)}[choice.strategy]
         rounds = min(choice.rounds, 16)
-        state = made.observe(
+        state = tuner.observe(
             state, measured(choice.strategy, accepted=seen[0], per_round=seen[1], rounds=rounds)
         )
         taken.append(choice.strategy == PLAIN)
@@ -409,16 +413,16 @@ def test_goodput_notices_a_machine_that_is_faster_than_its_stored_plain_rounds()
     ("per_round", "text"), [(0.020, "2_2_4"), (0.021, "2_2_4"), (0.040, "off")]
 )
 def test_an_incumbent_is_replaced_when_it_keeps_measuring_worse_than_predicted(per_round, text):
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.init()
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.init()
     for _ in range(20):
-        state = made.observe(state, measured(PLAIN, per_round=0.018))
-        state = made.observe(state, measured(arm, accepted=0.9, per_round=0.020))
-    state, choice = made.choose(state, 4, 4, 512)
+        state = tuner.observe(state, measured(PLAIN, per_round=0.018))
+        state = tuner.observe(state, measured(arm, accepted=0.9, per_round=0.020))
+    state, choice = tuner.choose(state, 4, 4, 512)
     assert choice.strategy == arm
     for _ in range(6):
-        state = made.observe(state, measured(arm, accepted=0.9, per_round=per_round))
-    assert strategies.name(made.choose(state, 4, 4, 512)[1].strategy) == text
+        state = tuner.observe(state, measured(arm, accepted=0.9, per_round=per_round))
+    assert strategies.name(tuner.choose(state, 4, 4, 512)[1].strategy) == text
 
 
 def test_predictions_agree_with_measurements():
@@ -434,21 +438,23 @@ def test_predictions_agree_with_measurements():
 
 def test_a_chunk_without_rounds_changes_nothing():
     for new in MAKERS.values():
-        made = new()
-        state = made.init()
-        assert made.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
+        tuner = new()
+        state = tuner.init()
+        assert tuner.observe(state, measured(Strategy(2, 2, 4), rounds=0)) == state
 
 
 def test_an_untimed_chunk_is_evidence_of_acceptance_and_not_of_costs():
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.observe(made.init(), measured(PLAIN))
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.observe(tuner.init(), measured(PLAIN))
     late = measured(arm, accepted=1.0, per_round=9.0)
     sharp, doubted = (
-        made.observe(state, late._replace(uncertainty=share * late.seconds)) for share in (0.4, 0.9)
+        tuner.observe(state, late._replace(uncertainty=share * late.seconds))
+        for share in (0.4, 0.9)
     )
     assert sharp["evidence"] == doubted["evidence"] != state["evidence"]
     again, moved = (
-        made.observe(sharp, late._replace(is_moved=is_moved))["cells"] for is_moved in (False, True)
+        tuner.observe(sharp, late._replace(is_moved=is_moved))["cells"]
+        for is_moved in (False, True)
     )
     assert [len(cells["4/512/2_2_4"]["warm"]) for cells in (again, moved)] == [1, 0], (
         "cold seconds of what moved its rows"
@@ -458,16 +464,16 @@ def test_an_untimed_chunk_is_evidence_of_acceptance_and_not_of_costs():
 
 
 def test_an_exploration_also_pays_for_the_drafters_catch_up():
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.observe(made.init(), measured(PLAIN))
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.observe(tuner.init(), measured(PLAIN))
     trial = {"batch": 4, "arm": "2_2_4", "speed": -math.log(0.02), "since": 0, "open": True}
     seen = measured(arm, accepted=1.0, rounds=4)
     paid = [
-        made.observe({**state, "trial": trial}, seen._replace(catch_up=c))["funds"]
+        tuner.observe({**state, "trial": trial}, seen._replace(catch_up=c))["funds"]
         for c in (0.0, 0.3)
     ]
     assert paid[0] - paid[1] == pytest.approx(0.3)
-    kept = [made.observe(state, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
+    kept = [tuner.observe(state, seen._replace(catch_up=c))["funds"] for c in (0.0, 0.3)]
     assert kept[0] == kept[1], "an arm that is not an exploration pays nothing"
 
 
@@ -475,17 +481,17 @@ def test_an_exploration_also_pays_for_the_drafters_catch_up():
     "rounds, per_round, is_warm", [(1, 0.2, True), (3, 0.02, False), (4, 0.02, True)]
 )
 def test_few_long_rounds_are_a_warm_sample(rounds, per_round, is_warm):
-    made, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
-    state = made.observe(made.init(), measured(arm))
+    tuner, arm = goodput.goodput(["2_2_4"]), Strategy(2, 2, 4)
+    state = tuner.observe(tuner.init(), measured(arm))
     before = len(state["cells"]["4/512/2_2_4"]["warm"])
-    state = made.observe(state, measured(arm, rounds=rounds, per_round=per_round))
+    state = tuner.observe(state, measured(arm, rounds=rounds, per_round=per_round))
     assert len(state["cells"]["4/512/2_2_4"]["warm"]) - before == is_warm
 
 
 def test_an_untimed_chunk_is_charged_as_an_exploration_however_long_it_was():
-    made, funds = goodput.goodput(["2_2_4"]), {}
+    tuner, funds = goodput.goodput(["2_2_4"]), {}
     for rounds in (2, 4, 16, 64):
-        state = made.observe(made.init(), measured(PLAIN))
+        state = tuner.observe(tuner.init(), measured(PLAIN))
         state["trial"] = {
             "batch": 4,
             "arm": "2_2_4",
@@ -496,14 +502,14 @@ def test_an_untimed_chunk_is_charged_as_an_exploration_however_long_it_was():
         seen = measured(Strategy(2, 2, 4), accepted=1.0, rounds=rounds)._replace(
             uncertainty=9.0 * rounds
         )
-        funds[rounds] = made.observe(state, seen)["funds"] - state["funds"]
+        funds[rounds] = tuner.observe(state, seen)["funds"] - state["funds"]
     assert funds[4] == pytest.approx(-4 * 2 * 0.02), (
         "two tokens a row and round, at plain decoding's 0.02 s"
     )
     assert [funds[rounds] for rounds in (2, 16, 64)] == pytest.approx(
         [funds[4] / 2, funds[4], funds[4]]
     )
-    first = made.observe(state, seen._replace(uncertainty=math.inf))
+    first = tuner.observe(state, seen._replace(uncertainty=math.inf))
     assert first["funds"] == state["funds"] and not first["trial"]["open"], (
         "the first run of a program is let pass"
     )
@@ -521,23 +527,23 @@ def test_normal_host_delays_leave_a_chunk_timed_but_compilations_do_not(
 
 
 def test_explorations_that_are_never_timed_stay_within_the_budget():
-    made, rounds = goodput.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
-    state = made.init()
+    tuner, rounds = goodput.goodput(["2_2_4", "4_2_8"]), {False: 0, True: 0}
+    state = tuner.init()
     for _ in range(400):
-        state, choice = made.choose(state, 4, 4, 512)
+        state, choice = tuner.choose(state, 4, 4, 512)
         drafts, number = choice.strategy != PLAIN, min(choice.rounds, 16)
         seen = measured(choice.strategy, accepted=0.2 * drafts, rounds=number)._replace(
             uncertainty=9.0 * drafts
         )
-        state, rounds[drafts] = made.observe(state, seen), rounds[drafts] + number
+        state, rounds[drafts] = tuner.observe(state, seen), rounds[drafts] + number
     assert 0 < rounds[True] < 0.015 * rounds[False]
 
 
 def test_beg_mab_tries_an_untimed_arm_again():
-    made = beg_mab.beg_mab(["4_2_8"], epsilon=0.0)
-    state, first = made.choose(made.init(), 4, 4, 512)
-    state = made.observe(state, measured(first.strategy)._replace(uncertainty=1.0))
-    assert state["rewards"] == {} and made.choose(state, 4, 4, 512)[1].strategy == first.strategy
+    tuner = beg_mab.beg_mab(["4_2_8"], epsilon=0.0)
+    state, first = tuner.choose(tuner.init(), 4, 4, 512)
+    state = tuner.observe(state, measured(first.strategy)._replace(uncertainty=1.0))
+    assert state["rewards"] == {} and tuner.choose(state, 4, 4, 512)[1].strategy == first.strategy
 
 
 # State
@@ -545,16 +551,16 @@ def test_beg_mab_tries_an_untimed_arm_again():
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_decisions_replay_from_the_calls_also_through_json_and_states_are_immutable(kind):
-    made = MAKERS[kind]()
-    _, (run,) = decode(scenarios.Scenario(scenarios.gpu, 0.6), made, rollouts=1)
+    tuner = MAKERS[kind]()
+    _, (run,) = decode(scenarios.Scenario(scenarios.gpu, 0.6), tuner, rollouts=1)
     state = MAKERS[kind]().init()
     for what, given, choice in run.calls:
         state, before = json.loads(json.dumps(state)), copy.deepcopy(state)
         if what == "observe":
-            made.observe(state, given)
-            after = made.observe(state, given)
+            tuner.observe(state, given)
+            after = tuner.observe(state, given)
         else:
-            after, again = made.choose(state, *given)
+            after, again = tuner.choose(state, *given)
             assert (again.strategy, again.reason) == (choice.strategy, choice.reason)
             assert (
                 again.predicted == choice.predicted

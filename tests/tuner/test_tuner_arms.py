@@ -22,19 +22,19 @@ NODE = {
 }  # the prior cost of a node
 
 
-def made_for(law):
-    return goodput.goodput(SHIPPED, node_cost=NODE[law])
+def tuner_for(round_cost):
+    return goodput.goodput(SHIPPED, node_cost=NODE[round_cost])
 
 
-def decode(scenario, made, rollouts=3, seed=0, state=None):
+def decode(scenario, tuner, rollouts=3, seed=0, state=None):
     """(state, runs) of some rollouts of 48 answers, with an update of the weights after each."""
     random, runs, seen = np.random.default_rng(seed), [], set()
-    state = made.init() if state is None else state
+    state = tuner.init() if state is None else state
     for i in range(rollouts):
         answers = scenarios.lengths(random, 48, 1200)
-        state, run = tuner_rollouts.rollout(scenario, made, state, answers, 100 * seed + i, seen)
+        state, run = tuner_rollouts.rollout(scenario, tuner, state, answers, 100 * seed + i, seen)
         runs.append(run)
-        state = made.update_prior(state)
+        state = tuner.update_prior(state)
     return state, runs
 
 
@@ -43,24 +43,24 @@ def seconds(runs) -> float:
 
 
 @pytest.mark.parametrize(
-    ("law", "quality", "share"),
+    ("round_cost", "quality", "share"),
     [(scenarios.gpu, 0.8, 0.93), (scenarios.gpu, 0.5, 0.93), (scenarios.cpu, 0.8, 0.95),
      (scenarios.cpu, 0.5, 0.96), (scenarios.cpu, 0.3, 0.96)],
 )  # fmt: skip
-def test_the_shipped_arms_come_close_to_the_oracle(law, quality, share):
-    scenario = scenarios.Scenario(law, quality)
-    state, _ = decode(scenario, made_for(law), rollouts=4)
-    _, runs = decode(scenario, made_for(law), rollouts=2, seed=1, state=state)
+def test_the_shipped_arms_come_close_to_the_oracle(round_cost, quality, share):
+    scenario = scenarios.Scenario(round_cost, quality)
+    state, _ = decode(scenario, tuner_for(round_cost), rollouts=4)
+    _, runs = decode(scenario, tuner_for(round_cost), rollouts=2, seed=1, state=state)
     _, best = decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=1)
     assert seconds(best) / seconds(runs) > share
 
 
-def learning(law, quality: float) -> float:
+def learning(round_cost, quality: float) -> float:
     """The oracle's seconds over those of first rollouts of a fresh tuner."""
     spent, least = 0.0, 0.0
     for seed in range(4):
-        scenario = scenarios.Scenario(law, quality, seed=seed)
-        spent += seconds(decode(scenario, made_for(law), rollouts=4, seed=seed)[1])
+        scenario = scenarios.Scenario(round_cost, quality, seed=seed)
+        spent += seconds(decode(scenario, tuner_for(round_cost), rollouts=4, seed=seed)[1])
         least += seconds(
             decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=4, seed=seed)[1]
         )
@@ -116,30 +116,30 @@ def test_an_exploration_is_worthwhile_when_six_chunks_pay_for_it(error):
         assert tried != [is_worth_it(gap, error, 100.0) for gap in gaps]
 
 
-@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
 @pytest.mark.parametrize("agreement", [0.0, 0.3])
-def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(law, agreement):
-    scenario = scenarios.Scenario(law, 0.3, agreement)
+def test_a_useless_drafter_costs_at_most_two_per_cent_with_the_shipped_arms(round_cost, agreement):
+    scenario = scenarios.Scenario(round_cost, 0.3, agreement)
     _, plain = decode(scenario, fixed.fixed("off"), rollouts=4)
     _, runs = decode(scenario, goodput.goodput(SHIPPED), rollouts=4)
     assert seconds(plain) / seconds(runs) > 0.98
 
 
-@pytest.mark.parametrize(("law", "quality"), [(scenarios.cpu, 0.6), (scenarios.gpu, 0.8)])
-def test_the_shipped_arms_beat_the_threshold_and_the_bandit(law, quality):
-    scenario = scenarios.Scenario(law, quality)
-    made = (
-        made_for(law),
+@pytest.mark.parametrize(("round_cost", "quality"), [(scenarios.cpu, 0.6), (scenarios.gpu, 0.8)])
+def test_the_shipped_arms_beat_the_threshold_and_the_bandit(round_cost, quality):
+    scenario = scenarios.Scenario(round_cost, quality)
+    tuner = (
+        tuner_for(round_cost),
         fixed.threshold(SHIPPED, 32),
         beg_mab.beg_mab(SHIPPED),
         fixed.fixed("off"),
     )
-    taken, *others = (seconds(decode(scenario, one)[1]) for one in made)
+    taken, *others = (seconds(decode(scenario, one)[1]) for one in tuner)
     assert taken < 0.97 * min(others[:2]) and taken < 1.001 * others[2]
 
 
 def test_the_shipped_arms_are_used_while_the_drafter_is_good():
-    scenario, made = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), made_for(scenarios.gpu)
+    scenario, tuner = scenarios.Scenario(scenarios.gpu, 0.3, 0.0), tuner_for(scenarios.gpu)
 
     def speculating(runs):
         small = [seen for _, seen in runs[-1].chunks if seen.batch <= 16]
@@ -147,19 +147,19 @@ def test_the_shipped_arms_are_used_while_the_drafter_is_good():
             [one.strategy != PLAIN for one in small], weights=[one.rounds for one in small]
         )
 
-    state, runs = decode(scenario, made)
+    state, runs = decode(scenario, tuner)
     assert speculating(runs) < 0.2
     scenario.quality, scenario.agreement = 0.8, 1.0
-    state, runs = decode(scenario, made, rollouts=4, seed=1, state=state)
+    state, runs = decode(scenario, tuner, rollouts=4, seed=1, state=state)
     assert speculating(runs) > 0.9
     scenario.quality, scenario.agreement = 0.3, 0.0
-    assert speculating(decode(scenario, made, rollouts=2, seed=2, state=state)[1]) < 0.2
+    assert speculating(decode(scenario, tuner, rollouts=2, seed=2, state=state)[1]) < 0.2
 
 
-@pytest.mark.parametrize("law", [scenarios.cpu, scenarios.gpu])
-def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(law):
-    scenario = scenarios.Scenario(law, 0.7, stalls=0.0)
-    _, runs = decode(scenario, made_for(law), rollouts=5)
+@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
+def test_predictions_of_the_shipped_arms_are_accurate_and_explorations_few(round_cost):
+    scenario = scenarios.Scenario(round_cost, 0.7, stalls=0.0)
+    _, runs = decode(scenario, tuner_for(round_cost), rollouts=5)
     chunks = [pair for run in runs[2:] for pair in run.chunks]
     told = [choice.predicted * seen.seconds / seen.tokens for choice, seen in chunks]
     assert np.median(told) == pytest.approx(1.0, abs=0.12)

@@ -1,12 +1,12 @@
 """Why the tuner has this caution: less costs time with a useless drafter, more with a good one.
 
-HORIZON has its law in test_tuner_arms: what a trial costs is bounded by a budget whatever it is.
+test_tuner_arms tests HORIZON; a budget bounds the cost of explorations for any value of it.
 """
 
 from __future__ import annotations
 
 import pytest
-from test_tuner_arms import ARMS, decode, made_for, seconds
+from test_tuner_arms import ARMS, decode, seconds, tuner_for
 
 from tlt_jax.simulate import scenarios
 from tlt_jax.tuner import exploration, fixed
@@ -19,7 +19,7 @@ def useless() -> float:
     spent, plain = 0.0, 0.0
     for seed in range(SEEDS):
         scenario = scenarios.Scenario(scenarios.gpu, 0.3, agreement=0.0, seed=seed, noise=0.2)
-        spent += seconds(decode(scenario, made_for(scenarios.gpu), rollouts=1, seed=seed)[1])
+        spent += seconds(decode(scenario, tuner_for(scenarios.gpu), rollouts=1, seed=seed)[1])
         plain += seconds(decode(scenario, fixed.fixed("off"), rollouts=1, seed=seed)[1])
     return spent / plain
 
@@ -29,7 +29,7 @@ def good() -> float:
     spent, least = 0.0, 0.0
     for seed in range(SEEDS):
         scenario = scenarios.Scenario(scenarios.gpu, 0.8, seed=seed)
-        spent += seconds(decode(scenario, made_for(scenarios.gpu), rollouts=2, seed=seed)[1])
+        spent += seconds(decode(scenario, tuner_for(scenarios.gpu), rollouts=2, seed=seed)[1])
         least += seconds(
             decode(scenario, scenarios.oracle(scenario, ARMS), rollouts=2, seed=seed)[1]
         )

@@ -28,7 +28,8 @@ from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
-from tlt_jax.rollout.executables.compilation import Executables, log_compile, use_compile_cache
+from tlt_jax.rollout.executables.compilation import Executables, log_compile
+from tlt_jax.rollout.executables.disk_cache import use_compile_cache
 from tlt_jax.rollout.executables.programs import GroupShapes
 from tlt_jax.rollout.idle.driver import IdleWork
 from tlt_jax.rollout.ngram_memory import NGramMemory

@@ -104,7 +104,7 @@ def started(
                 writer.say(run_folder.stopped(config, None))
                 raise
         else:
-            log.info("%s goes on from step %d", config.run, resumed)
+            log.info("%s resumes from step %d", config.run, resumed)
         if parts.drafter:
             parts.drafter.resume(state)
         source = run_folder.start_of(store.identity)

@@ -117,7 +117,7 @@ def prior_rounds(cell: Cell, node: float = NODE) -> float:
     return float(np.array(terms) @ units_of(node))
 
 
-def law(cells: Mapping, node: float = NODE) -> np.ndarray:
+def fit_weights(cells: Mapping, node: float = NODE) -> np.ndarray:
     """Weights [F] of the terms, in seconds, fitted to the cells."""
     cell_CX, log_C, noise_C = known(cells)
     return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
@@ -130,7 +130,7 @@ def predict(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log seconds of a round of each target [A], and their standard errors [A].
 
-    `weights`: the result of `law` for nearly the same cells; None: fitted here. Without cells the
+    `weights`: the result of `fit_weights` for nearly the same cells; None: fitted here. Without cells the
     result is the prior, up to one unknown common factor: the errors are infinite.
     """
     target_AX = np.array([described(*target) for target in targets], float)

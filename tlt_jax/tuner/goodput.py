@@ -140,7 +140,7 @@ def refitted(state: State, node_cost: float) -> State:
     """The state with cost weights fitted to all measurements but the latest few."""
     if state["law"] and state["seen"] <= REFIT * state["law"]["seen"]:
         return state
-    weights = cost_model.law(state["cells"], node_cost).tolist()
+    weights = cost_model.fit_weights(state["cells"], node_cost).tolist()
     return {**state, "law": {"weights": weights, "seen": state["seen"]}}
 
 

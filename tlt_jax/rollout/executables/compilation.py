@@ -9,14 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.rollout.executables import disk_cache, serialized
+from tlt_jax.rollout.executables import serialized
 from tlt_jax.rollout.executables.compile_cost import CACHED, LOADING, CompileCosts
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
 from tlt_jax.rollout.executables.programs import Decode, GroupShapes, StateShape, of_group
@@ -29,7 +27,6 @@ MAX_PROGRAMS = 1024  # limit on the executables in memory: the least recently us
 # With less of LLVM's optimization the rollout's programs compile in four fifths of the time and run as fast
 # (0.98 to 1.05): most of their time is in matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
-NEVER_S = 1e9  # longer than any compilation
 BACKGROUND = 0.3  # cost of a background compilation to a rollout, relative to one that it waits for
 
 log = logging.getLogger(__name__)
@@ -337,28 +334,3 @@ def log_compile(compiled: Compiled) -> None:
         "loaded" if compiled.is_loaded else "compiled", compiled.program, compiled.seconds, *(size / 2**20 for size in sizes),
         extra={} if compiled.is_loaded else {"compile_seconds": compiled.seconds},
     )  # fmt: skip
-
-
-def use_compile_cache(folder: str) -> ExecutableCache:
-    """Turns on JAX's persistent compilation cache in `folder` ("": the default one, "off": none), and prunes it.
-
-    The returned cache of the rollout's executables is a subfolder of it. A folder that cannot be written is only read, or
-    not used when it cannot be read either, with one warning.
-    """
-    if folder == "off":
-        return ExecutableCache()
-    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
-    if reason := disk_cache.unwritable(path):
-        log.warning(disk_cache.UNWRITABLE, path, reason)
-        if not os.access(path, os.R_OK | os.X_OK):
-            return ExecutableCache()
-    else:
-        disk_cache.prune(path, time.time())
-    if jax.config.jax_compilation_cache_dir != str(path):
-        jax.config.update("jax_compilation_cache_dir", str(path))
-        compilation_cache.reset_cache()  # JAX decides at its first compilation whether to use a cache
-    # JAX writes what compiled for at least this long: everything, or nothing.
-    least = NEVER_S if reason else 0.0
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return ExecutableCache(path / "rollout", is_writable=not reason)

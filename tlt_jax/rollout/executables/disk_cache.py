@@ -8,12 +8,14 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import atomic
 from tlt_jax.rollout.executables.serialized import (
@@ -26,6 +28,7 @@ SECONDS = "seconds"  # the subfolder of compile seconds, by cache key
 MAX_AGE_S, MOST_BYTES = 30 * 86400.0, 8 << 30  # since a file's last use, and of all files
 ABANDONED_S = 86400.0  # age at which a temporary file counts as abandoned by its writer
 PROBE_BYTES = 4096
+NEVER_S = 1e9  # longer than any compilation
 UNWRITABLE = "programs are not cached: %s cannot be written (%s): set rollout.compile_cache to a folder of yours, or off"
 
 log = logging.getLogger(__name__)
@@ -166,3 +169,28 @@ def prune(folder: Path, now: float) -> None:
         if left < 0 or now - used > MAX_AGE_S or is_abandoned:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def use_compile_cache(folder: str) -> ExecutableCache:
+    """Turns on JAX's persistent compilation cache in `folder` ("": the default one, "off": none), and prunes it.
+
+    The returned cache of the rollout's executables is a subfolder of it. A folder that cannot be written is only read, or
+    not used when it cannot be read either, with one warning.
+    """
+    if folder == "off":
+        return ExecutableCache()
+    path = Path(folder).expanduser() if folder else Path.home() / ".cache" / "tlt_jax" / "xla"
+    if reason := unwritable(path):
+        log.warning(UNWRITABLE, path, reason)
+        if not os.access(path, os.R_OK | os.X_OK):
+            return ExecutableCache()
+    else:
+        prune(path, time.time())
+    if jax.config.jax_compilation_cache_dir != str(path):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()  # JAX decides at its first compilation whether to use a cache
+    # JAX writes what compiled for at least this long: everything, or nothing.
+    least = NEVER_S if reason else 0.0
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return ExecutableCache(path / "rollout", is_writable=not reason)

@@ -1,1 +1,1 @@
-"""Work for data groups that have nothing left to decode: who does it, and for how long."""
+"""Work for idle data groups: its coordination, and the expected idle time."""

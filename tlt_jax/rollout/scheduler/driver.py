@@ -14,7 +14,7 @@ from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
 
 PAUSE = 2e-4, 5e-3  # seconds between two polls of the devices: at first, and at most
-LATE = 0.02  # relative growth of the pause: a late poll costs little, and polling takes cores from CPU devices
+LATE = 0.02  # growth of the pause: a poll is late by at most this share of the wait; polls take cores from CPU devices
 
 
 class Clock(Protocol):
