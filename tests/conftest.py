@@ -1,7 +1,8 @@
 """Test set-up: 8 fake CPU devices before JAX starts, strict ranks, and the seconds of each test file.
 
 Programs run once or twice here: compiling them without LLVM's optimizations halves the time of the suite, and with one thread
-and, where jaxlib still has it, the plainer code generator, it halves again. Set XLA_FLAGS to compile as usual.
+and, where jaxlib still has it, the plainer code generator, it halves again. Set XLA_FLAGS to compile as usual. Set
+TLT_JAX_TEST_PROGRAMS to a folder that keeps the programs of engines and runs: the next run of the tests loads them.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ def x64():
 
 # Files that take longest, the first of which often wait for processes: they come first, so that no worker ends with one alone.
 LONGEST = (
-    "test_processes.py", "test_failures.py", "test_train.py", "test_speculation.py", "test_adaptive_runs.py",
-    "test_idle_training.py", "test_engine.py", "test_deterministic_runs.py", "test_distribution.py", "test_plan.py",
+    "test_processes.py", "test_failures.py", "test_step_training.py", "test_train.py", "test_engine.py",
+    "test_speculation.py", "test_adaptive_runs.py", "test_adaptive_engine.py", "test_deterministic_runs.py",
+    "test_idle_training.py", "test_group.py", "test_adaptive.py", "test_plan.py", "test_distribution.py",
 )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.events import Decision
 from tlt_jax.rollout.executables.compilation import Executables
+from tlt_jax.rollout.executables.disk_cache import ExecutableCache
 from tlt_jax.rollout.executables.programs import GroupShapes
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
@@ -202,16 +205,22 @@ def no_drafter(group: Mesh, vocab: int) -> Drafter:
 
 
 def executables(
-    groups: int, vocab: int, drafter=no_drafter, named=lambda drafter: {}
+    groups: int, vocab: int, drafter=no_drafter, named=lambda drafter: {}, is_cached: bool = True
 ) -> Executables:
-    """Executables of the table target on this many data groups of one device; `named`: what strategies can name too."""
+    """Executables of the table target on this many data groups of one device; `named`: what strategies can name too.
+
+    Tests of all files and workers share what was compiled, but where `is_cached` is false.
+    """
     mesh = meshes.make_mesh(groups, 1)
     parts = [meshes.data_group(mesh, index) for index in range(groups)]
     shapes = []
     for part in parts:
         own = drafter(part, vocab)
         shapes.append(GroupShapes(table_target(part, vocab), own, part, named(own)))
-    return Executables(shapes, lambda compiled: None)
+    folder = Path(os.environ["TLT_JAX_TEST_PROGRAMS"]) / "toys"
+    return Executables(
+        shapes, lambda compiled: None, ExecutableCache(folder if is_cached else None)
+    )
 
 
 POOL = 24

@@ -28,6 +28,7 @@ from tlt_jax.distributed.job import Job, Place
 from tlt_jax.distributed.watch import BEAT_S, Watch
 from tlt_jax.errors import ConfigError
 from tlt_jax.rollout.scheduler.queue import WorkQueue
+from tlt_jax.simulate.simulator import VirtualClock
 
 
 @pytest.fixture(scope="module")
@@ -548,18 +549,11 @@ def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
 # Dead and hanging processes
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def watches(board, count=3, **limits):
-    """A watch for each process, on one clock, and a list of their calls of `leave`."""
-    clock, left = Clock(), []
+    """A watch of each process, on one clock; what they leave with is kept."""
+    clock, left = VirtualClock(), []
     return clock, left, [
-        Watch(Job(index, count, board), leave=lambda *call: left.append(call), clock=clock, **limits)
+        Watch(Job(index, count, board), leave=lambda *told: left.append(told), clock=clock.now, **limits)
         for index in range(count)
     ]  # fmt: skip
 
@@ -569,11 +563,11 @@ def test_a_process_without_heartbeats_is_named_with_its_phase(board):
     two.alive("rollout")
     for watch in (one, two, three):
         watch.beat()
-    for clock.now in range(1, 21):
+    for clock.time in range(1, 21):
         three.beat()
         assert one.find_failure() is None
         one.beat()
-    clock.now = 22
+    clock.time = 22
     found = one.find_failure()
     lost = "process 1 was last heard of 21 s ago in phase rollout: it died, or its machine did"
     assert (str(found), found.code) == (lost, 1)
@@ -585,22 +579,22 @@ def test_a_process_without_heartbeats_is_named_with_its_phase(board):
 def test_a_process_without_any_heartbeat_counts_from_the_start(board):
     clock, _, (one, *_) = watches(board, lost_s=20, stuck_s=100)
     one.beat()
-    clock.now = 21
+    clock.time = 21
     assert str(one.find_failure()).startswith("process 1 was last heard of 21 s ago in phase start")
 
 
 def test_a_process_that_beats_but_makes_no_progress_hangs(board):
     clock, _, (one, two, three) = watches(board, lost_s=20, stuck_s=100)
     three.alive("update")
-    for clock.now in range(0, 110, 10):
+    for clock.time in range(0, 110, 10):
         for watch in (one, two, three):
             if watch is not three:
                 watch.alive("update")
             watch.beat()
         assert one.find_failure() is None
-    clock.now = 111
+    clock.time = 111
     assert str(one.find_failure()) == "process 2 has hung for 111 s in phase update"
-    assert three.find_failure() == one.find_failure(), "its own watch ends it"
+    assert three.find_failure() == one.find_failure(), "its own thread ends it"
 
 
 def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
@@ -612,7 +606,7 @@ def test_the_others_notice_that_process_0_is_dead_or_hangs(board):
         clock, _, (one, two, _) = watches(board, lost_s=20, stuck_s=100)
         one.alive("save_checkpoint"), one.beat()
         assert two.find_failure() is None
-        for clock.now in range(1, 22 if stays_away else 102):
+        for clock.time in range(1, 22 if stays_away else 102):
             if not stays_away:
                 one.beat()
             last = two.find_failure()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from kernels.tree_cases import Arguments, Case, arguments, attend
+from pairwise import matrix
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import tree_attention
@@ -26,10 +27,9 @@ HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize(("G", "N", "M"), ROWS)
-def test_no_kernel_spills_registers(G, N, M, width, dtype, monkeypatch, tmp_path):
+@matrix(rows=ROWS, width=[64, 128], dtype=DTYPES)
+def test_no_kernel_spills_registers(rows, width, dtype, monkeypatch, tmp_path):
+    G, N, M = rows
     triton = pytest.importorskip("triton", reason="Triton: Python 3.12 and the gpu extra")
     for source, options in sources(Case(4, G, N, width, M, 4224, dtype, (0, 0)), monkeypatch):
         target = triton.backends.compiler.GPUTarget("cuda", 90, 32)

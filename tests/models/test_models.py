@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import model_cases
 import numpy as np
 import pytest
+from pairwise import matrix
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, hf, kv_cache, layers as ops, transformer
@@ -100,9 +101,7 @@ def test_logits_equal_those_of_transformers(case, dtype, directories, goldens, x
     np.testing.assert_allclose(logits, goldens[case], rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", MESHES[1:])
-@pytest.mark.parametrize("family", model_cases.FAMILIES)
+@matrix(dtype=TOLERANCE, shape=MESHES[1:], family=model_cases.FAMILIES)
 def test_logits_are_the_same_on_every_mesh(family, shape, dtype, directories, goldens, x64):
     mesh = meshes.make_mesh(*shape)
     config, params = load(directories(family), mesh, dtype)

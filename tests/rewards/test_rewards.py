@@ -150,7 +150,7 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(user_module):
         scorer.submit("a", "p", "hang", {"answer": "abc"})
         time.sleep(0.1)
         start = time.monotonic()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 30.0
 
 
 def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
@@ -160,7 +160,7 @@ def test_what_a_hung_reward_started_is_killed_with_it(user_module, tmp_path):
         == "timeout"
     )
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while time.monotonic() < until and is_running(pid):
         time.sleep(0.02)
     assert not is_running(pid)
@@ -193,7 +193,7 @@ with Scorer(config) as scorer:
 
 
 def wait_until(holds) -> None:
-    until = time.monotonic() + 30.0
+    until = time.monotonic() + 300.0
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,6 +31,7 @@ PROMPTS = [[3, 1, 4], [9, 2]]
 RULES = DecodingParams(Sampling(1.0))
 WANTED = Strategy(2, 2, 4)
 pytestmark = pytest.mark.usefixtures("x64")
+executables = partial(toys.executables, is_cached=False)  # compiling is what they are about
 
 
 def is_held(program: Program) -> bool:
@@ -42,7 +44,7 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.executables, self.allowed, self.requested = (
-            toys.executables(1, V, toys.table_drafter()),
+            executables(1, V, toys.table_drafter()),
             threading.Event(),
             [],
         )
@@ -51,7 +53,7 @@ class Slow:
         def gated(program: Program, *rest):
             if threading.current_thread() is not threading.main_thread() and is_held(program):
                 self.requested.append(program)
-                assert self.allowed.wait(20)
+                assert self.allowed.wait(300)
             return make(program, *rest)
 
         monkeypatch.setattr(self.executables, "make", gated)
@@ -85,7 +87,7 @@ def answers(result):
 
 def test_the_rollout_continues_with_plain_decoding_while_a_strategy_compiles(monkeypatch):
     expected = answers(
-        toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+        toys.play(executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
     )
     slow, choices = Slow(monkeypatch), []
 
@@ -113,7 +115,7 @@ def test_rows_do_not_move_while_the_programs_of_fewer_rows_compile(monkeypatch):
     slow = Slow(monkeypatch)
     result = play(slow.executables, PLAIN, batches=(2, 6), max_new_tokens=40)
     expected = toys.play(
-        toys.executables(1, V),
+        executables(1, V),
         TABLE,
         PROMPTS,
         3,
@@ -135,7 +137,7 @@ def test_without_a_compiled_alternative_the_rollout_waits(monkeypatch):
 
 
 def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
-    programs = toys.executables(1, V)
+    programs = executables(1, V)
     programs.waits = False
     monkeypatch.setattr(compilation, "compile_now", lambda *arguments: np.zeros(0)[1])
     start = Start(StateShape(0, 2, 64))
@@ -150,10 +152,10 @@ def test_programs_beyond_the_maximum_are_dropped_and_compiled_again(
     monkeypatch,
 ):
     expected = answers(
-        toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+        toys.play(executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
     )
     monkeypatch.setattr(compilation, "MAX_PROGRAMS", 2)
-    programs = toys.executables(1, V, toys.table_drafter())
+    programs = executables(1, V, toys.table_drafter())
     for first in (PLAIN, Strategy(1, 2, 3)):
         assert answers(play(programs, first)) == expected
         assert len(programs.executables) <= 2 and programs.ran <= programs.executables.keys()
@@ -187,10 +189,10 @@ def test_the_host_waits_for_lowering_but_not_for_a_background_compilation(monkey
 
 
 def test_a_group_loads_the_programs_of_another_and_they_compute_the_same():
-    programs = toys.executables(2, V, toys.table_drafter())
+    programs = executables(2, V, toys.table_drafter())
     rest = {"capacity": 3, "batches": (3,), "strategy": WANTED}
     result = toys.play(programs, TABLE, PROMPTS, 3, RULES, **rest)
-    alone = toys.play(toys.executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
+    alone = toys.play(executables(1, V), TABLE, PROMPTS, 3, RULES, capacity=6, batches=(6,))
     assert answers(result) == answers(alone)
     assert {decision.group for decision in result.decisions} == {0, 1}
 
@@ -207,14 +209,14 @@ def test_a_group_loads_the_programs_of_another_and_they_compute_the_same():
 
 def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(monkeypatch):
     monkeypatch.setattr(serialized, "PLATFORMS", ("cuda",))
-    programs = toys.executables(2, V)
+    programs = executables(2, V)
     toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
     assert not any(one.is_loaded for one in programs.compiles)
 
 
 def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(tmp_path):
     def cached_run():
-        first = toys.executables(2, V, toys.table_drafter())
+        first = executables(2, V, toys.table_drafter())
         programs = compilation.Executables(
             first.shapes, lambda compiled: None, disk_cache.ExecutableCache(tmp_path / "kept")
         )
@@ -243,7 +245,7 @@ def test_a_compile_cost_is_that_of_the_last_program_of_the_kind_or_scaled_from_o
 
 
 def test_a_compiled_program_costs_nothing_and_one_of_another_group_little():
-    programs = toys.executables(2, V)
+    programs = executables(2, V)
     ours, theirs = (Start(StateShape(group, 2, 64)) for group in (0, 1))
     alone, version = programs.compile_cost(theirs), programs.version
     programs.get(ours)
@@ -258,7 +260,7 @@ def test_a_compiled_program_costs_nothing_and_one_of_another_group_little():
 
 def test_a_program_of_an_earlier_run_costs_a_later_one_little_before_lowering(tmp_path):
     def run(**rest) -> compilation.Executables:
-        group = toys.executables(2, V, **rest).shapes
+        group = executables(2, V, **rest).shapes
         return compilation.Executables(
             group, lambda compiled: None, disk_cache.ExecutableCache(tmp_path)
         )

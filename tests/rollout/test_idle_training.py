@@ -85,7 +85,7 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize(
     "kind, data, model",
-    [pytest.param("eagle3", 2, 1, marks=pytest.mark.slow), ("eagle", 2, 2), ("eagle3", 1, 1)],
+    [pytest.param("eagle3", 2, 1, marks=pytest.mark.matrix), ("eagle", 2, 2), ("eagle3", 1, 1)],
 )
 def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     setting, plain = Setting(kind, data, model), Setting(kind, data, model)

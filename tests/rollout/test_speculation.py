@@ -150,20 +150,19 @@ def test_the_cases_cover_every_pair_of_factors():
         assert seen == wanted, f"{FACTORS[a]}, {FACTORS[b]}: {wanted - seen}"
 
 
-DAILY = (1, 2, 4, 5, 9, 12, 15, 16, 17, 20)  # of these cases; the rest is `-m slow`
+GATE = (1, 2, 4, 5, 9, 12, 15, 16, 17, 20)  # of these cases; the rest is `-m matrix`
 
 
 @pytest.mark.parametrize(
     "drafter, strategies, data, model, slots, chunk, setting",
     [
-        case if place in DAILY else pytest.param(*case, marks=pytest.mark.slow)
+        case if place in GATE else pytest.param(*case, marks=pytest.mark.matrix)
         for place, case in enumerate(CASES)
     ],
 )
 def test_speculation_changes_no_token(x64, drafter, strategies, data, model, slots, chunk, setting):
-    buckets = (
-        [] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]
-    )  # fewer slots: also compacted to one row
+    # With few slots a batch is also compacted to one row.
+    buckets = [1, slots] if slots else [len(tiny.PROMPTS) * tiny.SAMPLES // data]
     engine, weights = speculating(
         drafter,
         strategies,

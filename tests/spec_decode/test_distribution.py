@@ -93,7 +93,7 @@ def enumerated(
     "sampling, coupling, effect",
     [
         (Sampling(1.0), Coupling(0.75), 0.021),
-        pytest.param(Sampling(0.7, 3, 0.9), Coupling(0.0), 0.019, marks=pytest.mark.slow),
+        pytest.param(Sampling(0.7, 3, 0.9), Coupling(0.0), 0.019, marks=pytest.mark.matrix),
     ],
 )
 def test_speculation_has_the_exact_distribution_of_answers(x64, sampling, coupling, effect):

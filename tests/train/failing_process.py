@@ -1,6 +1,7 @@
 """`python -m tlt_jax.train`, but process FAILS_AS raises when phase FAILS_IN starts for the FAILS_NTHth time.
 
-FAILS_IN damage: the process reads a damaged checkpoint of step FAILS_NTH. FAILS_IN slow rename: it renames slowly.
+FAILS_IN damage: what it reads of the checkpoint of step FAILS_NTH is damaged. FAILS_IN slow rename: it renames slowly.
+ANSWER_S: it waits so many seconds for whoever has the port of process 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tlt_jax import cli
+from tlt_jax.distributed import address
 from tlt_jax.train import __main__ as command
 
 REASON = "the card has fallen off the bus"
@@ -21,11 +23,12 @@ REASON = "the card has fallen off the bus"
 def main() -> int:
     """The command, with the failure planted if this is process FAILS_AS."""
     prepared = cli.prepared
+    address.ANSWER_S = float(os.environ.get("ANSWER_S", address.ANSWER_S))
 
     @contextmanager
     def with_failure(*arguments, **named):
         with prepared(*arguments, **named):  # JAX may be imported from here on
-            if os.environ["JAX_PROCESS_ID"] == os.environ["FAILS_AS"]:
+            if os.environ["JAX_PROCESS_ID"] == os.environ.get("FAILS_AS"):
                 break_down(os.environ["FAILS_IN"], int(os.environ["FAILS_NTH"]))
             yield
 

@@ -14,6 +14,7 @@ from tlt_jax import cli
 from tlt_jax.metrics import Writer, names
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.simulate.simulator import VirtualClock
 from tlt_jax.train import accounts, loop, run_state, step_metrics
 from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merged
 from tlt_jax.train.evaluation import Evaluator
@@ -22,64 +23,57 @@ from tlt_jax.train.minibatches import PolicyTraining
 TRACING, LOWERING, _ = COMPILING
 
 
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> VirtualClock:
+    """A clock that is moved by hand."""
+    clock = VirtualClock()
+    clock.jump(100.0)
+    return clock
 
 
 def test_each_second_belongs_to_one_phase_and_those_of_an_inner_one_to_that(clock):
-    watch = Stopwatch(clock)
-    clock.now += 1
+    watch = Stopwatch(clock.now)
+    clock.time += 1
     with watch.phase("update"):
-        clock.now += 2
+        clock.time += 2
         with watch.phase("old_log_prob"):
-            clock.now += 4
-        clock.now += 8
-    clock.now += 16
+            clock.time += 4
+        clock.time += 8
+    clock.time += 16
     with pytest.raises(KeyError), watch.phase("eval"):
-        clock.now += 32
+        clock.time += 32
         raise KeyError
     first = watch.lap()
     assert {name.removeprefix("timing_s/"): seconds for name, seconds in first.items() if "timing_s" in name} == {
         "other": 17, "update": 10, "old_log_prob": 4, "eval": 32, "step": 63,
     }  # fmt: skip
-    clock.now += 64
+    clock.time += 64
     with watch.phase("update"):
-        clock.now += 128
+        clock.time += 128
     assert watch.lap()["timing_s/step"] == 192, "a lap starts where the previous one ended"
 
 
 def test_a_lap_inside_a_phase_cuts_it_in_two(clock):
-    watch = Stopwatch(clock)
+    watch = Stopwatch(clock.now)
     with watch.phase("metrics"):
-        clock.now += 1
+        clock.time += 1
         first = watch.lap()
-        clock.now += 2
-    clock.now += 4
+        clock.time += 2
+    clock.time += 4
     assert (first["timing_s/metrics"], first["timing_s/step"]) == (1, 1)
     second = watch.lap()
     assert (second["timing_s/metrics"], second["timing_s/other"]) == (2, 4)
 
 
 def test_a_second_in_which_several_programs_compile_counts_once_in_its_phase(clock):
-    watch = Stopwatch(clock)
+    watch = Stopwatch(clock.now)
     with watch.phase("rollout"):
-        clock.now += 10
+        clock.time += 10
         watch.on_event(TRACING, 4.0)  # from 106 to 110
         watch.on_event(COMPILATION, 2.0)  # inside it
         watch.on_event("/jax/checkpoint/write/durations_sec", 9.0)
     with watch.phase("update"):
-        clock.now += 3
+        clock.time += 3
         watch.on_event(LOWERING, 5.0)  # 2 s of it were in the rollout, and are counted already
         watch.on_event(COMPILATION, 0.5)
     found = watch.lap()
@@ -89,7 +83,7 @@ def test_a_second_in_which_several_programs_compile_counts_once_in_its_phase(clo
         "perf/compile_s/rollout": 4,
         "perf/compile_s/update": 3,
     }
-    clock.now += 1
+    clock.time += 1
     assert watch.lap()["perf/compile_s"] == 0 == watch.lap()["perf/compiles"]
 
 
@@ -133,14 +127,14 @@ COSTS = {
 def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, monkeypatch):
     def costly(function, seconds):
         def call(*args, **kwargs):
-            clock.now += seconds
+            clock.time += seconds
             return function(*args, **kwargs)
 
         return call
 
     for (owner, name), seconds in COSTS.items():
         monkeypatch.setattr(owner, name, costly(getattr(owner, name), seconds))
-    monkeypatch.setattr(loop, "Stopwatch", partial(Stopwatch, clock))
+    monkeypatch.setattr(loop, "Stopwatch", partial(Stopwatch, clock.now))
     knobs = {"train.steps": 3, "eval.every": 2, "eval.prompts": 2, "checkpoint.every": 1,
              "rollout.prompts": 2, "rollout.samples": 2, "rollout.max_new_tokens": 8}  # fmt: skip
     config = configure(tmp_path, knobs)

@@ -10,12 +10,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jobs import run_until
 from training_runs import (
     assert_equal,
     completions,
     die,
     events,
-    killed_when,
     raise_at,
     state_of,
     stopped_after,
@@ -144,7 +144,7 @@ def test_a_run_that_died_between_its_exports_makes_both_and_alone_writes_a_draft
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_a_resumed_run_has_the_same_policy_and_continues_with_the_drafter(
     adaptive, plain, tmp_path, step, monkeypatch
 ):
@@ -178,7 +178,7 @@ def test_a_run_on_another_mesh_resumes_with_the_drafter(adaptive, tmp_path, monk
 def test_a_run_that_is_killed_has_the_policy_and_a_drafter(configure, plain, tmp_path):
     """kill -9 at a random moment, in the steps in which the drafter is trained."""
     config, draw = configure(tmp_path / "run", ADAPTIVE), random.Random()
-    code = killed_when(config, "checkpoints/1", signal.SIGKILL, 3 * draw.random())
+    code = run_until(config, "checkpoints/1", signal.SIGKILL, 3 * draw.random())
     assert code in (-signal.SIGKILL, cli.DONE)
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
@@ -276,7 +276,7 @@ def test_a_drafter_of_a_directory_drafts_from_the_first_step(
     config = configure(tmp_path / "run", ADAPTIVE | start | {"idle_training.floor": 0})
     priors, update_prior = [], goodput.update_prior
     monkeypatch.setattr(
-        goodput, "renew_goodput",
+        goodput, "update_prior",
         lambda state, estimated={}: (priors.append(estimated), update_prior(state, estimated))[1],
     )  # fmt: skip
     assert loop.train(config) == cli.DONE

@@ -11,7 +11,7 @@ import pytest
 from training_runs import assert_equal, completions, state_of, stopped_after
 
 from tlt_jax import cli
-from tlt_jax.rollout import engine
+from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.scheduler import group
 from tlt_jax.train import loop
 
@@ -19,15 +19,15 @@ STEPS = 3
 BFLOAT16 = {
     "model.compute_dtype": "bfloat16",
     "model.init": {
-        "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 128,
+        "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
     },
     "rollout.deterministic": True,
     "rollout.prompts": 4,
     "rollout.samples": 4,
     "rollout.slots": 6,
-    "rollout.batch_buckets": [],
-    "rollout.max_new_tokens": 48,
+    "rollout.batch_buckets": [2, 6],
+    "rollout.max_new_tokens": 32,
     "rollout.chunk": 4,
     "train.steps": STEPS,
     "train.row_tokens": 128,
@@ -75,7 +75,7 @@ def chunks(config) -> list[tuple]:
     return sorted(tuple(str(line[field]) for field in fields) for line in lines)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_delays_change_nothing(undelayed, make, tmp_path, monkeypatch, seed):
     delay(monkeypatch, seed)
     config = make(tmp_path / "run")
@@ -100,21 +100,25 @@ def learning(make, configure, shared, tmp_path_factory):
     """The run whose drafter trains in policy updates, and drafts as soon as its acceptance is measured."""
     run = tmp_path_factory.mktemp("deterministic") / "learning"
     data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
-    knobs = {"speculation.drafter": "adaptive", "idle_training.learning_rate": 0.01}
+    knobs = {
+        "speculation.drafter": "adaptive",
+        "speculation.strategies": ["2_2_4"],
+        "idle_training.learning_rate": 0.01,
+    }
     config = configure(run, BFLOAT16 | data | knobs | {"drafter_training.share": 1.0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "GAIN_BY_COUNTS", -10.0)
+        patch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)
         assert loop.train(config) == cli.DONE
     return config
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.matrix), 2])
 def test_a_drafter_that_learns_without_a_clock_repeats_and_resumes(
     learning, tmp_path, monkeypatch, step
 ):
     assert any("learned" in chunk[1] or "merged" in chunk[1] for chunk in chunks(learning))
     delay(monkeypatch, 3)
-    monkeypatch.setattr(engine, "GAIN_BY_COUNTS", -10.0)
+    monkeypatch.setattr(learned_drafter, "DETERMINISTIC_GAIN", -10.0)
     config = stopped_after(step, learning, tmp_path / "run")
     assert loop.train(config) == cli.DONE
     assert completions(config) == completions(learning)

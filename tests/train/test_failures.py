@@ -3,102 +3,58 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from failing_process import REASON
+from jobs import Job
+from pairwise import marked
 from training_runs import completions, saved_steps, stopped_after
 
 from tlt_jax import cli
-from tlt_jax.config import Config, load as configuration
 from tlt_jax.train import loop
 
-MOST_S = 30.0  # from the failure to the end of the last process
-# Phases, and their number of occurrence: with checkpoint.keep 1 the second save is the first to delete something.
+MOST_S = (
+    90.0  # from the failure to the end of the last process: less than JAX takes to notice by itself
+)
+# Phases, and after how many steps: with checkpoint.keep 1 the second save is the first that has something to delete.
 EARLY, LATE = 1, 3
 PHASES = ("start", "resume", "rollout", "reward", "update", "save_checkpoint", "eval", "export")
-# Cases of the default selection; the rest is `-m slow`.
-DAILY = {
+FOUR_GROUPS = {"mesh.data": 4, "mesh.fake_devices": 4, "rollout.prompts": 4}
+# What the gate runs; the rest is `-m matrix`.
+GATE = {
     (2, "start", EARLY), (2, "resume", LATE), (2, "rollout", LATE), (2, "save_checkpoint", LATE),
     (4, "reward", EARLY),
 }  # fmt: skip
 CASES = [
-    pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.slow])
+    (case, case in GATE)
     for case in [(n, phase, at) for n in (2, 4) for phase in PHASES for at in (EARLY, LATE)]
     if case[1:] != ("export", EARLY)  # it comes once, at the end
 ]
 
 
-def started(
-    config: Config, processes: int, port: int | None = None, **environment: str
-) -> list[subprocess.Popen]:
-    """Starts the command as several processes, as on a pod; the output of each is in RUN.INDEX.log."""
-    path = Path(f"{config.run}.yaml")
-    path.write_text(configuration.to_yaml(config))
-    if port is None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-    found = []
-    for index in range(processes):
-        variables = {
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": str(processes),
-            "JAX_PROCESS_ID": str(index),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        module = "failing_process" if "FAILS_IN" in environment else "tlt_jax.train"
-        with Path(f"{config.run}.{index}.log").open("w") as out:
-            command = [sys.executable, "-m", module, "--config", str(path)]
-            found.append(
-                subprocess.Popen(
-                    command, env=os.environ | variables | environment, stdout=out, stderr=out
-                )
-            )
-    return found
-
-
-def ended(processes: list[subprocess.Popen], seconds: float = 240.0) -> list[int]:
-    """The exit codes of all; processes that do not end are killed, and have none."""
-    until = time.monotonic() + seconds
-    try:
-        return [one.wait(max(0.1, until - time.monotonic())) for one in processes]
-    except subprocess.TimeoutExpired:
-        return [one.poll() for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-
-
-def printed(config: Config, index: int) -> str:
-    """The output of a process."""
-    return Path(f"{config.run}.{index}.log").read_text()
-
-
 @pytest.fixture(scope="module")
 def whole(configure, shared):
     """A finished run of one process, every step saved."""
-    knobs = {
-        "checkpoint.export": True,
-        "mesh.data": 4,
-        "mesh.fake_devices": 4,
-        "rollout.prompts": 4,
-    }
-    config = configure(shared / "whole", knobs)
+    config = configure(shared / "whole", FOUR_GROUPS | {"checkpoint.export": True})
     assert loop.train(config) == cli.DONE
     return config
 
 
-@pytest.mark.parametrize(("processes", "phase", "at"), CASES)
+def failing(config, processes: int, index: int, phase: str, nth: int, mark="") -> Job:
+    """A job of which a process fails when this phase begins for the nth time."""
+    return Job(
+        config, processes, "failing_process", FAILS_AS=str(index), FAILS_IN=phase, FAILS_NTH=str(nth), FAILS_MARK=str(mark),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "phase", "at"), marked(CASES))
 def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
     processes, phase, at, whole, tmp_path
 ):
@@ -114,12 +70,10 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
     elif phase == "export":
         nth = 1
     fails, mark = at % processes, tmp_path / "mark"
-    running = started(
-        config, processes, FAILS_AS=str(fails), FAILS_IN=phase, FAILS_NTH=str(nth), FAILS_MARK=str(mark),
-    )  # fmt: skip
-    codes = ended(running)
+    with failing(config, processes, fails, phase, nth, mark) as job:
+        codes = job.wait()
     seconds = time.time() - float(mark.read_text())
-    outputs = [printed(config, index) for index in range(processes)]
+    outputs = job.all_said
     assert codes == [cli.DIVERGED] * processes, outputs
     assert seconds < MOST_S, outputs
 
@@ -144,22 +98,19 @@ def test_a_process_that_raises_ends_all_soon_with_who_where_and_why(
 
 def test_a_port_that_another_program_has_ends_all_with_a_line_that_names_it(whole, tmp_path):
     config = replace(whole, run=str(tmp_path / "run"))
-    began = time.monotonic()
-    with socket.create_server(
-        ("localhost", 0)
-    ) as other:  # it accepts connections, and sends nothing
+    with socket.create_server(("localhost", 0)) as other:  # it takes connections, and says nothing
         port = other.getsockname()[1]
-        codes = ended(started(config, 2, port), 90)
-    assert time.monotonic() - began < 60 and codes == [cli.MISTAKE] * 2
+        with Job(config, 2, "failing_process", port=port, ANSWER_S="3") as job:
+            assert job.wait() == [cli.MISTAKE] * 2, job.all_said
     place = f"localhost:{port}"
     expected = (
         f"error: port {port} of process 0 ({place}) is taken by another program: name another"
     )
-    assert printed(config, 0).count(expected) == 1
+    assert job.said(0).count(expected) == 1
     expected = (
         f"error: another program than process 0 answers at {place}: name another port for all"
     )
-    assert printed(config, 1).count(expected) == 1
+    assert job.said(1).count(expected) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -167,13 +118,9 @@ def test_two_processes_set_a_damaged_checkpoint_aside_together_and_continue(whol
     """Only one of the two finds the damage, as when it is in that process's part of the arrays."""
     config = stopped_after(3, whole, tmp_path / "run")
     config = replace(config, checkpoint=replace(config.checkpoint, resume="last_good"))
-    knobs = {"FAILS_AS": "1", "FAILS_IN": "damage", "FAILS_NTH": "3", "FAILS_MARK": ""}
-    assert ended(started(config, 2, **knobs)) == [cli.DONE] * 2, [
-        printed(config, i) for i in range(2)
-    ]
-    assert "3 is corrupt (DATA_LOSS: " in printed(config, 0) and "it is set aside" in printed(
-        config, 0
-    )
+    with failing(config, 2, 1, "damage", 3) as job:
+        assert job.wait() == [cli.DONE] * 2, job.all_said
+    assert "3 is corrupt (DATA_LOSS: " in job.said() and "it is set aside" in job.said()
     assert (tmp_path / "run" / "checkpoints" / "damaged" / "3").is_dir()
     assert saved_steps(config) == [1, 2, 3, 4] and completions(config) == completions(whole)
 
@@ -181,39 +128,32 @@ def test_two_processes_set_a_damaged_checkpoint_aside_together_and_continue(whol
 def test_a_signal_while_another_process_waits_for_scores_loses_no_score(whole, tmp_path):
     """The signal goes to the process whose rewards take longest, while they run: the state before the step is saved."""
     config = replace(whole, run=str(tmp_path / "run"))
-    running = started(config, 2, TOY_REWARD_SECONDS="0.5")
-    until = time.monotonic() + 120
-    while "step 1/" not in printed(config, 0) and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(
-        float(np.random.default_rng().uniform(0.2, 2.0))
-    )  # 12 answers a step: most of it is the reward phase
-    running[1].send_signal(signal.SIGTERM)
-    assert ended(running) == [cli.PREEMPTED] * 2, [printed(config, i) for i in range(2)]
+    with Job(config, 2, TOY_REWARD_SECONDS="0.2") as job:
+        job.wait_for(lambda: "step 1/" in job.said())
+        # 12 answers a step: most of it is the reward phase.
+        time.sleep(float(np.random.default_rng().uniform(0.1, 0.8)))
+        job.send(signal.SIGTERM, 1)
+        assert job.wait() == [cli.PREEMPTED] * 2, job.all_said
     step = max(saved_steps(config))
-    assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in printed(config, 0)
-    assert ended(started(config, 2)) == [cli.DONE] * 2
+    assert f"was stopped, and is saved in {config.run}/checkpoints/{step}: " in job.said()
+    assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
 
 
 def test_two_processes_read_the_reference_that_this_run_made(configure, tmp_path):
     """The first process renames it slowly, and one of an earlier attempt exists."""
     knobs = {
-        "mesh.data": 2,
-        "mesh.fake_devices": 2,
         "algorithm.kl_coef": 0.1,
         "sft.steps": 1,
         "sft.solution_column": "prompt",
         "train.steps": 1,
         "eval.every": 0,
     }
-    config = configure(tmp_path / "run", knobs)
-    slow = {"FAILS_AS": "0", "FAILS_IN": "slow rename", "FAILS_NTH": "1", "FAILS_MARK": ""}
+    config = configure(tmp_path / "run", FOUR_GROUPS | knobs)
     (tmp_path / "run" / "reference").mkdir(parents=True)
     (tmp_path / "run" / "reference" / "config.json").write_text("{}")
-    assert ended(started(config, 2, **slow)) == [cli.DONE] * 2, [
-        printed(config, i) for i in range(2)
-    ]
+    with failing(config, 2, 0, "slow rename", 1) as job:
+        assert job.wait() == [cli.DONE] * 2, job.all_said
     kept = json.loads((tmp_path / "run" / "reference" / "made_from.json").read_text())
     assert kept["source"]["train.seed"] == "0" and kept["leaves"]
     assert json.loads((tmp_path / "run" / "reference" / "config.json").read_text())["hidden_size"]
@@ -243,22 +183,15 @@ def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_l
         tmp_path / "run", {"checkpoint.every": every, "checkpoint.keep": 99, "train.steps": 60}
     )
     config = replace(config, run=str(small_disk / "run"))
-    path, filler = tmp_path / "run.yaml", small_disk / "filler"
-    path.write_text(configuration.to_yaml(config))
-    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if kind != "checkpoints":
-        until = time.monotonic() + 120
-        while not (small_disk / "run/checkpoints/2").is_dir() and time.monotonic() < until:
-            time.sleep(0.01)
-        with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-    shown, _ = process.communicate(timeout=180)
-    assert process.returncode == cli.DIVERGED, shown
+    filler = small_disk / "filler"
+    with Job(config, place=tmp_path / "run") as job:
+        if kind != "checkpoints":
+            job.wait_for((small_disk / "run/checkpoints/2").is_dir)
+            with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        codes, shown = job.wait(), job.said()
+    assert codes == [cli.DIVERGED], shown
     assert "Traceback" not in shown and shown.count("error: ") == 1, shown
     last = max(
         int(one.name)

@@ -11,8 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jobs import Job
 from test_adaptive_runs import ADAPTIVE, STEPS, UNEVEN, drafter_of, same_policy
-from test_processes import TOLERANCE, Job
+from test_processes import TOLERANCE
 from training_runs import assert_equal, completions, events, state_of, stopped_after
 
 from tlt_jax import cli
@@ -25,7 +26,12 @@ from tlt_jax.rollout.executables.compile_cost import CompileCosts
 from tlt_jax.train import loop
 from tlt_jax.train.run_state import INVESTMENT
 
-SHARE = ADAPTIVE | {"drafter_training.share": 1.0, "idle_training.floor": 0, "train.row_tokens": 96}
+SHARE = ADAPTIVE | {
+    "drafter_training.share": 1.0,
+    "idle_training.floor": 0,
+    "train.row_tokens": 96,
+    "speculation.strategies": ["2_1_3"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def test_what_the_drafter_learns_changes_no_bit_of_the_policy(plain, whole):
     assert [step for step, _ in measured["drafter/acceptance@1"]] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
     config = stopped_after(step, whole, tmp_path / "run")
     assert loop.train(config) == cli.DONE
@@ -179,8 +185,8 @@ def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp
     """share auto: the seconds of process 0 decide the training budget, its rows, and when drafting starts."""
     rest = {"drafter_training.share": "auto", "idle_training.floor": 0, "mesh.fake_devices": 2}
     config = configure(tmp_path / "run", SHARE | rest)
-    with Job(2, config, {"MODULE": "disagreeing_process"}) as job:
-        assert job.wait() == cli.DONE, job.printed
+    with Job(config, 2, "disagreeing_process", by_launcher=True) as job:
+        assert job.wait() == [cli.DONE], job.said()
     assert completions(config) == completions(plain)
     jax.tree.map(  # sums over data groups may be taken in another order
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
@@ -188,10 +194,8 @@ def test_processes_that_disagree_on_seconds_learn_the_same(plain, configure, tmp
     )
     measured = {name: dict(values) for name, values in events(config).items()}
     assert measured["drafter/update_steps"][2] >= 1, "once a step's seconds are known"
-    assert measured["drafter/steps"][STEPS - 1] >= 1, (
-        "from the harvested features, once drafting pays"
-    )
-    assert "the drafter drafts from here on" in job.printed
+    assert measured["drafter/steps"][STEPS - 1] >= 1, "from what is harvested, once drafting pays"
+    assert "the drafter drafts from here on" in job.said()
 
 
 def meta_of(config, step):
@@ -202,8 +206,8 @@ def meta_of(config, step):
 
 def test_a_run_killed_while_the_drafter_trains_ends_as_one_that_is_not(plain, whole, tmp_path):
     config = stopped_after(0, whole, tmp_path / "run")
-    with Job(1, config, {"MODULE": "killed_process"}) as job:
-        assert job.wait() != cli.DONE
+    with Job(config, 1, "killed_process") as job:
+        assert job.wait() != [cli.DONE]
     assert drafter_of(config, 1), "it was killed after its first step"
     assert not (Path(config.run) / "hf").exists(), "and before its end"
     assert loop.train(config) == cli.DONE
@@ -211,7 +215,7 @@ def test_a_run_killed_while_the_drafter_trains_ends_as_one_that_is_not(plain, wh
     assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("groups", [1, 4])
 def test_any_number_of_groups_learns_and_changes_no_bit(configure, tmp_path, groups):
     knobs = {"mesh.data": groups, "rollout.prompts": 4}
@@ -224,7 +228,7 @@ def test_any_number_of_groups_learns_and_changes_no_bit(configure, tmp_path, gro
     assert dict(events(runs[1])["drafter/update_steps"])[STEPS] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_resumes_on_another_mesh_with_its_drafter(whole, tmp_path):
     config = stopped_after(2, whole, tmp_path / "run")
     config = replace(config, mesh=replace(config.mesh, data=1))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -18,13 +16,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jobs import Job, run_until
 from training_runs import (
     STEPS,
     assert_equal,
     completions,
     die,
     events,
-    killed_when,
     preempt,
     raise_at,
     saved_steps,
@@ -305,29 +303,21 @@ def test_sigterm_saves_and_the_run_resumes_to_the_same_bits(
 
 
 def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_path):
-    config = replace(whole, run=str(tmp_path / "run"))
-    path = tmp_path / "run.yaml"
-    path.write_text(configuration.to_yaml(config))
-    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        command, env=os.environ | variables, stderr=subprocess.PIPE, text=True
-    )
-    maps, until = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
-    while "jaxlib" not in maps.read_text() and time.monotonic() < until:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=60)
-    expected = "stopped: the same command starts again, or resumes from the last checkpoint\n"
-    assert (process.returncode, printed) == (cli.PREEMPTED, expected)
+    with Job(replace(whole, run=str(tmp_path / "run"))) as job:
+        maps = Path(f"/proc/{job.started[0].pid}/maps")
+        job.wait_for(lambda: "jaxlib" in maps.read_text())
+        job.send(signal.SIGTERM)
+        codes = job.wait()
+    said_so = "stopped: the same command starts again, or resumes from the last checkpoint\n"
+    assert (codes, job.said()) == ([cli.PREEMPTED], said_so)
 
 
 def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
     """SIGTERM, then kill -9 during a save, then the remaining steps: by the command, in a subprocess."""
     config = replace(whole, run=str(tmp_path / "run"))
-    killed = killed_when(config, "completions/000001.jsonl", signal.SIGTERM)
+    killed = run_until(config, "completions/000001.jsonl", signal.SIGTERM)
     assert killed == cli.PREEMPTED
-    assert killed_when(config, "checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
+    assert run_until(config, "checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
     assert STEPS not in saved_steps(config)
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))

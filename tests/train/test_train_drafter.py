@@ -132,7 +132,7 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "least"), [pytest.param("eagle", 0.93, marks=pytest.mark.slow), ("eagle3", 0.96)]
+    ("kind", "least"), [pytest.param("eagle", 0.93, marks=pytest.mark.matrix), ("eagle3", 0.96)]
 )
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     kind, least, configure, tmp_path, capsys

@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tlt_jax.checkpoint.store import Store
-from tlt_jax.config import Config, load as configuration
+from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import from_config
@@ -99,24 +96,6 @@ def die() -> None:
 
 def preempt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def killed_when(
-    config: Config, first_sign: str, number: signal.Signals, seconds: float = 0.0
-) -> int:
-    """The exit code of the command, in a subprocess that gets a signal some time after a file of the run exists."""
-    run = Path(config.run)
-    path = run.with_name(f"{run.name}.yaml")
-    path.write_text(configuration.to_yaml(config))
-    command = [sys.executable, "-m", "tlt_jax.train", "--config", str(path)]
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TOY_REWARD_SECONDS": "0.3"}
-    process = subprocess.Popen(command, env=os.environ | variables)
-    until = time.monotonic() + 120
-    while not list(run.glob(first_sign)) and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.005)
-    time.sleep(seconds)
-    process.send_signal(number)
-    return process.wait()
 
 
 def stopped_after(step: int, config: Config, run: Path) -> Config:

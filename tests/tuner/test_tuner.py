@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import tuner_rollouts
+from pairwise import matrix
 from tuner_rollouts import measured
 
 from tlt_jax.config import schema
@@ -273,9 +274,7 @@ def test_goodput_comes_close_to_the_oracle(round_cost, quality, share):
     assert seconds(best) / seconds(runs) > share
 
 
-@pytest.mark.parametrize("round_cost", [scenarios.cpu, scenarios.gpu])
-@pytest.mark.parametrize("agreement", [0.0, 0.3])
-@pytest.mark.parametrize("seed", [0, 1])
+@matrix(round_cost=[scenarios.cpu, scenarios.gpu], agreement=[0.0, 0.3], seed=[0, 1])
 def test_a_useless_drafter_costs_at_most_three_per_cent(round_cost, agreement, seed):
     scenario = scenarios.Scenario(round_cost, 0.3, agreement, seed=seed)
     _, plain = decode(scenario, fixed.fixed("off"), rollouts=4, seed=seed)
