@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from benchmarks.common.results import ResultTable, listed
 from benchmarks.speculation.arm import arguments, label, read
 from benchmarks.speculation.race import COLUMNS, TURNS, race
-from tlt_jax.config import schema
 from tlt_jax.config.schema import NONE, Speculation
 
 TAIL, TAIL_BUCKETS = 64, (1, 2, 4, 8, 16, 32, 64)
@@ -37,9 +36,6 @@ def arms_of(args: argparse.Namespace) -> dict[str, Speculation]:
             arms[f"{label(drafter)} {tuner}"] = Speculation(drafter, tuner, texts)
     for text in alone:
         arms[f"{label(first)} {text}"] = Speculation(first, "fixed", [text])
-    for text in alone[-1:] if first != schema.NGRAM else ():
-        uncoupled = Speculation(first, "fixed", [text], coupling=0.0)
-        arms[f"{label(first)} {text}, uncoupled"] = uncoupled
     return arms
 
 

@@ -74,6 +74,7 @@ def fail(error: Exception) -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> Config:
     """The validated configuration of a command line; raises ConfigError."""
+    refuse_older(arguments)
     overrides = parsing.read_overrides(Config, arguments)
     files = [text for name, text in overrides if name == "config"]
     if len(files) > 1:
@@ -122,7 +123,13 @@ def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
     Raises ConfigError as `older.update`.
     """
     tree = older.update(read_yaml(path), path)
+    refuse_older(arguments)
     return build(tree, parsing.read_overrides(Config, arguments))
+
+
+def refuse_older(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for `--name` of an older version, also of one without a value."""
+    older.refuse(word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
 
 
 def to_yaml(config: Config) -> str:

@@ -20,7 +20,7 @@ from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.outputs import LOG, TENSORBOARD, WANDB
-from tlt_jax.errors import is_disk_full
+from tlt_jax.errors import Interrupted, is_disk_full
 from tlt_jax.metrics import names, timeline
 from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
@@ -123,7 +123,7 @@ class Writer:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
-        self.close(is_failed=error is not None)
+        self.close(is_failed=error is not None and not issubclass(error, Interrupted))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes scalars of a step. Raises MetricError for an unlisted name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +28,8 @@ class RolloutEngine(Protocol):
 
     `groups`: the mesh of each data group; `local_groups`: the indices of those of this process. `drafter`: the learned
     drafter while it is used, `learned` whether it is used or not. `lengths`: tokens of each answer of the last rollout.
-    `payback`: what the run's rollouts decode, by decoding parameters. `cost_table`: of a deterministic rollout only.
+    `payback`: what the run's rollouts decode, by decoding parameters; a missing key makes a new one.
+    `cost_table`: of a deterministic rollout only.
     """
 
     model_config: ModelConfig
@@ -44,7 +46,7 @@ class RolloutEngine(Protocol):
     drafter_kind: str
     batches: Sequence[int]
     capacity: int
-    payback: Mapping[DecodingParams, Payback]
+    payback: defaultdict[DecodingParams, Payback]
     ngram_memory: NGramMemory | None
     lengths: Sequence[int]
     cost_table: CostTable | None

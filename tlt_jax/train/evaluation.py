@@ -88,14 +88,8 @@ class Evaluator:
         """The metrics of scored answers."""
         settings, answers = self.config.eval, rollout.completions
         values = np.array([scores[answer.uid].value for answer in answers])
-        lengths = np.array([len(answer.tokens) for answer in answers])
-        return summarize(values.reshape(-1, settings.samples), settings.correct_at) | {
-            "eval/response_length/mean": float(lengths.mean()),
-            "eval/response_length/max": float(lengths.max()),
-            "eval/response_length/clip_ratio": float(
-                np.mean([answer.finish == LENGTH for answer in answers])
-            ),
-        }
+        scored = summarize(values.reshape(-1, settings.samples), settings.correct_at)
+        return scored | length_metrics(answers)
 
 
 def is_due(config: Config, step: int, steps: int) -> bool:

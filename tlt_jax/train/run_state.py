@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class RunState:
     """The state that the training loop owns and replaces at every step.
 
-    It excludes what only costs time to lose (executables, n-gram memory, timings of drafting: all in
-    Engine), and what never changes (the KL reference, a drafter that is not trained). `policy` and
+    It excludes what only costs time to lose (executables and n-gram memory in Engine, timings of
+    drafting in Trainer), and what never changes (the KL reference, a drafter that is not trained). `policy` and
     `drafter` (weights, Adam moments, counters) are None when the run does not train them; `tuner` is
     JSON, None when the run does not decode. `step`: number of finished steps. `investment`: progress
     and cost of the drafter's training in policy updates.
