@@ -165,7 +165,7 @@ def needed(
     groups: Sequence[int],
     answers: Sequence[Completion],
 ) -> set[int]:
-    """Uids of the answers that `PolicyTraining.update` packs into rows of these data groups; of others only lengths are needed."""
+    """Uids of answers that `PolicyTraining.update` packs into rows of these data groups; of others only lengths are needed."""
     rows, found = packing.rows(config), set()
     share = rows // config.mesh.data
     local_rows = {group * share + index for group in groups for index in range(share)}
