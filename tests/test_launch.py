@@ -104,7 +104,7 @@ def test_a_signal_at_any_moment_from_the_start_leaves_no_process(tmp_path, numbe
         mark = f"LAUNCH_TEST={os.getpid()}-{number}-{turn}"
         job = subprocess.Popen(
             [LAUNCH / "local.sh", "4", *ARGS],
-            env=os.environ | {"PYTHON": str(python), **dict([mark.split("=")])},
+            env=os.environ | {"PYTHON": str(python), "GRACE_S": "5", **dict([mark.split("=")])},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         time.sleep(pause)

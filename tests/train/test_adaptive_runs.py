@@ -217,7 +217,7 @@ def test_idle_work_that_raises_leaves_the_drafter_and_twice_in_a_row_is_the_end_
     same_policy(config, plain)
     lines = [line for line in capsys.readouterr().out.splitlines() if "idle training" in line]
     assert sum("no such luck" in text for text in lines) == 2, "one line a step"
-    assert "no more of it" in lines[-1] and len(lines) == 3
+    assert "is stopped" in lines[-1] and len(lines) == 3
     assert [value for _, value in events(config)["drafter/failures"]] == [1.0, 2.0]  # steps 2 and 3
     assert_equal(jax.device_get(drafter_of(config, 1)), jax.device_get(drafter_of(config, STEPS)))
 
