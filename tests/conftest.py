@@ -35,10 +35,6 @@ gc.set_threshold(100_000, 20, 50)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tlt_jax.rollout.executables import compilation  # noqa: E402
-
-compilation.CPU_OPTIONS = {}  # an option of one compilation goes before XLA_FLAGS
-
 MOST_MAPS = 25_000  # beyond it JAX segfaults some time later, in a compilation
 FILE_SECONDS: dict[str, float] = defaultdict(float)
 

@@ -148,6 +148,14 @@ def test_a_failed_compilation_is_raised_where_the_program_is_used(monkeypatch):
         programs.get(start)
 
 
+def test_an_optimization_level_in_xla_flags_is_obeyed(monkeypatch):
+    programs = executables(1, V)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    assert programs.options == {"xla_backend_optimization_level": 1}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+    assert programs.options == {}
+
+
 def test_programs_beyond_the_maximum_are_dropped_and_compiled_again(
     monkeypatch,
 ):

@@ -252,8 +252,10 @@ class Executables:
 
     @property
     def options(self) -> dict[str, Any]:
-        """XLA's compile options."""
-        return CPU_OPTIONS if self.is_cpu else {}
+        """XLA's compile options; what XLA_FLAGS sets is not set again: an option would take precedence."""
+        set_by_user = os.environ.get("XLA_FLAGS", "")
+        options = CPU_OPTIONS if self.is_cpu else {}
+        return {name: value for name, value in options.items() if f"--{name}=" not in set_by_user}
 
     @property
     def compiling_alongside(self) -> bool:
