@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import parse
-from tlt_jax.data import files
-from tlt_jax.data.files import Problems
+from tlt_jax.data import files, formats
+from tlt_jax.data.problems import Problems
 from tlt_jax.errors import DataError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -45,21 +45,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_texts(source: str, columns: list[str]) -> list[str]:
-    """The texts in these columns of all rows of JSONL or Parquet files. Raises DataError."""
+    """The texts in these columns of all rows of data files. Raises DataError."""
     problems, texts = Problems(), []
     for path in files.locate(parse.expand(source, "--data"), "--data", problems):
-        for line, row in files.read(path, problems):
-            for column in columns:
-                if isinstance(row.get(column), str):
-                    texts.append(row[column])
-                else:
-                    known = ", ".join(map(repr, row))
-                    problems.add(
-                        str(path),
-                        line,
-                        f"no text in column {column!r}",
-                        f"choose --columns among {known}",
-                    )
+        rows = files.read(path, problems)
+        for column in columns:
+            found = [(line, formats.cell(row, column)) for line, row in rows]
+            texts += [text for _, text in found if isinstance(text, str)]
+            if wrong := [line for line, text in found if not isinstance(text, str)]:
+                known = ", ".join(map(repr, formats.columns(row for _, row in rows)))
+                for line in wrong:
+                    what = f"no text in column {column!r}"
+                    problems.add(str(path), line, what, f"choose --columns among {known}")
     problems.stop_if_any()
     return texts
 
@@ -135,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--data",
         required=True,
-        help="JSONL or Parquet file, folder, glob or hub data set that the tokenizer learns from",
+        help="JSONL, JSON, CSV or Parquet file, folder, glob or hub data set that the tokenizer learns from",
     )
     add(
         "--columns",

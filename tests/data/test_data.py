@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -300,7 +301,7 @@ def test_a_source_with_several_splits_must_name_one(hub, monkeypatch, is_online)
         ),
         ("openai/gsm8k:train", "2 splits, and none is selected (main/train, socratic/train)"),
         ("openai/gsm8k:main", "write one of them, as openai/gsm8k:main/train"),
-        ("openai/gsm8k:other", "no .jsonl or .parquet file there"),
+        ("openai/gsm8k:other", "no .jsonl, .json, .csv or .parquet file there"),
     ):
         assert listed in failure(make_config(source, **knobs))
     for source in ("openai/gsm8k:main/test", f"{hub}:main/test", f"{hub / 'main'}:test"):
@@ -416,7 +417,7 @@ def test_all_mistakes_of_all_files_are_reported_at_once(tmp_path):
         "bad.jsonl:5: no answer: fill in column 'answer'",
         f"bad.jsonl:6: duplicate id ('1', first at {bad}:1): make data.id_column unique",
         "bad.jsonl:7: not a JSON object (list)",
-        "bad.jsonl:8: no column 'prompt': set data.prompt_column to one of 'question', 'answer', 'id'",
+        "bad.jsonl:8: no column 'prompt': set data.prompt_column to one of 'answer', 'id', 'question'",
         "bad.jsonl:9: column 'prompt' holds a int: use text",
         "bad.jsonl:9: column 'answer' holds a list",
         "wide.jsonl: not UTF-8 but UTF-16",
@@ -427,19 +428,121 @@ def test_all_mistakes_of_all_files_are_reported_at_once(tmp_path):
     assert len(message.splitlines()) == 13
 
 
-def test_a_mistake_in_every_line_is_listed_20_times_and_counted(tmp_path):
-    source = write(tmp_path / "a.jsonl", [{"question": "p", "answer": "1"}] * 500)
-    message = failure(make_config(source))
+def test_a_mistake_in_a_column_is_told_once_and_different_mistakes_20_times(tmp_path):
+    rows = [{"question": "p", "answer": "1"} | ({"level": 1} if n % 2 else {}) for n in range(500)]
+    source = write(tmp_path / "a.jsonl", rows)
+    head, line = failure(make_config(source)).splitlines()
+    assert head == "the data has 1 problem"
+    assert line.strip() == (
+        f"{source}:1: no column 'prompt': set data.prompt_column to one of 'question', 'answer', 'level' "
+        "[also in 2, 3, 4 and 496 more]"
+    )
+    twice = [{"prompt": "p", "answer": "1", "id": n // 2} for n in range(1000)]
+    message = failure(make_config(write(tmp_path / "b.jsonl", twice), id_column="id"))
     assert "the data has 500 problems, 20 shown" in message
-    assert "[and 480 more: no column 'prompt']" in message
+    assert "[and 480 more: duplicate id]" in message
     assert len(message.splitlines()) == 21
+
+
+# Rows as verl writes them: examples/data_preprocess/gsm8k.py.
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{n} + 1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"split": "train", "index": n},
+    }
+    for n in range(4)
+]
+
+
+def test_a_parquet_file_of_verl_loads_as_it_is(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(VERL), source := tmp_path / "a.parquet")
+    knobs = {
+        "answer_column": "reward_model.ground_truth",
+        "id_column": "extra_info.index",
+        "chat_template": True,
+        "chat_template_kwargs": {"mark": ""},
+        "shuffle": False,
+        "eval": str(source),
+    }
+    loaded = datasets.load(make_config(source, **knobs), make_tokenizer(TEMPLATE)).prompts(0)
+    assert [prompt.text for prompt in loaded] == [f"[user]{n} + 1?[a]" for n in range(4)]
+    assert [prompt.row["answer"] for prompt in loaded] == ["1", "2", "3", "4"]
+    assert ids(loaded) == ["0", "1", "2", "3"]
+    assert loaded[1].row["reward_model"] == VERL[1]["reward_model"]
+    message = failure(make_config(source, **knobs | {"answer_column": "answer"}), make_tokenizer())
+    assert "no chat template" in message
+    message = failure(
+        make_config(source, **knobs | {"answer_column": "answer"}), make_tokenizer(TEMPLATE)
+    )
+    assert "set data.answer_column to one of 'data_source', 'prompt', 'ability', " in message
+    assert "'reward_model.ground_truth', 'extra_info." in message
+    message = failure(
+        make_config(source, **knobs | {"answer_column": "reward_model"}), make_tokenizer(TEMPLATE)
+    )
+    assert "holds a dict: set data.answer_column to reward_model." in message
+
+
+@pytest.mark.parametrize("kind", ["list.json", "lines.json", "table.csv"])
+def test_lists_and_tables_give_the_rows_of_the_jsonl_file(kind, tmp_path):
+    """Values of a table stay the text that is written there."""
+    rows = [
+        {"prompt": 'say "a, b"\nand c', "answer": "007", "note": ""},
+        {"prompt": "größer", "answer": "1e3", "note": "x"},
+    ]
+    source = tmp_path / kind
+    if kind == "list.json":
+        source.write_text(json.dumps(rows, indent=2))
+    elif kind == "lines.json":
+        write(source, rows)
+    else:
+        with source.open("w", newline="", encoding="utf-8-sig") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    for place in (source, tmp_path):
+        config = make_config(place, prompts=2, shuffle=False, eval=str(source))
+        found = datasets.load(config, make_tokenizer()).prompts(0)
+        assert [{name: prompt.row[name] for name in rows[0]} for prompt in found] == rows
+
+
+def test_mistakes_of_lists_and_tables_name_the_place(tmp_path):
+    for name, text in {
+        "cut.json": '[{"prompt": "p"',
+        "mixed.json": '[{"prompt": "p", "answer": "1"}, 3]',
+        "none.json": "[]",
+        "long.csv": "prompt,answer\np,1\np,1,234\n",
+        "open.csv": 'prompt,answer\n"p,1\n',
+        "twice.csv": "prompt,answer,prompt\np,1,q\n",
+        "empty.csv": "prompt,answer\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    message = failure(make_config(tmp_path))
+    for part in (
+        "cut.json: bad JSON (Expecting ',' delimiter: line 1 column 16 (char 15)): write a list",
+        "mixed.json:2: not a JSON object (int)",
+        "none.json: the file is empty",
+        "long.csv:3: not as long as the header (3 values, and the header has 2 columns): quote",
+        "open.csv:2: bad CSV (unexpected end of data): quote",
+        "twice.csv:1: a column is named twice ('prompt'): rename one",
+        "empty.csv: the file is empty: write a header",
+    ):
+        assert part in message, message
 
 
 def test_empty_sources_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "notes.txt").write_text("x")
-    assert "no .jsonl or .parquet file there" in failure(make_config(tmp_path / "folder"))
+    assert "no .jsonl, .json, .csv or .parquet file there" in failure(
+        make_config(tmp_path / "folder")
+    )
     assert "the file is empty" in failure(make_config(tmp_path / "empty.jsonl"))
     assert "unknown kind of file '.txt'" in failure(make_config(tmp_path / "notes.txt"))
     source = write(tmp_path / "few.jsonl", number_rows(3))

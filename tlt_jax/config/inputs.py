@@ -71,7 +71,7 @@ class Data:
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
     train: str = knob(
         "",
-        "JSONL or Parquet file, directory of such files, or hub data set (owner/name); with several splits "
+        "JSONL, JSON (a list), CSV or Parquet file, directory of such files, or hub data set (owner/name); with several splits "
         "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are environment "
         "variables. Or module:function, which returns dicts",
     )
@@ -81,7 +81,10 @@ class Data:
     )
     eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
     prompt_column: str = knob("prompt", "column with the prompt: text, or a list of chat messages")
-    answer_column: str = knob("answer", "column with the reference answer")
+    answer_column: str = knob(
+        "answer",
+        "column with the reference answer. In every name of a column dots lead into nested objects: reward_model.ground_truth",
+    )
     id_column: str = knob("", "column with a unique id; empty: the row number")
     chat_template: bool = knob(False, "wrap the prompt with the tokenizer's chat template")
     chat_template_kwargs: dict[str, Any] = knob(

@@ -110,7 +110,7 @@ class DrafterTraining:
     start: str = knob("", "drafter directory to start from; empty: a new drafter")
     texts: str = knob(
         "",
-        "JSONL or Parquet files with columns prompt and response (text or token ids); empty: the policy answers "
+        "JSONL, JSON, CSV or Parquet files with columns prompt and response (text or token ids); empty: the policy answers "
         "the data's prompts",
     )
     rollouts: int = knob(

@@ -18,7 +18,7 @@ from tlt_jax.config import Config, parse
 from tlt_jax.config.inputs import DROP, Data
 from tlt_jax.data import rows as rows_of, tasks
 from tlt_jax.data.encoder import Encoder, Prompt
-from tlt_jax.data.files import Problems
+from tlt_jax.data.problems import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.data.token_bytes import token_bytes
 from tlt_jax.errors import DataError

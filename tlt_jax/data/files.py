@@ -1,62 +1,28 @@
-"""Rows of JSONL and Parquet files; all problems are reported at once.
+"""The files of a data source: a path, folder, glob, or data set of the hub, and of it one split.
 
 Knows no meaning of columns, no tokenizer and no JAX.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tlt_jax.config.parse import HUB_ID
-from tlt_jax.errors import DataError
+from tlt_jax.data.formats import KINDS, SUFFIXES, read as read
+from tlt_jax.data.problems import Problems
 
-SUFFIXES = (".jsonl", ".parquet")
+# Files of these names describe a data set; `datasets` writes them next to the rows.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev", "eval", "evaluation")
 # train-00000-of-00002, train-0
 SHARD = re.compile(
     rf"(.+?)-[0-9]{{5}}-of-[0-9]{{5}}(?:-[0-9a-f]+)?|({'|'.join(SPLITS)})[-_.][0-9]+"
 )
 HUB_SET = re.compile(rf"{HUB_ID.pattern}(?:@[\w./-]+)?(?::[\w./-]+)?")  # owner/name@revision:part
-SHOWN_PER_KIND, SHOWN = 3, 20
 HUB_URL = "hf://datasets/"
-
-
-class Problems:
-    """Collects problems of the data; `stop_if_any` raises them as one error."""
-
-    def __init__(self):
-        self.groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-
-    def add(self, place: str, line: int | None, what: str, fix: str, detail: str = "") -> None:
-        """Records one problem; problems of one place and kind are listed together."""
-        where = place if line is None else f"{place}:{line}"
-        self.groups[place, what].append(f"{where}: {what}{f' ({detail})' if detail else ''}: {fix}")
-
-    def stop_if_any(self) -> None:
-        """Raises DataError with at most 20 of the problems and their total, if any."""
-        if not self.groups:
-            return
-
-        total = sum(len(lines) for lines in self.groups.values())
-        shown: list[str] = []
-        for (_, what), lines in self.groups.items():
-            room = min(
-                SHOWN_PER_KIND if len(self.groups) > 1 else SHOWN, SHOWN - len(shown), len(lines)
-            )
-            shown += lines[:room]
-            if 0 < room < len(lines):
-                shown[-1] += f" [and {len(lines) - room} more: {what}]"
-
-        head = f"the data has {total} problem{'s' if total > 1 else ''}"
-        raise DataError(
-            "\n  ".join([head + (f", {len(shown)} shown" if len(shown) < total else ""), *shown])
-        )
 
 
 def locate(source: str, knob: str, problems: Problems) -> list[Path]:
@@ -87,21 +53,6 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
     return []
 
 
-def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    """(line or row number from 1, row) of one file.
-
-    Records lines that are not valid rows as problems.
-    """
-    if path.suffix == ".parquet":
-        return _read_parquet(path, problems)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path, problems)
-    problems.add(
-        str(path), None, f"unknown kind of file {path.suffix!r}", f"use {' or '.join(SUFFIXES)}"
-    )
-    return []
-
-
 def part_of(name: PurePosixPath) -> str:
     """The subset and split in the name of a data file: "main/train", "train", or "" when it names no split.
 
@@ -129,7 +80,7 @@ def _choose(
     if len(parts) == 1:
         return next(iter(parts.values()))
     if not parts:
-        problems.add(source, None, f"no {' or '.join(SUFFIXES)} file there", f"correct {knob}")
+        problems.add(source, None, f"no {KINDS} file there", f"correct {knob}")
     else:
         listed = ", ".join(name or "files of no split" for name in parts)
         place = source.removesuffix(f":{part}") if part else source
@@ -145,11 +96,16 @@ def _in_folder(folder: Path, part: str, source: str, knob: str, problems: Proble
 
 
 def _data_files(folder: Path, pattern: str) -> list[Path]:
-    return sorted(p for p in folder.glob(pattern) if p.suffix in SUFFIXES and p.is_file())
+    return sorted(p for p in folder.glob(pattern) if is_data(p) and p.is_file())
+
+
+def is_data(name: PurePosixPath) -> bool:
+    """Whether a file of this name has rows."""
+    return name.suffix in SUFFIXES and name.name not in DESCRIPTIONS
 
 
 def _none(source: str, knob: str, problems: Problems) -> list[Path]:
-    problems.add(source, None, f"no {' or '.join(SUFFIXES)} file there", f"correct {knob}")
+    problems.add(source, None, f"no {KINDS} file there", f"correct {knob}")
     return []
 
 
@@ -177,7 +133,7 @@ def _from_hub(
             # No network, an error of any HTTP library that the client uses: search the files of earlier downloads.
             folder = huggingface_hub.snapshot_download(repo, local_files_only=True, **where)
             return _in_folder(Path(folder), part, source, knob, problems)
-        names = [PurePosixPath(one) for one in listed if PurePosixPath(one).suffix in SUFFIXES]
+        names = [name for name in map(PurePosixPath, listed) if is_data(name)]
         chosen = list(map(str, _choose(names, part, source, knob, problems)))
         if not chosen:
             return []
@@ -198,62 +154,3 @@ def _from_hub(
         )
         return []
     return [Path(folder) / one for one in chosen]
-
-
-def _read_jsonl(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    rows = []
-    data = path.read_bytes()
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        problems.add(str(path), None, "not UTF-8 but UTF-16", "save the file as UTF-8")
-        return rows
-
-    for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
-        if not raw.strip():
-            continue
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            byte = f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
-            problems.add(str(path), number, "not UTF-8", "save the file as UTF-8", byte)
-        except json.JSONDecodeError as error:
-            detail = f"{error.msg} at column {error.colno}"
-            problems.add(str(path), number, "bad JSON", "write one JSON object per line", detail)
-        except RecursionError:
-            problems.add(
-                str(path), number, "bad JSON", "write one JSON object per line", "nested too deeply"
-            )
-        else:
-            if isinstance(row, dict):
-                rows.append((number, row))
-            else:
-                problems.add(
-                    str(path),
-                    number,
-                    "not a JSON object",
-                    "write {column: value, ...}",
-                    type(row).__name__,
-                )
-
-    if not data.strip():
-        problems.add(str(path), None, "the file is empty", "write one JSON object per line")
-    return rows
-
-
-def _read_parquet(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        problems.add(
-            str(path),
-            None,
-            "not a readable Parquet file",
-            "write it again",
-            str(error).splitlines()[0],
-        )
-        return []
-    if not rows:
-        problems.add(str(path), None, "the file is empty", "write at least one row")
-    return list(enumerate(rows, 1))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, extension, parse
-from tlt_jax.data import files
-from tlt_jax.data.files import Problems
+from tlt_jax.data import files, formats
+from tlt_jax.data.problems import Problems
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
@@ -25,22 +25,18 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
 
     rows, first_seen = [], {}
     for name, path, found in _sources(parse.expand(source, knob), knob, problems):
+        for role, column in mapping.items():
+            _check_column(found, role, column, data.chat_template, path, problems)
         for line, raw in found:
-            place = (path, line)
-            for role, column in mapping.items():
-                _check_column(raw, role, column, data.chat_template, place, problems)
-            mapped = {"id": f"{name}:{line}"} | {
-                role: raw.get(column) for role, column in mapping.items()
-            }
+            mapped = {role: formats.cell(raw, column) for role, column in mapping.items()}
+            is_named = mapped.get("id") not in (None, formats.ABSENT)
+            mapped = {"id": f"{name}:{line}"} | mapped
             mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
-            if (
-                first_seen.setdefault(mapped["id"], place) != place
-                and raw.get(data.id_column) is not None
-            ):
-                detail = "{!r}, first at {}:{}".format(mapped["id"], *first_seen[mapped["id"]])
-                problems.add(
-                    *place, "duplicate id", "make data.id_column unique or leave it empty", detail
-                )
+            first = first_seen.setdefault(mapped["id"], (path, line))
+            if first != (path, line) and is_named:
+                detail = f"{mapped['id']!r}, first at {first[0]}:{first[1]}"
+                fix = "make data.id_column unique or leave it empty"
+                problems.add(path, line, "duplicate id", fix, detail)
             rows.append(raw | mapped)
 
     return rows
@@ -70,31 +66,39 @@ def _sources(
 
 
 def _check_column(
-    raw: dict, role: str, column: str, chat: bool, place: tuple[str, int], problems: Problems
+    found: list[tuple[int, dict]],
+    role: str,
+    column: str,
+    chat: bool,
+    path: str,
+    problems: Problems,
 ) -> None:
-    """Records the problem of one column of one row, if any."""
+    """Records the problems of one column of the rows of a file."""
     knob = "sft.solution_column" if role == "solution" else f"data.{role}_column"
-    value = raw.get(column)
-
-    if column not in raw:
-        columns = ", ".join(map(repr, raw)) or "none: the row is empty"
-        problems.add(*place, f"no column {column!r}", f"set {knob} to one of {columns}")
-    elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
-        what = "empty prompt" if role == "prompt" else f"no {role}"
-        problems.add(*place, what, f"fill in column {column!r} or drop the row")
-    elif role == "prompt" and isinstance(value, list):
-        if not all(_is_message(message) for message in value):
-            problems.add(
-                *place,
-                "the prompt is not a list of chat messages",
-                "use {'role': text, 'content': text} objects",
-            )
-        elif not chat:
-            problems.add(
-                *place, "the prompt is a list of chat messages", "set data.chat_template true"
-            )
-    elif not isinstance(value, str if role == "prompt" else (str, int, float)):
-        problems.add(*place, f"column {column!r} holds a {type(value).__name__}", "use text")
+    fix = ""
+    for line, raw in found:
+        value = formats.cell(raw, column)
+        if value is formats.ABSENT:
+            if not fix:
+                others = [one for one in formats.columns(row for _, row in found) if one != column]
+                known = ", ".join(map(repr, others)) or "none: the rows are empty"
+                fix = f"set {knob} to one of {known}"
+            problems.add(path, line, f"no column {column!r}", fix)
+        elif value is None or (isinstance(value, str) and not value.strip()) or value == []:
+            what = "empty prompt" if role == "prompt" else f"no {role}"
+            problems.add(path, line, what, f"fill in column {column!r} or drop the row")
+        elif role == "prompt" and isinstance(value, list):
+            if not all(_is_message(message) for message in value):
+                what = "the prompt is not a list of chat messages"
+                problems.add(path, line, what, "use {'role': text, 'content': text} objects")
+            elif not chat:
+                what = "the prompt is a list of chat messages"
+                problems.add(path, line, what, "set data.chat_template true")
+        elif not isinstance(value, str if role == "prompt" else (str, int, float)):
+            what = f"column {column!r} holds a {type(value).__name__}"
+            inner = [f"{column}.{name}" for name in value] if isinstance(value, dict) else []
+            use = f"set {knob} to {' or '.join(inner)}" if inner else "use text"
+            problems.add(path, line, what, use)
 
 
 def _is_message(value: Any) -> bool:

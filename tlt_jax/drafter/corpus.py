@@ -18,8 +18,8 @@ from tlt_jax.config import Config, parse
 from tlt_jax.data import dataset as datasets, files, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.encoder import Encoder, Prompt
-from tlt_jax.data.files import Problems
 from tlt_jax.data.packing import Example
+from tlt_jax.data.problems import Problems
 from tlt_jax.errors import DataError, Interrupted
 from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.transformer import ModelConfig, Params
