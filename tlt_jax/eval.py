@@ -30,6 +30,7 @@ def main() -> int:
             dataset = datasets.load(config, tokenizer)
             print(dataset.describe(), file=sys.stderr)
             model = from_config.model_config(config, tokenizer)
+            from_config.warn_of_tokenizer(config, tokenizer)
             validate.validate_model(config, model, jax.device_count())
             mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
             drafter, drafter_params = from_config.load_drafter(config, model, mesh)

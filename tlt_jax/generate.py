@@ -143,6 +143,7 @@ class Model:
         self.tokenizer = find_tokenizer(directory)
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         model = hf.read_config(directory, () if eos is None else (eos,))
+        from_config.warn_of_tokenizer(config, self.tokenizer)
         mesh = meshes.make_mesh(1, 1)
         drafter, drafter_params = from_config.load_drafter(config, model, mesh)
         self.engine = Engine(config, model, mesh, drafter=drafter)

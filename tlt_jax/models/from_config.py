@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tlt_jax.models import eagle, hf, hf_drafter, hf_drafter_config, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
 from tlt_jax.models.transformer import ModelConfig, Params
 
+# The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
+PADDING = 512
 DRAFT_VOCAB = 32_000  # default draft vocabulary of a new eagle3 drafter, as that of published ones
 
 
@@ -28,6 +31,29 @@ def model_config(config: Config, tokenizer: Any) -> ModelConfig:
     if config.model.path:
         return hf.read_config(policy_directory(config), eos_ids, config.model.init)
     return hf.new_config(config.model.init, len(tokenizer), eos_ids)
+
+
+def warn_of_tokenizer(config: Config, tokenizer: Any) -> None:
+    """Prints a line when the tokenizer seems to belong to another model: by the number of its tokens, or by its EOS.
+
+    A new model, and a model without a tokenizer (None), fit any.
+    """
+    if not config.model.path or tokenizer is None:
+        return
+    model, size = hf.read_config(policy_directory(config)), len(tokenizer)
+    if not model.vocab_size - PADDING < size <= model.vocab_size:
+        what = f"{size:,} tokens, and the model has {model.vocab_size:,}"
+    elif model.eos_ids and tokenizer.eos_token_id not in model.eos_ids:
+        ids = ", ".join(map(str, model.eos_ids))
+        what = f"EOS {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}), and the model has EOS {ids}"
+    else:
+        return
+    source = config.model.tokenizer or config.model.path
+    print(
+        f"warning: the tokenizer {source} has {what} ({config.model.path}): it seems to belong to another model: leave "
+        "model.tokenizer empty, or set it to the tokenizer of this model",
+        file=sys.stderr,
+    )
 
 
 def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:

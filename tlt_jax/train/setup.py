@@ -37,5 +37,7 @@ class Setup:
         """
         model = from_config.model_config(config, tokenizer)
         validate.validate_model(config, model, jax.device_count())
-        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        return cls(config, tokenizer, dataset, model, mesh, job or Job())
+        mesh, job = meshes.make_mesh(config.mesh.data, config.mesh.model), job or Job()
+        if job.is_first:
+            from_config.warn_of_tokenizer(config, tokenizer)
+        return cls(config, tokenizer, dataset, model, mesh, job)
