@@ -7,37 +7,80 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, load as loading
 from tlt_jax.distributed.process import refuse_many, set_environment
 from tlt_jax.errors import MISTAKE, PREEMPTED as PREEMPTED, ConfigError, UserError
 
 DONE, DIVERGED = 0, 1
-# The module of `tlt NAME`, run as by `python -m MODULE`.
+
+
+class Command(NamedTuple):
+    """The module of `tlt NAME`, run as by `python -m MODULE`, and what it does."""
+
+    module: str
+    about: str
+
+
 COMMANDS = {
-    "train": "tlt_jax.train",
-    "drafter": "tlt_jax.train.drafter",
-    "sft": "tlt_jax.train.sft",
-    "eval": "tlt_jax.eval",
-    "generate": "tlt_jax.generate",
-    "export": "tlt_jax.export",
-    "plan": "tlt_jax.plan",
-    "make-tiny-model": "tlt_jax.make_tiny_model",
+    "train": Command(
+        "tlt_jax.train",
+        "Trains a policy by RL; the same command continues a run that was stopped.",
+    ),
+    "drafter": Command(
+        "tlt_jax.train.drafter",
+        "Trains an EAGLE or EAGLE-3 drafter for a policy, and writes it for serving engines.",
+    ),
+    "sft": Command(
+        "tlt_jax.train.sft",
+        "Trains on worked solutions alone: the supervised warm start of a run.",
+    ),
+    "eval": Command(
+        "tlt_jax.eval",
+        "Answers the evaluation prompts of a configuration with its model: mean@k and pass@k.",
+    ),
+    "generate": Command(
+        "tlt_jax.generate",
+        "Answers prompts with a model, and says how fast, and how much was drafted.",
+    ),
+    "export": Command(
+        "tlt_jax.export",
+        "Writes the policy or the drafter of a checkpoint as a Hugging Face model directory.",
+    ),
+    "plan": Command(
+        "tlt_jax.plan",
+        "Compiles every program of a configuration ahead of time, also for devices that are not here, and says whether "
+        "they fit.",
+    ),
+    "make-tiny-model": Command(
+        "tlt_jax.make_tiny_model",
+        "Makes a tokenizer and a small random model from a text file, for dry runs.",
+    ),
 }
 
 
 def main() -> NoReturn:
     """`tlt NAME ARGUMENTS...`; exits with the code of the command, or with 2 when no command is given."""
-    names, name = ", ".join(COMMANDS), "".join(sys.argv[1:2])
+    name = "".join(sys.argv[1:2])
     if name in ("", "-h", "--help"):
-        print(f"usage: tlt NAME [ARGUMENTS...]; tlt NAME --help says more\nnames: {names}")
+        loading.show(overview())
         raise SystemExit(0 if name else MISTAKE)
     if name not in COMMANDS:
-        stop(ConfigError(f"tlt has no command {name!r}: use one of {names}"))
+        stop(ConfigError(f"tlt has no command {name!r}: use one of {', '.join(COMMANDS)}"))
     del sys.argv[1]
-    runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
+    if not sys.flags.safe_path:  # modules of the current folder are found, as by `python -m`
+        sys.path.insert(0, os.getcwd())
+    runpy.run_module(COMMANDS[name].module, run_name="__main__", alter_sys=True)
     raise SystemExit(0)
+
+
+def overview() -> str:
+    """The text of `tlt --help`: every command and every shipped configuration, with a sentence each."""
+    lines = ["usage: tlt NAME [ARGUMENTS...]; tlt NAME --help says more", "", "commands:"]
+    lines += loading.columns({name: command.about for name, command in COMMANDS.items()})
+    lines += ["", "shipped configurations, for --config NAME:"]
+    return "\n".join(lines + loading.columns(loading.shipped_configurations()))
 
 
 @contextmanager

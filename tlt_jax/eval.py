@@ -21,7 +21,7 @@ from tlt_jax.train.evaluation import Evaluator
 
 def main() -> int:
     """Evaluates the model of a configuration (or of `--model.path DIR`) and prints its metrics as one JSON object."""
-    config = configuration.load(command="python -m tlt_jax.eval")
+    config = configuration.load(command="python -m tlt_jax.eval", about=cli.COMMANDS["eval"].about)
     with cli.prepared(config):
         validate.validate_rewards(config)
         with Scorer(config) as scorer:

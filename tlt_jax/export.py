@@ -12,11 +12,14 @@ from tlt_jax.config.inputs import DTYPES
 from tlt_jax.config.schema import ADAPTIVE, Config
 from tlt_jax.errors import ConfigError
 
-ABOUT = f"""--run RUN     folder of the run
---out DIR     directory to write
---step N      the checkpoint: a step, latest (default), or best (by checkpoint.best_metric)
---drafter     export the drafter that the run trains (speculation.drafter adaptive), not the policy
---dtype DTYPE dtype of the written weights: {" | ".join(DTYPES)} (default: model.param_dtype)
+OWN = {
+    "--run RUN": "folder of the run",
+    "--out DIR": "directory to write",
+    "[--step N]": "the checkpoint: a step, latest (default), or best (by checkpoint.best_metric)",
+    "[--drafter]": "export the drafter that the run trains (speculation.drafter adaptive), not the policy",
+    "[--dtype DTYPE]": f"dtype of the written weights: {' | '.join(DTYPES)} (default: model.param_dtype)",
+}
+ABOUT = f"""{cli.COMMANDS["export"].about}
 Knobs of the run may be overridden, for example --mesh.data 1 on fewer devices."""
 
 
@@ -24,7 +27,7 @@ def main() -> int:
     """The command; exit code 0 when the directory is written."""
     arguments = sys.argv[1:]
     if not arguments or "--help" in arguments or "-h" in arguments:
-        configuration.load(["--help"], command="python -m tlt_jax.export", about=ABOUT)
+        configuration.load(["--help"], command="python -m tlt_jax.export", about=ABOUT, own=OWN)
 
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
     step = cli.take(arguments, "--step") if "--step" in arguments else "latest"

@@ -58,6 +58,11 @@ from tlt_jax.train.memory import (
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner import make
 
+TOPOLOGY = (
+    "compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's description of "
+    "another) or a TPU topology (v5p:4x4x4); uses no cache"
+)
+
 
 @dataclass(frozen=True)
 class PlannedProgram:
@@ -254,11 +259,12 @@ def main() -> int:
         name = cli.take(arguments, "--topology")
         jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
-    about = (
-        "--topology NAME: compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with "
-        "XLA's description of another) or a TPU topology (v5p:4x4x4); uses no cache"
+    config = configuration.load(
+        arguments,
+        command="python -m tlt_jax.plan",
+        about=cli.COMMANDS["plan"].about,
+        own=configuration.CONFIG | {"[--topology NAME]": TOPOLOGY},
     )
-    config = configuration.load(arguments, command="python -m tlt_jax.plan", about=about)
     if name:  # the persistent cache cannot load programs for devices that this machine lacks
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
 

@@ -18,6 +18,7 @@ from tlt_jax import optimizer
 from tlt_jax.config import Config, changes, older, parse as parsing, validate
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
+    CONFIG,
     SHIPPED,
     load,
     parse,
@@ -37,6 +38,7 @@ from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.tree_drafter import Coupling
 from tlt_jax.train import adaptive, health
 
+TLT = [sys.executable, "-c", "from tlt_jax.cli import main; main()"]
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
 
 
@@ -128,11 +130,8 @@ def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (
-            ["--help"],
-            0,
-            "names: train, drafter, sft, eval, generate, export, plan, make-tiny-model",
-        ),
+        (["--help"], 0, "  export           Writes the policy or the drafter of a checkpoint"),
+        (["--help"], 0, "  quickstart           A small new policy learns to fold lists"),
         ([], 2, "usage: tlt NAME"),
         (["trian"], 2, "tlt has no command 'trian': use one of train,"),
         (["train"], 2, "--config is missing"),
@@ -141,9 +140,48 @@ def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
     ],
 )
 def test_tlt_runs_the_commands(words, code, said):
-    start = "from tlt_jax.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", start, *words], capture_output=True, text=True)
+    done = subprocess.run([*TLT, *words], capture_output=True, text=True)
     assert done.returncode == code and said in done.stdout + done.stderr
+
+
+def test_a_command_shows_its_own_arguments_before_the_knobs(capsys):
+    own = CONFIG | {"[--step N]": "the checkpoint"}
+    with pytest.raises(SystemExit):
+        load(["--help"], command="python -m it", about="It does.", own=own)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: python -m it --config FILE [--step N] [--section.knob VALUE ...]"
+    assert lines[2] == "It does."
+    places = [lines.index(f"  --step N       {own['[--step N]']}")]
+    places += [at for at, line in enumerate(lines) if line.startswith("  quickstart ")]
+    places += [at for at, line in enumerate(lines) if line.startswith("  --run ")]
+    assert len(places) == 3 and places == sorted(places)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help", "all"]], ids=" ".join)
+def test_a_reader_of_the_help_that_has_gone_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*TLT, *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_tlt_finds_a_module_in_the_current_folder(tmp_path):
+    """A console script has the folder of the script on its path, not the current one."""
+    script, here = tmp_path / "bin" / "tlt", tmp_path / "here"
+    for path in (script, here / "mine.py"):
+        path.parent.mkdir()
+    script.write_text(TLT[-1])
+    (here / "mine.py").write_text("")
+    words = ["train", "--config", "quickstart", "--run", "run", "--algorithm.loss", "mine:loss"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(SHIPPED.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "module 'mine' has no function 'loss'" in done.stderr
 
 
 def test_the_file_changes_defaults_and_the_command_line_changes_the_file(write):

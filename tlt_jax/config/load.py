@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,8 @@ from tlt_jax.config.yaml_text import read_yaml
 from tlt_jax.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[1] / "configs"
+# The argument of all commands that take knobs, as `load` wants it.
+CONFIG = {"--config FILE": "YAML file, or the name of a shipped configuration"}
 
 
 def load(
@@ -25,10 +29,12 @@ def load(
     *,
     command: str = "python -m tlt_jax.train",
     about: str = "",
+    own: Mapping[str, str] = CONFIG,
 ) -> Config:
     """The validated configuration of a command line; prints one line and exits with 2 when it is invalid.
 
-    A command removes its other arguments first and describes them in `about`, shown by --help.
+    A command removes its other arguments first. --help shows `about`, what it does, and `own`: its arguments that are no
+    knobs, each with its meaning, optional ones in brackets ("[--step N]").
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), None)
@@ -36,13 +42,48 @@ def load(
         if asked is not None:
             topic = "".join(arguments[asked + 1 : asked + 2])
             listed = help_about("" if topic.startswith("-") else topic)
-            print(
-                f"usage: {command} --config FILE.yaml [--section.knob VALUE ...]\n{about}\n\n{listed}"
-            )
+            show(f"{usage(command, about, own)}\n\n{listed}")
             raise SystemExit(0)
         return parse(arguments)
     except ConfigError as error:
         fail(error)
+
+
+def usage(command: str, about: str, own: Mapping[str, str]) -> str:
+    """How a command is called, what it does, its own arguments, and the shipped configurations if it takes one."""
+    names = [name.strip("[]") for name in own]
+    lines = [f"usage: {command} {' '.join(own)} [--section.knob VALUE ...]", "", about]
+    lines += ["", "arguments:", *columns(dict(zip(names, own.values(), strict=True)))]
+    if own.keys() & CONFIG.keys():
+        lines += ["", "shipped configurations:", *columns(shipped_configurations())]
+    return "\n".join(lines)
+
+
+def columns(rows: Mapping[str, str]) -> list[str]:
+    """Lines of names and their meanings, side by side."""
+    width = max(map(len, rows))
+    lines = []
+    for name, meaning in rows.items():
+        start = f"  {name:<{width}}  "
+        lines += textwrap.wrap(
+            meaning, parsing.WIDTH, initial_indent=start, subsequent_indent=" " * len(start)
+        )
+    return lines
+
+
+def shipped_configurations() -> dict[str, str]:
+    """The shipped configurations by name, each with the first sentence of its file."""
+    first = {file.stem: file.read_text().splitlines()[0] for file in sorted(SHIPPED.glob("*.yaml"))}
+    return {name: line.lstrip("# ").split(". ")[0].rstrip(".") for name, line in first.items()}
+
+
+def show(text: str) -> None:
+    """Prints a text; a reader that has gone, as in `--help all | head`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left is written at the end of the process: to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_about(topic: str) -> str:
@@ -96,7 +137,7 @@ def shipped(name: str) -> Path:
     path = Path(name)
     if path.exists() or path.suffix or len(path.parts) > 1:
         return path
-    names = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+    names = shipped_configurations()
     if name not in names:
         raise ConfigError(
             f"--config {name}: no such file, and no shipped configuration: use one of {', '.join(names)}"

@@ -16,7 +16,7 @@ def main() -> int:
     """Exit code: 0 done, 1 diverged or a process failed, 2 wrong configuration or file, 75 preempted (run it again)."""
     # Until the loop starts and handles SIGTERM itself there is nothing to save. Exit at once: half-imported extensions crash.
     signal.signal(signal.SIGTERM, stop)
-    settings = configuration.load(command="python -m tlt_jax.train")
+    settings = configuration.load(about=cli.COMMANDS["train"].about)
     with cli.prepared(settings, is_one_of_many=True):
         # These import JAX, so only after the process is prepared.
         from tlt_jax import run_folder

@@ -39,7 +39,8 @@ from tlt_jax.train.setup import Setup
 
 LOG_EVERY = 25  # steps between log lines, and the most steps in flight on the devices
 
-ABOUT = f"""Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
+ABOUT = f"""{cli.COMMANDS["drafter"].about}
+Everything goes to the folder {run_folder.DRAFTER} of the run; the drafter itself to
 {run_folder.DRAFTER}/{run_folder.EXPORT}, as SGLang and vLLM load it (an EAGLE drafter of a Qwen2 policy only SGLang)."""
 
 

@@ -153,7 +153,10 @@ def main() -> int:
     arguments = sys.argv[1:]
     out = "" if "--help" in arguments else cli.take(arguments, "--out")
     config = configuration.load(
-        arguments, command="python -m tlt_jax.train.sft", about="--out DIR: the folder to write"
+        arguments,
+        command="python -m tlt_jax.train.sft",
+        about=cli.COMMANDS["sft"].about,
+        own=configuration.CONFIG | {"--out DIR": "the folder to write"},
     )
     config = replace(config, run=str(Path(config.run) / "sft"))
     with cli.prepared(config):
