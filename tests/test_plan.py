@@ -385,7 +385,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
         sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"]
     )
     assert plan.main() == 0
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
     names = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
             "policy gradients", "policy update", "drafter reshard", "drafter update")  # fmt: skip
     for name in names:
@@ -395,6 +395,34 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     assert printed.startswith(
         "runs/nowhere does not exist: planning for the eagle3 drafter of `drafter_training`"
     )
+    count = len(names)
+    assert re.findall(r"^compiling (.*), (\d+) of (\d+) programs left$", progress, re.M) == [
+        (name, str(count - done), str(count)) for done, name in enumerate(names)
+    ]
+    head, *rows = printed.partition("\nprogram ")[2].splitlines()
+    capacity = float(re.search(r"GiB of ([\d.]+) ", head)[1])
+    for name, row in zip(names, rows, strict=True):
+        assert row.startswith(f"{name} ")
+        needed = float(re.search(rf"^{name}: .*?= ([\d.]+) GiB", printed, re.M | re.S)[1])
+        shown, margin = re.search(r"([\d.]+) +([\d.]+)%  -$", row).groups()
+        assert float(shown) == needed
+        assert float(margin) / 100 == pytest.approx(1 - needed / capacity, abs=0.01)
+
+
+def test_the_seconds_by_bytes_are_those_of_the_bytes_that_a_program_moves():
+    """Worked by hand: a sum reads two arrays and writes one; a loop of ten passes counts as one."""
+    numbers = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+
+    def shown(function, *arrays, layers=0) -> str:
+        lowered = jax.jit(function).lower(*arrays)
+        program = plan.PlannedProgram("it", lambda: lowered, make_mesh(1, 1), {}, layers)
+        compiled = lowered.compile()
+        return plan.by_bytes(program, compiled, compiled.as_text(), 3 * 4 * 2.0**20)
+
+    assert shown(jnp.add, numbers, numbers) == "1.00000"
+    assert shown(jnp.add, numbers, numbers, layers=2) == "1.00000 a round"
+    looped = shown(lambda x: jax.lax.fori_loop(0, 10, lambda _, y: jnp.sin(y) * 2, x), numbers)
+    assert looped.startswith("> ") and 0.5 < float(looped[2:]) < 2
 
 
 @pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.matrix), "eagle3"])
@@ -424,7 +452,7 @@ def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
     kinds = budget(settings, recipe, engine)
     program = next(plan.lower(settings, recipe, engine, kinds))
-    assert not plan.print_report(program, limit=10)
+    assert not plan.print_report(program, limit=10).fits
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out
 
 
@@ -456,6 +484,8 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     assert (
         "compilation cache" not in done.stderr
     )  # JAX warns of every program that it cannot read back
+    said = [line for line in done.stderr.splitlines() if not line.startswith("compiling ")]
+    assert said == []  # libtpu
     programs = re.findall(r"^(\S.*): compiled in", done.stdout, re.M)
     assert done.stdout.count("\n  fits") == len(programs)
     chunks = [

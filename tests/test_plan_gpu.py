@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tlt_jax.distributed import process
+
 # A 7B policy of two layers; only its chunks, which compile in half a minute on two cores (the whole command: one or two).
 SIZES = [
     "--config", "configs/math_qwen2.5_7b_pod.yaml", "--mesh.data", "1", "--model.init.num_hidden_layers", "2",
@@ -39,8 +41,13 @@ def planned(*command: str) -> dict[str, str]:
         [sys.executable, *command], env=inherited, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    parts = re.split(r"^(\S.*): compiled in .*\n", done.stdout, flags=re.M)
+    printed, _, table = done.stdout.partition("\nprogram ")
+    parts = re.split(r"^(\S.*): compiled in .*\n", printed, flags=re.M)
     reports = dict(zip(parts[1::2], parts[2::2], strict=True))
+    for name in reports:
+        row = re.search(rf"^{re.escape(name)}  .* (\d+)%  (?:> )?([\d.]+)( a round)?$", table, re.M)
+        assert row and float(row[2]) > 0 and bool(row[3]) == name.startswith("rollout chunk"), table
+    assert "libtpu" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert reports and all(text.endswith("\n  fits\n") for text in reports.values()), done.stdout
     return reports
 
@@ -53,6 +60,21 @@ def number(pattern: str, text: str) -> float:
 
 def assert_no_cache_is_copied(text: str) -> None:
     assert number(r"at most ([\d.]+) MiB", text) < 0.5 * number(r"keys are ([\d.]+)", text), text
+
+
+@pytest.mark.gpu
+def test_jax_starts_without_a_word_where_its_plugin_for_gpus_finds_none():
+    code = (
+        "from tlt_jax.config import Config\n"
+        "from tlt_jax.distributed import process\n"
+        "process.set_environment(Config())\n"
+        "import jax\n"
+        "print(jax.default_backend())"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    has_gpu = any(map(os.path.exists, process.NVIDIA))
+    assert (done.stdout, done.stderr) == ("gpu\n" if has_gpu else "cpu\n", "")
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from typing import Any
 from tlt_jax.config import parse
 from tlt_jax.data import files, formats
 from tlt_jax.data.problems import Problems
+from tlt_jax.distributed import process
 from tlt_jax.errors import DataError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -34,6 +35,7 @@ SMALLEST_VOCAB = 256 + 3  # bytes and special tokens
 def main(argv: list[str] | None = None) -> int:
     """The command; exit code 0 when the directory is written, 2 for a user error."""
     args = _parser().parse_args(argv)
+    process.skip_warnings()
     try:
         tokenizer = train_tokenizer(read_texts(args.data, args.columns.split(",")), args.vocab_size)
         save_model(tokenizer, args)

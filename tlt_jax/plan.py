@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.distributed import launches, mesh as meshes, process, topology
+from tlt_jax.distributed import launches, mesh as meshes, process, topology, traffic
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import (
     batch as drafter_batch,
@@ -66,13 +67,30 @@ TOPOLOGY = (
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A lowered program; `holds`: bytes by kind on a device while it runs; `layers`: of the model, for chunks only."""
+    """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs; `layers`: of a chunk's model."""
 
     name: str
-    lowered: Any
+    lowering: Callable[[], jax.stages.Lowered]
     mesh: Mesh
     holds: dict[str, int]
     layers: int = 0
+
+    @property
+    def lowered(self) -> jax.stages.Lowered:
+        return self.lowering()
+
+
+class Outcome(NamedTuple):
+    """What a device needs for a program: its bytes, the capacity, and the text of the seconds by bytes ("" if unknown)."""
+
+    name: str
+    needed: int
+    capacity: int
+    seconds: str
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.capacity
 
 
 def lower(
@@ -83,7 +101,9 @@ def lower(
     yield from lower_rollout(config, recipe, engine, rollout)
     params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
     copy = resident | pick(kinds, "rollout copy")
-    yield PlannedProgram("rollout reshard", engine.reshard.lower(params), recipe.mesh, copy)
+    yield PlannedProgram(
+        "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy
+    )
 
     given = ("recorded",)
     if config.algorithm.kl_coef:
@@ -95,18 +115,18 @@ def lower(
     )
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
     if given != ("recorded",):
-        scores = programs.score.lower(params, rows.replace(old=None, reference=None))
+        scores = partial(programs.score.lower, params, rows.replace(old=None, reference=None))
         yield PlannedProgram("log-probs", scores, recipe.mesh, resident)
-    accumulate = programs.accumulate.lower(sums, params, rows)
+    accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
-    apply = programs.apply.lower(policy_update.abstract_state(recipe), sums)
+    apply = partial(programs.apply.lower, policy_update.abstract_state(recipe), sums)
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
         drafting = drafter_recipe.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_recipe.abstract_state(drafting)
-        reshard = engine.reshard_drafter.lower(state.params)
+        reshard = partial(engine.reshard_drafter.lower, state.params)
         yield PlannedProgram(
             "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
         )
@@ -117,7 +137,7 @@ def lower(
             batch = drafter_batch.abstract_batch(
                 recipe.mesh, packing.rows(config), packing.row_tokens(config)
             )
-            update = drafter_update.program(drafting).lower(state, params, batch)
+            update = partial(drafter_update.program(drafting).lower, state, params, batch)
             held = resident | pick(kinds, "drafter optimizer")
             yield PlannedProgram("drafter update", update, recipe.mesh, held)
 
@@ -132,14 +152,15 @@ def lower_idle_training(
     training = drafter_recipe.Recipe.while_idle(config, recipe.model, engine.drafter, recipe.mesh)
     programs, copies = merge.programs(training), merge.abstract_copies(training)
     held = pick(kinds, *RESIDENT, "drafter optimizer", "drafter in training")
-    spread = programs.spread.lower(drafter_recipe.abstract_state(training))
+    spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
     yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
     piece = MicroStep(0, 1, MOST_TOKENS, training)
     resident = held | pick(kinds, "rollout copy", "drafter copy", "replay")
-    lowered = engine.programs.lower(piece)
-    yield PlannedProgram("drafter micro-step", lowered, engine.groups[0], resident)
+    lowering = partial(engine.programs.lower, piece)
+    yield PlannedProgram("drafter micro-step", lowering, engine.groups[0], resident)
     tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
-    yield PlannedProgram("drafter merge", programs.merge.lower(copies, tokens), recipe.mesh, held)
+    lowering = partial(programs.merge.lower, copies, tokens)
+    yield PlannedProgram("drafter merge", lowering, recipe.mesh, held)
 
 
 def lower_rollout(
@@ -159,7 +180,8 @@ def lower_rollout(
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
         layers = recipe.model.num_layers if isinstance(program, Decode) else 0
-        yield PlannedProgram(name, engine.programs.lower(program), engine.groups[0], now, layers)
+        lowering = partial(engine.programs.lower, program)
+        yield PlannedProgram(name, lowering, engine.groups[0], now, layers)
 
 
 def largest_programs(
@@ -200,8 +222,11 @@ def largest_programs(
     return found
 
 
-def print_report(program: PlannedProgram, limit: int) -> bool:
-    """Compiles a program and prints its memory and collectives; returns whether it fits."""
+def print_report(program: PlannedProgram, limit: int, bandwidth: float | None = None) -> Outcome:
+    """Compiles a program and prints its memory and collectives.
+
+    `limit`: bytes of a device; `bandwidth`: its bytes a second, None if unknown.
+    """
     begin, one_round = time.perf_counter(), None
     # XLA dumps nothing for a program that JAX reads from its cache.
     has_dump = meshes.is_gpu(program.mesh) and not jax.config.jax_compilation_cache_dir
@@ -213,18 +238,43 @@ def print_report(program: PlannedProgram, limit: int) -> bool:
 
     memory = compiled.memory_analysis()
     resident = program.holds | {"temporaries": memory.temp_size_in_bytes}
-    fits = sum(resident.values()) <= limit
+    text = compiled.as_text()
+    seconds_by_bytes = by_bytes(program, compiled, text, bandwidth) if bandwidth else ""
+    outcome = Outcome(program.name, sum(resident.values()), limit, seconds_by_bytes)
 
     print(f"{program.name}: compiled in {seconds:.1f} s")
     print(f"  memory       {spell(resident)}")
     donated = f"{memory.argument_size_in_bytes / GIB:.2f} GiB, {memory.alias_size_in_bytes / GIB:.2f} of it donated"
     print(f"  arguments    {donated}")
-    for name, count in collectives(compiled.as_text(), program.mesh).items() or {"none": 0}.items():
+    for name, count in collectives(text, program.mesh).items() or {"none": 0}.items():
         print(f"  collectives  {name}{f': {count}' if count else ''}")
     if one_round:
-        print_round(one_round, program, launches.largest_copy(compiled.as_text()))
-    print("  fits" if fits else f"  DOES NOT FIT: {advice(resident)}")
-    return fits
+        print_round(one_round, program, launches.largest_copy(text))
+    print("  fits" if outcome.fits else f"  DOES NOT FIT: {advice(resident)}")
+    return outcome
+
+
+def by_bytes(
+    program: PlannedProgram, compiled: jax.stages.Compiled, text: str, bandwidth: float
+) -> str:
+    """The fewest seconds in which a device moves the program's bytes; of a chunk, those of a round."""
+    seconds = f"{traffic.moved(compiled) / bandwidth:.5f}"
+    if program.layers:
+        return f"{seconds} a round"
+    return f"> {seconds}" if traffic.has_counted_loop(text) else seconds
+
+
+def print_table(outcomes: Sequence[Outcome], bandwidth: float | None) -> None:
+    """One line a program: what it needs of the capacity of a device, what is left, and its seconds by bytes."""
+    capacity, width = outcomes[0].capacity, max(len(one.name) for one in outcomes)
+    print(f"\n{'program':<{width}}  GiB of {capacity / GIB:<6.1f}  margin  seconds by bytes")
+    for one in outcomes:
+        margin = f"{1 - one.needed / capacity:.0%}" if one.fits else "NONE"
+        print(f"{one.name:<{width}}  {one.needed / GIB:13.2f}  {margin:>6}  {one.seconds or '-'}")
+    if bandwidth:
+        print(
+            f"seconds by bytes: at {bandwidth / 1e12:.2f} TB/s, as published; > where a loop's passes count only once"
+        )
 
 
 def print_round(one_round: launches.Round, program: PlannedProgram, copied: int) -> None:
@@ -273,11 +323,11 @@ def main() -> int:
         if topology.is_gpu(name):  # as in a run on them
             process.set_accelerator_flags(config)
         found = topology.describe(name) if name else topology.Topology(jax.devices())
-        return 0 if all(report(config, model, found)) else 1
+        return 0 if all(outcome.fits for outcome in report(config, model, found)) else 1
 
 
-def report(config: Config, model: ModelConfig, found: topology.Topology) -> list[bool]:
-    """Compiles and reports every program for these devices; whether each fits."""
+def report(config: Config, model: ModelConfig, found: topology.Topology) -> list[Outcome]:
+    """Compiles and reports every program for these devices, and says on standard error how many are left."""
     validate.validate_model(config, model, len(found.devices))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model, found.devices)
     drafter = from_config.drafter_config(config, model)
@@ -297,7 +347,15 @@ def report(config: Config, model: ModelConfig, found: topology.Topology) -> list
     print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each{share}")
     for kind, size in kinds.items():
         print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
-    return [print_report(program, limit) for program in lower(config, recipe, engine, kinds)]
+    programs = list(lower(config, recipe, engine, kinds))
+    bandwidth = found.bandwidth or traffic.BANDWIDTHS.get(meshes.device_kind(mesh))
+    outcomes = []
+    for done, program in enumerate(programs):
+        left = f"compiling {program.name}, {len(programs) - done} of {len(programs)} programs left"
+        print(left, file=sys.stderr, flush=True)
+        outcomes.append(print_report(program, limit, bandwidth))
+    print_table(outcomes, bandwidth)
+    return outcomes
 
 
 if __name__ == "__main__":

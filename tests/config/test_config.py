@@ -657,6 +657,16 @@ def test_loops_are_part_of_cuda_graphs_unless_the_user_says_which_commands_are(w
     assert_known(process.ACCELERATOR_FLAGS)
 
 
+def test_the_check_of_cudas_libraries_is_skipped_without_an_nvidia_gpu(tmp_path, monkeypatch):
+    gpu, name = tmp_path / "nvidia0", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    monkeypatch.setattr(process, "NVIDIA", (str(tmp_path / "dxg"), str(gpu)))
+    for is_there in (False, True):
+        monkeypatch.setattr(os, "environ", {})
+        process.skip_warnings()
+        assert (name in os.environ) == (not is_there)
+        gpu.touch()
+
+
 def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     process.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))

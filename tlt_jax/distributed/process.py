@@ -13,6 +13,8 @@ from tlt_jax.errors import ConfigError
 # Variables with the number of processes, set for each of them by us, Slurm's srun or Open MPI.
 PROCESSES = ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 COUNT = "--xla_force_host_platform_device_count"
+# Where NVIDIA's driver shows a GPU, as JAX looks for one.
+NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 # XLA flags of every run that may find accelerators; flags of the environment and of mesh.xla_flags override them.
 # - Data groups run programs on their own devices, and all devices programs together. NCCL communicators that are split
 #   from one another have deadlocked in this order (openxla/xla 15935, 36981, 39372): each is created separately.
@@ -35,8 +37,7 @@ def set_environment(config: Config) -> None:
 
     A process that has made its devices keeps them: ConfigError when there are too few.
     """
-    # Only the tokenizers of transformers are used; it would warn that PyTorch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    skip_warnings()
     flags = os.environ.get("XLA_FLAGS", "").split()
     if config.mesh.fake_devices:
         flags = [flag for flag in flags if not flag.startswith(COUNT)] + [
@@ -66,6 +67,15 @@ def set_environment(config: Config) -> None:
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"
             )
+
+
+def skip_warnings() -> None:
+    """Turns off what libraries would say of software that this process does not need; call before JAX makes its devices."""
+    # Only the tokenizers of transformers are used; it would warn that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Without a GPU, JAX's plugin for GPUs (gpu-aot) would print a traceback: it finds no cuDNN.
+    if not any(map(os.path.exists, NVIDIA)):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def set_accelerator_flags(config: Config) -> None:

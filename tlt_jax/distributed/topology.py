@@ -72,15 +72,25 @@ gpu_device_info {{
   registers_per_block_limit: 65536
 }}
 """
+# What libtpu asks its host for, and prints about when nobody knows: a topology that is given by name does not depend on it.
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 NEEDED = ("device_memory_size", "driver_version", "runtime_version")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Device descriptions; `memory`: bytes of a device that a run can use, None where the device kind determines it."""
+    """Device descriptions; `memory`: bytes of a device that a run can use; `bandwidth`: bytes a second of its memory.
+
+    Both are None where the device kind determines them.
+    """
 
     devices: Sequence[Any]
     memory: int | None = None
+    bandwidth: float | None = None
 
 
 def is_gpu(name: str) -> bool:
@@ -123,7 +133,9 @@ def gpus(name: str) -> Topology:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--topology {name}: {reason}") from error
     check_compiler(name, found[0])
-    return Topology(found, usable(int(re.search(r"device_memory_size:\s*(\d+)", text)[1])))
+    memory = usable(int(re.search(r"device_memory_size:\s*(\d+)", text)[1]))
+    bandwidth = re.search(r"memory_bandwidth:\s*(\d+)", text)
+    return Topology(found, memory, float(bandwidth[1]) if bandwidth else None)
 
 
 def description(path: Path) -> str:
@@ -182,7 +194,7 @@ def usable(memory: int) -> int:
 
 def tpus(name: str) -> Sequence[Any]:
     """The devices of a TPU topology. Raises ConfigError when libtpu does not know it."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ |= QUIET | dict(os.environ)
     from jax.experimental import topologies
 
     try:
