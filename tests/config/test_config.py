@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tlt_jax import optimizer
-from tlt_jax.config import Config, changes, older, parse as parsing, validate
+from tlt_jax.config import Config, changes, older, page, parse as parsing, validate
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
     CONFIG,
@@ -672,6 +672,20 @@ def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
     process.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))
     with pytest.raises(ConfigError, match="mesh.fake_devices 9, but JAX has made 8 devices"):
         process.set_environment(parse([*write(), "--mesh.fake_devices", "9"]))
+
+
+def test_the_page_of_knobs_is_current():
+    """Otherwise: python -m tlt_jax.config > docs/knobs.md"""
+    assert (SHIPPED.parents[1] / "docs" / "knobs.md").read_text() == page.page()
+
+
+def test_the_page_says_what_a_resumed_run_may_change():
+    ours = Config()
+    for name in knobs(Config):
+        theirs = parsing.unflatten(Config, parsing.flatten(ours) | {name: "other"})
+        found = changes.changes(ours, theirs)
+        said = "yes" if not found else "override" if changes.is_overridable(found[0]) else "no"
+        assert page.resume(name).split(";")[0] == said or name == "optim.schedule", name
 
 
 def test_every_knob_has_a_meaning_and_is_frozen():

@@ -212,16 +212,18 @@ def help_text(cls, names: Sequence[str]) -> str:
         if head != last:
             lines += ["", f"{head}:" if head else "general:"]
             last = head
-        kind = (
-            item.kind.__name__.upper()
-            if isinstance(item.kind, type)
-            else str(item.kind).replace("typing.", "")
-        )
-        lines.append(f"  --{name} {kind}  (default: {item.default!r})")
+        lines.append(f"  --{name} {kind_of(item)}  (default: {item.default!r})")
         lines += textwrap.wrap(
             item.help, WIDTH, initial_indent="      ", subsequent_indent="      "
         )
     return "\n".join(lines[1:])
+
+
+def kind_of(item: Knob) -> str:
+    """The type of a knob as the help spells it: INT, STR, list[int]."""
+    if isinstance(item.kind, type) and not typing.get_args(item.kind):
+        return item.kind.__name__.upper()
+    return str(item.kind).replace("typing.", "")
 
 
 def expand(text: str, knob: str) -> str:
