@@ -24,6 +24,7 @@ from tlt_jax.config.load import (
     parse,
     read,
     read_resolved,
+    shipped_configurations,
     to_yaml,
 )
 from tlt_jax.config.schema import COMMON
@@ -118,7 +119,8 @@ def test_invalid_rewards_are_refused_where_answers_are_scored(write, words, mess
 
 def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse(["--config", "quickstart"]) == read(SHIPPED / "quickstart.yaml")
+    for name in shipped_configurations():
+        assert parse(["--config", name]) == read(SHIPPED / f"{name}.yaml")
     with pytest.raises(
         ConfigError, match="--config quickstrat: no such file, .*: use one of .*quickstart"
     ):
@@ -131,7 +133,7 @@ def test_a_bare_word_is_a_configuration_of_the_package(tmp_path, monkeypatch):
     ("words", "code", "said"),
     [
         (["--help"], 0, "  export           Writes the policy or the drafter of a checkpoint"),
-        (["--help"], 0, "  quickstart           A small new policy learns to fold lists"),
+        (["--help"], 0, " A small new policy learns to fold lists of digits"),
         ([], 2, "usage: tlt NAME"),
         (["trian"], 2, "tlt has no command 'trian': use one of train,"),
         (["train"], 2, "--config is missing"),

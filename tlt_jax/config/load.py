@@ -134,10 +134,9 @@ def shipped(name: str) -> Path:
 
     Raises ConfigError, with the names of the shipped ones, when neither exists.
     """
-    path = Path(name)
-    if path.exists() or path.suffix or len(path.parts) > 1:
+    path, names = Path(name), shipped_configurations()
+    if path.exists() or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return path
-    names = shipped_configurations()
     if name not in names:
         raise ConfigError(
             f"--config {name}: no such file, and no shipped configuration: use one of {', '.join(names)}"
