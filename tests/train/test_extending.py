@@ -252,7 +252,7 @@ def test_a_folder_of_the_modules_name_is_the_data(folder):
     (folder / "my_data").mkdir()
     config = configuration.parse(command("data"))
     make_tokenizer()
-    with pytest.raises(DataError, match="my_data:sums: no .jsonl or .parquet file there"):
+    with pytest.raises(DataError, match="my_data:sums: no .jsonl, .json, .csv or .parquet file"):
         loop.train(config)
 
 
