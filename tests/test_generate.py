@@ -1,21 +1,38 @@
-"""`python -m tlt_jax.generate`: its output, with and without a tokenizer, and one line for each mistake."""
+"""`python -m tlt_jax.generate`: its output, with and without a tokenizer, in a chat, and one line for each mistake."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import tlt_jax
 from tlt_jax import generate
-from tlt_jax.data import tasks
+from tlt_jax.config import Config, parse as parsing
+from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.inference import chat
+from tlt_jax.inference.model import TextStream
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.engine import Engine
+
+# A chat template in the letters of the generated task: a turn of the user ends with ":", one of the policy with ",".
+TEMPLATE = (
+    "{% for message in messages %}{{ 'S' if message['role'] == 'system' else '' }}{{ message['content'] }}"
+    "{{ ':' if message['role'] == 'user' else ',' }}{% endfor %}{{ 'A' if add_generation_prompt else '' }}"
+    "{{ 'B' if shout else '' }}"
+)
+SMOLLM2 = "TLT_JAX_SMOLLM2"  # the directory of SmolLM2-135M-Instruct, for a test that runs by hand
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +60,17 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     hf.save(params, config, folder / "text", mesh, tokenizer, "float32")
     hf.save(params, config, folder / "ids", mesh, None, "float32")
+    tokenizer.chat_template = TEMPLATE
+    hf.save(params, config, folder / "chat", mesh, tokenizer, "float32")
+    knobs = {
+        "data.chat_template": True,
+        "data.system": "1",
+        "data.prompt_suffix": " 2",
+        "data.chat_template_kwargs.shout": True,
+    }
+    knobs |= {"rollout.temperature": 0.0, "rollout.max_new_tokens": 5, "rollout.stop": ["3"]}
+    files = prompt_format.files(parsing.build(Config, {}, tlt_jax.texts(knobs)))
+    hf.save(params, config, folder / "made", mesh, tokenizer, "float32", files=files)
     return folder
 
 
@@ -168,3 +196,197 @@ def test_a_drafter_that_learns_in_training_is_refused_before_anything_is_read(ca
         generate.main(["--model", "nowhere", "--prompt", "1", "--drafter", "adaptive"])
     assert stopped.value.code == 2
     assert "speculation.drafter adaptive is trained during an RL run" in capsys.readouterr().err
+
+
+def texts_of(capsys, *words: object) -> list[str]:
+    """What the model reads."""
+    return [one["prompt"] for one in run(capsys, *words, "--max-new-tokens", 2)["completions"]]
+
+
+def test_a_chat_model_is_asked_with_its_template_only_when_told_so(models, capsys):
+    asked = ("--model", models / "chat", "--prompt", "4 5")
+    assert texts_of(capsys, *asked) == ["4 5"]
+    assert texts_of(capsys, *asked, "--chat") == ["4 5:A"]
+    assert texts_of(capsys, *asked, "--chat", "--system", "7") == ["S7,4 5:A"]
+
+
+def test_messages_always_have_the_template(models, capsys, tmp_path):
+    turns = [("user", "4"), ("assistant", "5"), ("user", "6")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
+    asked = ("--model", models / "chat", "--prompts", tmp_path / "p.jsonl")
+    assert texts_of(capsys, *asked) == ["4:5,6:A"]
+    model = tlt_jax.open_model(models / "chat", {"rollout.slots": 1})
+    (answer,) = model.generate([messages], max_new_tokens=2)
+    assert answer["prompt"] == "4:5,6:A"
+    with pytest.raises(DataError, match="no chat template for messages"):
+        tlt_jax.open_model(models / "text").generate([messages])
+
+
+def test_the_model_of_a_run_is_asked_as_the_run_asked_it(models, capsys):
+    asked = ("--model", models / "made", "--prompt", "4 5", "--json")
+    assert generate.main([*map(str, asked)]) == 0
+    out, err = capsys.readouterr()
+    (answer,) = json.loads(out)["completions"]
+    assert answer["prompt"] == "S1,4 5 2:AB" and len(answer["token_ids"]) <= 5
+    assert err == (
+        "prompts: chat template, shout True, system '1', suffix ' 2', stop ['3'], temperature 0\n"
+    )
+    assert texts_of(capsys, *asked[:-1], "--system", "8") == ["S8,4 5 2:AB"]
+    assert texts_of(capsys, *asked[:-1], "--raw") == ["4 5"]
+    with pytest.raises(SystemExit):
+        generate.main([*map(str, asked), "--raw", "--system", "8"])
+    assert "data.system needs the chat template: add --chat" in capsys.readouterr().err
+
+
+def test_the_stop_strings_of_the_run_end_an_answer(models):
+    plain = tlt_jax.open_model(models / "made", {"rollout.stop": [], "rollout.max_new_tokens": 24})
+    (free,) = plain.generate(["4 5"], samples=1, temperature=1.0)
+    stop = free["text"].split()[2]
+    stopping = tlt_jax.open_model(
+        models / "made", {"rollout.stop": [stop], "rollout.max_new_tokens": 24}
+    )
+    (ended,) = stopping.generate(["4 5"], samples=1, temperature=1.0)
+    shorter = len(ended["token_ids"])
+    assert ended["token_ids"] == free["token_ids"][:shorter] and shorter < len(free["token_ids"])
+    assert ended["finish_reason"] == "stop" and ended["text"].endswith(stop)
+
+
+def test_changes_of_open_model_come_before_the_format_of_the_run(models):
+    changes = {"data.system": "", "data.chat_template_kwargs": {}, "data.prompt_suffix": " 9"}
+    (answer,) = tlt_jax.open_model(models / "made", changes).generate(["4"])
+    assert answer["prompt"] == "4 9:A"
+    (answer,) = tlt_jax.open_model(models / "made", {"data.chat_template": False}).generate(["4"])
+    assert answer["prompt"] == "4 2"
+    with pytest.raises(ConfigError, match="generate takes no stop: use samples, temperature"):
+        tlt_jax.open_model(models / "made").generate(["4"], stop=["1"])
+
+
+@pytest.mark.parametrize("text, message", [
+    ("[1", "prompt_format.json cannot be read"),
+    ('{"data.chat_template": "maybe"}', "data.chat_template 'maybe' has the wrong type"),
+    ('{"data.train": "x"}', "data.train is not one of data.chat_template"),
+])  # fmt: skip
+def test_a_damaged_format_is_named(models, capsys, tmp_path, text, message):
+    shutil.copytree(models / "chat", tmp_path / "model")
+    (tmp_path / "model" / prompt_format.NAME).write_text(text)
+    words = ["--model", str(tmp_path / "model"), "--prompt", "4", "--max-new-tokens", "2"]
+    with pytest.raises(SystemExit):
+        generate.main(words)
+    assert message in capsys.readouterr().err
+    assert generate.main([*words, "--raw"]) == 0
+
+
+def test_the_turns_of_a_chat_are_one_conversation_and_its_text_is_streamed(
+    models, capsys, monkeypatch
+):
+    answers, parts, converse = [], [], chat.converse
+    monkeypatch.setattr(chat, "converse", lambda model: answers.extend(converse(model)) or answers)
+    monkeypatch.setattr(chat, "write", lambda text: parts.append(text) or print(text, end=""))
+    monkeypatch.setattr("sys.stdin", io.StringIO("4 5\n6\n"))
+    words = ["--model", str(models / "made"), "--chat", "--max-new-tokens", "12"]
+    words += ["--drafter", "ngram", "--strategy", "2_1_3", "--temperature", "1"]
+    assert generate.main(words) == 0
+    out, err = capsys.readouterr()
+    first, second = out.splitlines()
+    read = [answer["completions"][0]["prompt"] for answer in answers]
+    assert read == ["S1,4 5 2:AB", f"S1,4 5 2:{first},6 2:AB"]
+    assert "".join(parts) == first + second and len(parts) > 2, "in parts"
+    assert "accept length" in err.splitlines()[-1]
+
+
+def test_a_chat_needs_a_template_and_has_one_answer_a_turn(models, capsys):
+    for words, message in (
+        (("--model", models / "text"), "no chat template for messages"),
+        (("--model", models / "chat", "--json"), "one answer a turn"),
+        (("--model", models / "chat", "--num-samples", 2), "one answer a turn"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            generate.main([*map(str, words), "--chat"])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_conversation_that_fills_the_model_is_refused(models):
+    model = tlt_jax.open_model(models / "chat")
+    messages = [{"role": "user", "content": "1" * 55}]
+    assert len(model.reply(messages)["completions"][0]["token_ids"]) <= 8
+    with pytest.raises(
+        ConfigError, match="the conversation has 66 tokens, and the model 64 positions"
+    ):
+        model.reply([{"role": "user", "content": "1" * 65}])
+
+
+def test_a_streamed_text_has_no_part_of_a_character():
+    class Bytes:
+        def decode(self, tokens, skip_special_tokens):
+            return bytes(tokens).decode("utf-8", errors="replace")
+
+    parts = []
+    stream = TextStream(Bytes(), parts.append)
+    for byte in "a\u00e9\U0001f600b".encode():
+        stream.add([byte])
+    stream.flush()
+    assert parts == ["a", "\u00e9", "\U0001f600", "b"]
+
+
+def test_a_strategy_is_forced_and_a_reason_is_given_where_nothing_is_drafted(models, capsys):
+    asked = ["--model", str(models / "ids"), "--prompt-ids", "1,2,1,2", "--temperature", "0"]
+    drafted, plain = (
+        [*asked, "--max-new-tokens", str(most), "--drafter", "ngram"] for most in (30, 4)
+    )
+    assert generate.main([*drafted, "--strategy", "2_1_3"]) == 0
+    assert "accept length 1." in capsys.readouterr().out
+    assert generate.main(plain) == 0
+    out = capsys.readouterr().out
+    assert "nothing was drafted: a program that drafts is compiled only if" in out
+    assert "--strategy 3_1_4 always drafts" in out and "accept length" not in out
+    assert generate.main([*plain, "--strategy", "none"]) == 0
+    assert "drafted" not in capsys.readouterr().out
+    for words, message in (
+        (("--strategy", "2_1"), "strategy '2_1' is not depth_topk_nodes"),
+        (("--strategy", "2_1_3"), "give --drafter ngram"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.main([*asked, *words])
+        assert message in capsys.readouterr().err
+
+
+def assert_chats_as_transformers(directory: Path, messages: list[list[dict]], tokens: int) -> None:
+    """Greedy answers equal those of apply_chat_template and generate."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ours = tlt_jax.open_model(directory, {"rollout.temperature": 0, "rollout.slots": 1})
+    for turns in messages:
+        (answer,) = ours.generate([turns], max_new_tokens=tokens)
+        read = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        found = theirs.generate(**read, do_sample=False, max_new_tokens=tokens)
+        assert answer["token_ids"] == found[0, read["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parity
+def test_a_greedy_chat_equals_transformers(models):
+    assert_chats_as_transformers(
+        models / "chat",
+        [
+            [{"role": "user", "content": "4 5 1"}],
+            [{"role": "system", "content": "2"}, {"role": "user", "content": "3 1"}],
+            [{"role": role, "content": "4 2"} for role in ("user", "assistant", "user")],
+        ],
+        24,
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(SMOLLM2 not in os.environ, reason=f"{SMOLLM2} names no directory")
+def test_a_greedy_chat_with_smollm2_equals_transformers():
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = {"role": "assistant", "content": "Paris."}
+    follow_up = {"role": "user", "content": "And how far is it from Berlin?"}
+    assert_chats_as_transformers(
+        Path(os.environ[SMOLLM2]), [[question], [question, answer, follow_up]], 48
+    )

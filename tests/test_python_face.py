@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import tlt_jax
+from tlt_jax import generate
 from tlt_jax.config import load
 from tlt_jax.errors import ConfigError, DataError
 
@@ -53,9 +55,12 @@ def test_changes_are_those_of_the_command_line():
         tlt_jax.load_config("quickstart", {"rollout.temprature": 1})
 
 
-def test_a_policy_is_trained_and_answers(tmp_path):
+def test_a_policy_is_trained_and_answers(tmp_path, capsys):
     config = tlt_jax.load_config("quickstart", SMALL | {"run": tmp_path / "run"})
     assert tlt_jax.run_training(config) == 0
+    try_it = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert generate.main(try_it[try_it.index("tlt_jax.generate") + 1 :]) == 0, "as printed"
+    assert "text as it is, temperature 1" in capsys.readouterr().err
     model = tlt_jax.open_model(tmp_path / "run" / "hf", {"train.seed": 3, "rollout.slots": 4})
     first = model.generate(["12 3:", [5, 4]], samples=2, max_new_tokens=6)
     assert [(one["prompt_index"], one["sample"]) for one in first] == [

@@ -73,7 +73,9 @@ WHERE = {
     "python -m tlt_jax.generate --model DIR --prompt TEXT [--drafter DIR]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.train.drafter --config FILE": "tests/train/test_train_drafter.py::"
     "test_the_command_trains_and_prints_where_the_drafter_is_and_what_does_not_load_it",
-    "python -m tlt_jax.eval --config FILE": f"{HERE}test_a_finished_run_is_used",
+    "python -m tlt_jax.generate --model DIR --chat [--system TEXT]": "tests/test_generate.py::"
+    "test_the_turns_of_a_chat_are_one_conversation_and_its_text_is_streamed",
+    "python -m tlt_jax.eval --run RUN [--step best]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.export --run RUN --out DIR [--step best] [--drafter]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.train.sft --config FILE --out DIR": "tests/train/test_train.py::"
     "test_the_command_of_the_warm_start_says_how_far_it_is",
@@ -250,18 +252,21 @@ def test_a_finished_run_is_used(quickstart, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(quickstart)
     shown = {re.search(r"tlt_jax\.(\w+)", one)[1]: one for one in SHOWN if "tlt_jax." in one}
     generate = words_of(
-        shown["generate"], "--drafter", "ngram", "--max-new-tokens", "4",
+        shown["generate"], "--drafter", "ngram", "--strategy", "2_1_3", "--max-new-tokens", "4",
         DIR="runs/quickstart/hf", TEXT="1 2 0 1:",
     )  # fmt: skip
     assert start(generate, monkeypatch) == 0
     printed = capsys.readouterr().out
     assert "tokens/s" in printed and "accept length" in printed
-    assert start(words_of(shown["eval"], FILE="runs/quickstart/config.yaml"), monkeypatch) == 0
-    assert {"eval/mean@1", "eval/pass@1"} <= set(json.loads(capsys.readouterr().out))
+    assert start(words_of(shown["eval"], RUN="runs/quickstart"), monkeypatch) == 0
+    printed, said = capsys.readouterr()
+    assert {"eval/mean@1", "eval/pass@1"} <= set(json.loads(printed))
+    assert said.startswith("weights: step 1 of runs/quickstart (runs/quickstart/hf)")
     out = str(tmp_path / "exported")
     assert start(words_of(shown["export"], RUN="runs/quickstart", DIR=out), monkeypatch) == 0
-    exported, final = (Path(at, "model.safetensors") for at in (out, "runs/quickstart/hf"))
-    assert exported.read_bytes() == final.read_bytes()
+    for name in ("model.safetensors", "prompt_format.json"):
+        exported, final = (Path(at, name) for at in (out, "runs/quickstart/hf"))
+        assert exported.read_bytes() == final.read_bytes()
 
 
 def test_gsm8k_is_trained_on_with_the_model_made_from_it(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tlt_jax.config import Config
-    from tlt_jax.generate import Model
+    from tlt_jax.inference.model import Model
 
 __all__ = ["load_config", "open_model", "run_training"]
 
@@ -42,20 +42,28 @@ def run_training(config: Config) -> int:
     return loop.train(config)
 
 
-def open_model(directory: str | Path, changes: Mapping[str, Any] | None = None) -> Model:
+def open_model(
+    directory: str | Path, changes: Mapping[str, Any] | None = None, raw: bool = False
+) -> Model:
     """The model of a directory or hub id, to answer prompts: `open_model(DIR).generate(["12 7 3:"])`.
 
-    `changes`: dotted knob -> value, such as speculation.drafter, model.compute_dtype, train.seed, and
-    rollout.slots (sequences decoded at once). Raises UserError.
+    A prompt is a text, a list of chat messages, or token ids. `changes`: dotted knob -> value, such as data.chat_template,
+    speculation.drafter, model.compute_dtype, train.seed, and rollout.slots (sequences decoded at once). A model that a run
+    made is asked as the run asked it (its prompt_format.json), except for the changes, and unless `raw`; one line on
+    stderr says how. Raises UserError.
     """
-    from tlt_jax import generate
-    from tlt_jax.distributed import process
+    import sys
 
-    config = generate.configuration_of(
-        str(directory), texts({"rollout.slots": 32} | dict(changes or {}))
-    )
-    process.set_environment(config)
-    return generate.Model(config)
+    from tlt_jax import generate
+    from tlt_jax.data import prompt_format
+    from tlt_jax.distributed import process
+    from tlt_jax.inference.model import Model
+
+    pairs = texts({"rollout.slots": 32} | dict(changes or {}))
+    process.set_environment(generate.configuration_of(str(directory), pairs))
+    config = generate.as_its_run(str(directory), pairs, raw)
+    print(prompt_format.describe(config), file=sys.stderr)
+    return Model(config)
 
 
 def texts(changes: Mapping[str, Any] | None) -> list[tuple[str, str]]:

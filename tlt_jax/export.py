@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import load as configuration
@@ -15,7 +14,7 @@ from tlt_jax.errors import ConfigError
 OWN = {
     "--run RUN": "folder of the run",
     "--out DIR": "directory to write",
-    "[--step N]": "the checkpoint: a step, latest (default), or best (by checkpoint.best_metric)",
+    "[--step N]": "the checkpoint: a step, last (default), or best (by checkpoint.best_metric)",
     "[--drafter]": "export the drafter that the run trains (speculation.drafter adaptive), not the policy",
     "[--dtype DTYPE]": f"dtype of the written weights: {' | '.join(DTYPES)} (default: model.param_dtype)",
 }
@@ -30,7 +29,7 @@ def main() -> int:
         configuration.load(["--help"], command="python -m tlt_jax.export", about=ABOUT, own=OWN)
 
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
-    step = cli.take(arguments, "--step") if "--step" in arguments else "latest"
+    step = cli.take(arguments, "--step") if "--step" in arguments else "last"
     dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
     is_drafter = "--drafter" in arguments
     if is_drafter:
@@ -49,27 +48,28 @@ def main() -> int:
     return 0
 
 
-def export(config: Config, run: Path, out: Path, step: str = "latest", dtype: str = "") -> int:
+def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str = "") -> int:
     """Writes the policy of a checkpoint of the run, with its tokenizer; returns the step.
 
-    `step`: a number, latest or best; `dtype`: of the written weights, by default model.param_dtype.
+    `step`: a number, last or best; `dtype`: of the written weights, by default model.param_dtype.
     Raises ConfigError or CheckpointError when no such checkpoint exists.
     """
-    from tlt_jax.data import dataset as datasets
+    from tlt_jax.data import dataset as datasets, prompt_format
     from tlt_jax.models import hf
-    from tlt_jax.train import policy_update
-    from tlt_jax.train.recipe import Recipe
+    from tlt_jax.train import saved
 
-    model, mesh = sizes(config)
-    target = policy_update.abstract_state(Recipe.of(config, model, mesh, total_steps=1))
-    chosen, state = restore(config, run, step, "policy", target)
+    model, mesh = saved.sizes(config)
+    chosen, params = saved.policy(config, run, step, model, mesh)
     tokenizer = datasets.tokenizer(config)
-    hf.save(state.params, model, out, mesh, tokenizer, dtype or config.model.param_dtype)
+    hf.save(
+        params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
+        files=prompt_format.files(config),
+    )  # fmt: skip
     return chosen
 
 
 def export_drafter(
-    config: Config, run: Path, out: Path, step: str = "latest", dtype: str = ""
+    config: Config, run: Path, out: Path, step: str = "last", dtype: str = ""
 ) -> int:
     """Writes the drafter of a checkpoint of the run, for serving engines; arguments as for `export`.
 
@@ -77,59 +77,21 @@ def export_drafter(
     """
     from tlt_jax.drafter import recipe as drafter_recipe
     from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
+    from tlt_jax.train import saved
 
     if config.speculation.drafter != ADAPTIVE:
         raise ConfigError(
             f"--drafter: {run} trains no drafter, its speculation.drafter is {config.speculation.drafter}"
         )
-    model, mesh = sizes(config)
+    model, mesh = saved.sizes(config)
     drafter = from_config.drafter_config(config, model)
     recipe = drafter_recipe.Recipe.while_idle(config, model, drafter, mesh)
     target = drafter_recipe.abstract_state(recipe)
-    chosen, state = restore(config, run, step, "drafter", target)
+    chosen, state = saved.restore(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)
     if caveat := hf_drafter_config.caveat(drafter):
         print(f"{out}: {caveat}")
     return chosen
-
-
-def sizes(config: Config) -> tuple[Any, Any]:
-    """The policy's ModelConfig and the mesh of the configuration. Raises ConfigError when it does not fit the devices."""
-    import jax
-
-    from tlt_jax.config import validate
-    from tlt_jax.data import dataset as datasets
-    from tlt_jax.distributed import mesh as meshes
-    from tlt_jax.models import from_config
-
-    model = from_config.model_config(config, datasets.tokenizer(config))
-    validate.validate_model(config, model, jax.device_count())
-    return model, meshes.make_mesh(config.mesh.data, config.mesh.model)
-
-
-def restore(config: Config, run: Path, step: str, item: str, target: Any) -> tuple[int, Any]:
-    """The step that `step` names, and its item with the shardings of the target."""
-    from tlt_jax.checkpoint.store import Store
-
-    with Store(run, config.checkpoint.keep, config.checkpoint.best_metric, create=False) as store:
-        chosen = {"latest": store.latest, "best": store.best}.get(step, lambda: number(step))()
-        if chosen not in store.steps():
-            raise ConfigError(
-                f"--step {step}: {run} has no such checkpoint, only {store.steps() or 'none'}"
-            )
-        if item not in store.index(chosen)["items"]:
-            raise ConfigError(
-                f"--{item}: the run had trained none at step {chosen}: drafter_training.share auto trains one only if the rest "
-                "of the run pays it back, share 1 from the first step on"
-            )
-        return chosen, store.restore(chosen, {item: target}).items[item]
-
-
-def number(text: str) -> int:
-    """The step as an integer. Raises ConfigError for other text."""
-    if not text.isdecimal():
-        raise ConfigError(f"--step {text!r} is neither a number, latest nor best")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -19,18 +20,19 @@ from typing import Any
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.config.changes import Change
-from tlt_jax.config.outputs import LOG, TENSORBOARD
+from tlt_jax.config.outputs import LOG, RESOLVED, TENSORBOARD
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 
 LOCK, CHANGES = "lock", "changes.jsonl"
-RESOLVED, REFERENCE, EXPORT, ANSWERS = "config.yaml", "reference", "hf", "answers"
+REFERENCE, EXPORT, ANSWERS = "reference", "hf", "answers"
 # Folders that a run writes.
 PARTS = (
     "checkpoints",
     TENSORBOARD,
     "completions",
     "speculation",
+    "evaluation",
     "timeline",
     REFERENCE,
     EXPORT,
@@ -227,8 +229,8 @@ def record_failure(config: Config, text: str) -> None:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
-def summary(config: Config) -> str:
-    """The closing message of a run: the paths of its results, and a command to try the model."""
+def summary(config: Config, example: str = "TEXT") -> str:
+    """The closing message of a run: the paths of its results, and a command to try the model, on the `example` prompt."""
     run, model = Path(config.run), export(config)
     lines = [f"{config.run} is done:"]
     if TENSORBOARD in config.log.trackers:
@@ -239,7 +241,8 @@ def summary(config: Config) -> str:
     if drafter_export(config).is_dir():
         lines.append(f"  drafter      {drafter_export(config)}")
     if model.is_dir():
-        lines.append(f"  try it       python -m tlt_jax.generate --model {model} --prompt TEXT")
+        ask = "--chat" if config.data.chat_template else f"--prompt {shlex.quote(example)}"
+        lines.append(f"  try it       python -m tlt_jax.generate --model {model} {ask}")
     return "\n".join(lines)
 
 

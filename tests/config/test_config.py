@@ -481,6 +481,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         parse([])
 
 
+def test_the_folder_of_a_run_alone_is_its_configuration(write, tmp_path):
+    config = parse([*write("train: {steps: 7}"), "--run", str(tmp_path / "elsewhere")])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    words = ["--run", str(tmp_path / "run"), "--train.steps", "9"]
+    found = parse(words)
+    assert found.train == dataclasses.replace(config.train, steps=9)
+    assert dataclasses.replace(found, run=config.run, train=config.train) == config
+    assert parse([*write("train: {steps: 3}"), *words[:2]]).train.steps == 3
+    with pytest.raises(ConfigError, match="no run is there .no config.yaml.: give the folder"):
+        parse(["--run", str(tmp_path / "nowhere")])
+
+
 def test_help_lists_the_most_used_knobs_a_section_or_all(capsys):
     names = list(knobs(Config))
     for words, shown in (

@@ -25,6 +25,7 @@ from tlt_jax.metrics import (
     Record,
     Writer,
     console,
+    evaluations,
     group_seconds,
     idle_share,
     names,
@@ -163,6 +164,15 @@ def test_a_damaged_event_file_is_copied_and_logged(config, place):
     assert (Path(config.run) / "tensorboard_damaged" / path.name).read_bytes() == content
     steps = steps_of(read(config).Scalars("reward/mean"))
     assert steps[-3:] == [6, 7, 8] and 0 < len(steps[:-3]) < 5 and steps == sorted(set(steps))
+
+
+def test_evaluations_after_the_resumed_step_are_removed(config):
+    with Writer(config, 10) as writer:
+        for step in (0, 2, 4):
+            writer.lines(evaluations.FOLDER, step, [])
+    with Writer(config, 10, 2):
+        folder = Path(config.run) / "evaluation"
+        assert sorted(path.name for path in folder.iterdir()) == ["000000.jsonl", "000002.jsonl"]
 
 
 def test_a_resumed_run_without_drafting_removes_the_chunks_of_repeated_steps(config):

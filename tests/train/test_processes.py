@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jobs import Job
 from test_adaptive_runs import ADAPTIVE
-from training_runs import completions, events, saved_steps, state_of, stopped_after
+from training_runs import completions, evaluated, events, saved_steps, state_of, stopped_after
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config
@@ -45,7 +45,7 @@ def alone(configure, shared):
 
 def assert_same(config: Config, alone: Config) -> None:
     """Same answers and rewards, same policy up to the order of sums, every step written once."""
-    assert completions(config) == completions(alone)
+    assert completions(config) == completions(alone) and evaluated(config) == evaluated(alone)
     jax.tree.map(
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
         *(jax.tree.map(np.asarray, state_of(one, STEPS).params) for one in (config, alone)),

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -16,12 +17,14 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import toy_rewards
 from jobs import Job, run_until
 from training_runs import (
     STEPS,
     assert_equal,
     completions,
     die,
+    evaluated,
     events,
     preempt,
     raise_at,
@@ -37,11 +40,12 @@ from tlt_jax.config import Config, load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, DataError
+from tlt_jax.metrics import evaluations
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine as engine_module
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import evaluation, loop, minibatches, sft, startup, step_metrics
-from tlt_jax.train.evaluation import Evaluator
+from tlt_jax.train.evaluation import Evaluated, Evaluator
 from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.trainer import Trainer
 from tlt_jax.tuner import beg_mab
@@ -60,6 +64,7 @@ def whole(shared, configure):
         "data.train": shared / "rows.jsonl",
         "model.tokenizer": shared / "tokenizer",
         "checkpoint.export": True,
+        "eval.correct_at": 0.5,
     }
     config = configure(shared / "whole", files | {"checkpoint.best_metric": "eval/mean@2"})
     assert loop.train(config) == cli.DONE
@@ -97,12 +102,27 @@ def test_a_run_learns_writes_each_step_once_and_saves_it(whole):
     }
 
 
+def test_a_run_keeps_the_answers_of_its_evaluations(whole):
+    assert sorted(evaluated(whole)) == [f"00000{n}.jsonl" for n in (0, 2, 4)]
+    prompts = datasets.load(whole, datasets.tokenizer(whole)).eval_prompts()
+    for index, step in enumerate((0, 2, 4)):
+        answers = evaluations.read(evaluations.path_of(whole.run, step))
+        found = [(one.id, one.prompt, one.reference, one.sample) for one in answers]
+        assert found == [
+            (one.row["id"], one.text, one.row["answer"], n) for one in prompts for n in (0, 1)
+        ]
+        rewards = [one.reward for one in answers]
+        assert rewards == [toy_rewards.digest("", one.completion, {}) for one in answers]
+        assert np.mean(rewards) == pytest.approx(events(whole)["eval/mean@2"][index][1])
+        assert [one.is_correct for one in answers] == [one >= 0.5 for one in rewards]
+
+
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, tmp_path, step):
     config = stopped_after(step, whole, tmp_path / "run")
     assert loop.train(config) == cli.DONE
     assert_equal(state_of(config), state_of(whole))
-    assert completions(config) == completions(whole)
+    assert completions(config) == completions(whole) and evaluated(config) == evaluated(whole)
     ours, theirs = events(config), events(whole)
     for name in ("reward/mean", "actor/loss", "actor/grad_norm", "eval/mean@2", "eval/pass@1"):
         assert ours[name] == theirs[name], name
@@ -113,6 +133,7 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
     monkeypatch.setattr(PolicyTraining, "update", None)
     assert loop.train(whole) == cli.DONE
     assert "is finished: it has all 4 steps" in capsys.readouterr().out
+    assert configuration.parse(["--run", whole.run]) == whole
     moved = replace(whole, mesh=replace(whole.mesh, data=1), log=replace(whole.log, texts_every=3))
     assert loop.train(moved) == cli.DONE
     assert configuration.read(Path(whole.run) / "config.yaml") == moved
@@ -124,6 +145,12 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(whole, monk
     text = str(refused.value)
     assert "other values of train.seed (0 there, 1 here): use those of" in text and "\n" not in text
     assert loop.train(whole) == cli.DONE
+
+
+def copied(config: Config, run: Path) -> Config:
+    """A copy of a finished run."""
+    shutil.copytree(config.run, run)
+    return replace(config, run=str(run))
 
 
 def extended(config: Config, run: Path, steps: int, **optim) -> Config:
@@ -518,7 +545,7 @@ def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, mon
     monkeypatch.setattr(
         Evaluator,
         "evaluate",
-        lambda self, weights, tuner, *_: ({"eval/mean@2": next(measured)}, tuner),
+        lambda self, weights, tuner, *_: Evaluated({"eval/mean@2": next(measured)}, tuner, []),
     )
     knobs = {
         "eval.every": 1,
@@ -561,6 +588,68 @@ def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(
         name: values[-1][1] for name, values in events(whole).items() if name.startswith("eval/")
     }
     assert printed[0] == pytest.approx(last) and len(last) == 6
+
+
+def evaluated_by_command(monkeypatch, capsys, *words: str) -> tuple[list[dict], str]:
+    """The objects that `tlt eval` prints, and what it says."""
+    monkeypatch.setattr("tlt_jax.cli.set_environment", lambda config: None)
+    monkeypatch.setattr(sys, "argv", ["eval", *words])
+    assert eval.main() == 0
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+@pytest.mark.parametrize(
+    "step, where", [("2", "checkpoints/2"), ("best", "checkpoints/"), ("last", "hf")]
+)
+def test_a_step_of_a_run_is_evaluated_as_in_training(
+    whole, tmp_path, monkeypatch, capsys, step, where
+):
+    config = copied(whole, tmp_path / "run")
+    with Store(config.run, 9, "eval/mean@2", create=False) as store:
+        number = {"2": 2, "last": 4, "best": store.best()}[step]
+    kept = evaluated(config)
+    shutil.rmtree(tmp_path / "run" / "evaluation")
+    (found,), said = evaluated_by_command(monkeypatch, capsys, "--run", config.run, "--step", step)
+    assert found == pytest.approx({
+        name: dict(values)[number] for name, values in events(config).items() if name.startswith("eval/")
+    })  # fmt: skip
+    assert evaluated(config) == {f"00000{number}.jsonl": kept[f"00000{number}.jsonl"]}
+    first, *_ = said.splitlines()
+    assert first.startswith(f"weights: step {number} of {config.run} (") and where in first
+    assert "2 rows of eval" in said and "prompts: text as it is, temperature 1" in said
+
+
+def test_other_rows_and_numbers_of_answers_are_evaluated_and_kept_apart(
+    whole, shared, tmp_path, monkeypatch, capsys
+):
+    config = copied(whole, tmp_path / "run")
+    kept, source = evaluated(config)["000004.jsonl"], str(shared / "rows.jsonl")
+    words = ["--run", config.run, "--split", "train", "--split", source, "--k", "1,3"]
+    (train, file), said = evaluated_by_command(monkeypatch, capsys, *words)
+    assert (train["split"], file["split"]) == ("train", source)
+    assert {"eval/mean@1", "eval/mean@3", "eval/pass@1", "eval/pass@3"} < train.keys()
+    assert "3 rows of train" in said and f"5 rows of {source}, 3 answers each" in said
+    path = evaluations.path_of(config.run, 4)
+    assert path.read_text().startswith(kept)
+    rows = evaluations.by_row(evaluations.read(path))
+    sizes = Counter((split, len(answers)) for (split, _), answers in rows.items())
+    assert sizes == {("eval", 2): 2, ("train", 3): 3, (source, 3): 5}
+    firsts = [answers[0].reward for (split, _), answers in rows.items() if split == source]
+    assert file["eval/mean@1"] == pytest.approx(np.mean(firsts))
+
+
+def test_the_start_policy_is_evaluated_only_when_it_is_said(whole, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
+    before = evaluated(whole)
+    words = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "start.jsonl")]
+    (found,), said = evaluated_by_command(monkeypatch, capsys, *words)
+    assert said.startswith(
+        "weights: a new model with random weights (model.init), where the config"
+    )
+    assert f"{whole.run} has trained 4 steps: --run {whole.run} without --config" in said
+    assert evaluated(whole) == before, "the run's evaluations are of what it trained"
+    assert (tmp_path / "start.jsonl").read_text() == before["000000.jsonl"]
 
 
 def test_a_run_that_died_before_its_export_makes_it(whole, tmp_path):

@@ -117,6 +117,11 @@ def state_of(config: Config, step: int = STEPS) -> PolicyState:
         return store.restore(step, {"policy": target}).items["policy"]
 
 
+def evaluated(config: Config) -> dict[str, str]:
+    """Evaluation file -> its text."""
+    return {file.name: file.read_text() for file in Path(config.run).glob("evaluation/*")}
+
+
 def completions(config: Config) -> dict[str, list[tuple]]:
     """Completions file -> the answers in it."""
     files = sorted((Path(config.run) / "completions").iterdir())

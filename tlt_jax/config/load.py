@@ -14,6 +14,7 @@ import yaml
 
 from tlt_jax.config import older, parse as parsing
 from tlt_jax.config.knobs import knobs
+from tlt_jax.config.outputs import RESOLVED
 from tlt_jax.config.schema import COMMON, Config
 from tlt_jax.config.validate import validate
 from tlt_jax.config.yaml_text import read_yaml
@@ -54,7 +55,7 @@ def usage(command: str, about: str, own: Mapping[str, str]) -> str:
     names = [name.strip("[]") for name in own]
     lines = [f"usage: {command} {' '.join(own)} [--section.knob VALUE ...]", "", about]
     lines += ["", "arguments:", *columns(dict(zip(names, own.values(), strict=True)))]
-    if own.keys() & CONFIG.keys():
+    if any("--config" in name for name in own):
         lines += ["", "shipped configurations:", *columns(shipped_configurations())]
     return "\n".join(lines)
 
@@ -121,12 +122,26 @@ def parse(arguments: Sequence[str]) -> Config:
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: give it once")
     if not files:
-        raise ConfigError(
-            "--config is missing: give a YAML file, for example --config configs/quickstart.yaml"
-        )
+        return of_run(overrides)
     tree = read_yaml(shipped(files[0]))
     older.refuse([*map(str, tree), *parsing.unknown(Config, tree)])
     return build(tree, [pair for pair in overrides if pair[0] != "config"])
+
+
+def of_run(overrides: Sequence[tuple[str, str]]) -> Config:
+    """The configuration of the run in the folder that the overrides name, with them. Raises ConfigError without one."""
+    runs = [text for name, text in overrides if name == "run"]
+    if not runs:
+        raise ConfigError(
+            "--config is missing: give a YAML file, for example --config configs/quickstart.yaml, or --run RUN, the folder "
+            "of a run"
+        )
+    path = Path(runs[-1]) / RESOLVED
+    if not path.is_file():
+        raise ConfigError(
+            f"--run {runs[-1]}: no run is there (no {RESOLVED}): give the folder of one, or --config FILE to start one"
+        )
+    return build(older.update(read_yaml(path), path), overrides)
 
 
 def shipped(name: str) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tlt_jax.config.knobs import knob
 
+RESOLVED = "config.yaml"  # file in the run folder with its configuration
 LOG = "log.txt"  # file in the run folder with all messages, compilations included
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
 LATEST, LAST_GOOD = "latest", "last_good"  # values of checkpoint.resume

@@ -16,13 +16,15 @@ import numpy as np
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.inputs import DROP, Data
-from tlt_jax.data import rows as rows_of, tasks
+from tlt_jax.data import prompt_format, rows as rows_of, tasks
 from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.problems import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.data.token_bytes import token_bytes
 from tlt_jax.errors import DataError
 from tlt_jax.keys import ROLLOUT_STREAM, SFT_STREAM, order_seed
+
+EVAL, TRAIN = "eval", "train"  # parts of the data
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Dataset:
         size = self.config.rollout.prompts
         positions = range(step * size, (step + 1) * size)
         if self.task:
-            rows = _task_rows(self.task, self.config.train.seed, positions, "train")
+            rows = _task_rows(self.task, self.config.train.seed, positions, TRAIN)
             return _within_limit(self.encoder.prompts(rows), self.config.data)
 
         order = self._order(ROLLOUT_STREAM, len(self.train))
@@ -64,7 +66,27 @@ class Dataset:
 
     def eval_prompts(self) -> list[Prompt]:
         """The first eval.prompts prompts of the evaluation split, or all; the same at every call."""
-        return list(self.eval[: self.config.eval.prompts or None])
+        return self.part(EVAL)
+
+    def part(self, name: str) -> list[Prompt]:
+        """The first eval.prompts prompts of a part of the data, or all; the same at every call.
+
+        `name`: "eval"; "train", of a generated task as many as its evaluation split has; or a source of other rows, as in
+        data.eval. Raises DataError.
+        """
+        if name == EVAL:
+            rows = self.eval
+        elif name != TRAIN:
+            rows = _other_rows(self.config, self.encoder, name)
+        elif self.task:
+            positions = range(self.config.data.eval_size)
+            rows = self.encoder.prompts(
+                _task_rows(self.task, self.config.train.seed, positions, TRAIN)
+            )
+            rows = _within_limit(rows, self.config.data)
+        else:
+            rows = self.train
+        return list(rows[: self.config.eval.prompts or None])
 
     def digest(self) -> str:
         """A digest of the training and evaluation rows; for a generated task, of its first step and its evaluation rows."""
@@ -178,12 +200,7 @@ def load(config: Config, tokenizer: Any) -> Dataset:
 
     Raises DataError with all problems of its files.
     """
-    encoder = Encoder(config, tokenizer)
-    if config.data.chat_template and not tokenizer.chat_template:
-        raise DataError(
-            "data.chat_template is true, but the tokenizer has no chat template: set it to false"
-        )
-
+    encoder = prompt_format.encoder(config, tokenizer)
     return _load_files(config, encoder) if config.data.train else _load_task(config, encoder)
 
 
@@ -236,6 +253,13 @@ def _task_rows(
     task: tasks.Task, seed: int, indices: Sequence[int], split: str
 ) -> list[dict[str, Any]]:
     return [vars(row) for row in task.rows(seed, indices, split)]
+
+
+def _other_rows(config: Config, encoder: Encoder, source: str) -> list[Prompt]:
+    problems = Problems()
+    rows = rows_of.read(config, "--split", source, problems)
+    problems.stop_if_any()
+    return _short_enough(encoder.prompts(rows), config.data)[0]
 
 
 def _load_files(config: Config, encoder: Encoder) -> Dataset:

@@ -88,7 +88,7 @@ def _check_column(
             what = "empty prompt" if role == "prompt" else f"no {role}"
             problems.add(path, line, what, f"fill in column {column!r} or drop the row")
         elif role == "prompt" and isinstance(value, list):
-            if not all(_is_message(message) for message in value):
+            if not all(is_message(message) for message in value):
                 what = "the prompt is not a list of chat messages"
                 problems.add(path, line, what, "use {'role': text, 'content': text} objects")
             elif not chat:
@@ -101,7 +101,8 @@ def _check_column(
             problems.add(path, line, what, use)
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether it is a chat message: {"role": text, "content": text}."""
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) for key in ("role", "content")
     )

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.outputs import LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
-from tlt_jax.metrics import names, timeline
+from tlt_jax.metrics import evaluations, names, timeline
 from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
@@ -95,7 +95,7 @@ class Writer:
         first_step = 0 if resumed_from is None else resumed_from + 1
         self._config, self._folder = config, Path(config.run)
 
-        for name in (COMPLETIONS, SPECULATION, TIMELINE):
+        for name in (COMPLETIONS, SPECULATION, TIMELINE, evaluations.FOLDER):
             for path in (self._folder / name).glob("*"):
                 if (
                     path.suffix == atomic.TEMPORARY
@@ -193,12 +193,11 @@ class Writer:
 
         self.progress.step(step, dict(scalars))
 
-    def lines(self, folder: str, step: int, records: Sequence[Record | ChunkRecord]) -> None:
+    def lines(
+        self, folder: str, step: int, records: Sequence[Record | ChunkRecord | evaluations.Judged]
+    ) -> None:
         """Writes FOLDER/STEP.jsonl atomically."""
-        lines = (
-            json.dumps({"step": step, **asdict(record)}, ensure_ascii=False) for record in records
-        )
-        self.file(folder, f"{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+        self.file(folder, f"{step:06d}.jsonl", evaluations.to_text(step, records))
 
     def file(self, folder: str, name: str, text: str) -> None:
         """Writes FOLDER/NAME atomically."""

@@ -245,11 +245,13 @@ def save(
     tokenizer: Any,
     dtype: DTypeLike,
     shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, Any] = {},
 ) -> None:
     """Writes a directory that transformers loads: weights in this dtype, configs, tokenizer files.
 
-    `tokenizer`: a directory to copy the files from, an object with save_pretrained, or None. Only one tensor at a time is
-    on the host. Every process takes part; process 0 writes.
+    `tokenizer`: a directory to copy the files from, an object with save_pretrained, or None. `files`: JSON
+    files to add, content by name. Only one tensor at a time is on the host. Every process takes
+    part; process 0 writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
     writes = jax.process_index() == 0
@@ -258,6 +260,8 @@ def save(
         for stale in [*directory.glob("model*.safetensors"), directory / INDEX]:
             stale.unlink(missing_ok=True)
         write_configs(config, directory, tokenizer, dtype)
+        for name, value in files.items():
+            (directory / name).write_text(f"{json.dumps(value, indent=2)}\n")
     fetch = jax.jit(
         lambda leaf, layer: (leaf if layer is None else leaf[layer]).astype(dtype),
         out_shardings=NamedSharding(mesh, PartitionSpec()),
@@ -290,12 +294,15 @@ def save_whole(
     tokenizer: Any = None,
     dtype: DTypeLike = "float32",
     made_from: Mapping[str, Any] | None = None,
+    files: Mapping[str, Any] = {},
 ) -> None:
     """`save`, atomically: the directory exists whole or not at all. It records what it is `made_from`."""
     is_owner = jax.process_index() == 0
-    atomic.write_directory(
-        directory, lambda at: save(params, config, at, mesh, tokenizer, dtype), is_owner, made_from
-    )
+
+    def write(at: Path) -> None:
+        save(params, config, at, mesh, tokenizer, dtype, files=files)
+
+    atomic.write_directory(directory, write, is_owner, made_from)
 
 
 def host_copy(params: Params, tensor: Tensor, fetch: Any, vocab_size: int) -> np.ndarray:

@@ -6,16 +6,17 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.data.dataset import Dataset
+from tlt_jax.data.dataset import EVAL, Dataset
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM
+from tlt_jax.metrics.evaluations import Judged
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.interface import RolloutEngine
@@ -25,9 +26,17 @@ from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 
 
+class Evaluated(NamedTuple):
+    """The metrics eval/*, the tuner's state, and the answers, which only process 0 has."""
+
+    metrics: dict[str, float]
+    tuner: TunerState
+    answers: list[Judged]
+
+
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates policies on the evaluation split of a data set.
+    """Evaluates policies on the evaluation split of a data set, or on another part.
 
     The sampling noise does not depend on the training step: two evaluations differ only by the policy.
     """
@@ -44,20 +53,23 @@ class Evaluator:
         tuner: TunerState | None = None,
         interrupted: Callable[[], bool] | None = None,
         evaluations_left: int = 0,
-    ) -> tuple[dict[str, float], TunerState]:
-        """The metrics eval/mean@k, eval/pass@k, eval/response_length/*, and the tuner's state.
+        split: str = EVAL,
+        ks: Sequence[int] = (),
+    ) -> Evaluated:
+        """Evaluates the policy on a part of the data (see Dataset.part), with metrics for these k, or all of `summarize`.
 
         The tuner learns the acceptance of drafts in evaluations from evaluations alone, and in training from training; it
-        learns the cost of programs from both. Raises ConfigError for an empty split, and Interrupted.
+        learns the cost of programs from both. Raises ConfigError for an empty split, DataError, and Interrupted.
         """
-        prompts, engine = self.dataset.eval_prompts(), self.engine
+        prompts, engine = self.dataset.part(split), self.engine
+        texts: dict[int, str] = {}
         if not prompts:
             raise ConfigError(
-                "the evaluation split is empty: set data.eval_size above 0, or data.eval"
+                f"the split {split} is empty: set data.eval_size above 0, or data.eval"
             )
 
         def finished(answer: Completion) -> None:
-            submit(self.scorer, self.tokenizer, prompts[answer.prompt], answer)
+            texts[answer.uid] = submit(self.scorer, self.tokenizer, prompts[answer.prompt], answer)
 
         tuner = engine.tuner.switched(engine.tuner.init() if tuner is None else tuner, EVALUATION)
         rollout, learned = engine.run(
@@ -69,7 +81,11 @@ class Evaluator:
             wanted=exchange.nothing,
         )
         scores = collected(engine.job, self.scorer, interrupted or (lambda: False))
-        return self.metrics(rollout, scores), engine.tuner.switched(learned, TRAINING)
+        texts, answers = told_first(engine.job, texts), []
+        if engine.job.is_first:
+            answers = judged(split, prompts, rollout, scores, texts, self.config.eval.correct_at)
+        tuner = engine.tuner.switched(learned, TRAINING)
+        return Evaluated(self.metrics(rollout, scores, ks), tuner, answers)
 
     def request(self, prompts: Sequence[Prompt], evaluations_left: int) -> RolloutRequest:
         """eval.samples answers to each prompt of the split."""
@@ -84,11 +100,13 @@ class Evaluator:
             rollouts_left=evaluations_left,
         )
 
-    def metrics(self, rollout: RolloutResult, scores: Mapping[int, Score]) -> dict[str, float]:
-        """The metrics of scored answers."""
+    def metrics(
+        self, rollout: RolloutResult, scores: Mapping[int, Score], ks: Sequence[int] = ()
+    ) -> dict[str, float]:
+        """The metrics eval/mean@k, eval/pass@k and eval/response_length/* of scored answers."""
         settings, answers = self.config.eval, rollout.completions
         values = np.array([scores[answer.uid].value for answer in answers])
-        scored = summarize(values.reshape(-1, settings.samples), settings.correct_at)
+        scored = summarize(values.reshape(-1, settings.samples), settings.correct_at, ks)
         return scored | length_metrics(answers)
 
 
@@ -128,17 +146,47 @@ def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -
     return text
 
 
-def summarize(scores: np.ndarray, correct_at: float) -> dict[str, float]:
-    """eval/mean@k, and eval/pass@1, 2, 4, ... up to k, of scores [prompts, k].
+def judged(
+    split: str,
+    prompts: Sequence[Prompt],
+    rollout: RolloutResult,
+    scores: Mapping[int, Score],
+    texts: Mapping[int, str],
+    correct_at: float,
+) -> list[Judged]:
+    """The answers of an evaluation with their scores, by row and sample."""
+    return [
+        Judged(
+            split=split,
+            id=str(prompts[answer.prompt].row["id"]),
+            sample=answer.sample,
+            prompt=prompts[answer.prompt].text,
+            completion=texts[answer.uid],
+            reference=str(prompts[answer.prompt].row["answer"]),
+            reward=scores[answer.uid].value,
+            is_correct=scores[answer.uid].value >= correct_at,
+            length=len(answer.tokens),
+            finish=answer.finish,
+            parts=scores[answer.uid].parts,
+            failure=scores[answer.uid].failure,
+        )
+        for answer in rollout.completions
+    ]
 
-    An answer is correct when its score is at least `correct_at`.
+
+def summarize(scores: np.ndarray, correct_at: float, ks: Sequence[int] = ()) -> dict[str, float]:
+    """eval/mean@k (of the first k answers) and eval/pass@k of scores [prompts, samples], for each of these k.
+
+    Without ks: the mean of all, and pass@1, 2, 4, ... up to the number of samples. An answer is correct when its score is at
+    least `correct_at`.
     """
     samples = scores.shape[1]
     correct = (scores >= correct_at).sum(axis=1)
     powers = [1 << i for i in range(samples.bit_length())]
-    return {f"eval/mean@{samples}": float(scores.mean())} | {
+    means = {f"eval/mean@{k}": float(scores[:, :k].mean()) for k in ks or [samples]}
+    return means | {
         f"eval/pass@{k}": float(np.mean([pass_at_k(samples, int(c), k) for c in correct]))
-        for k in powers
+        for k in ks or powers
     }
 
 

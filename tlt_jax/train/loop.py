@@ -10,6 +10,7 @@ from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DONE, PREEMPTED
 from tlt_jax.config import Config
+from tlt_jax.data import prompt_format
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.process import Preemption
 from tlt_jax.distributed.watch import Watch
@@ -69,7 +70,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
         watching.alive("export")
         export(parts, trainer)
     if setup.job.is_first:
-        print(run_folder.summary(config))
+        print(run_folder.summary(config, *startup.example(setup.dataset)))
     return DONE
 
 
@@ -145,4 +146,5 @@ def export(parts: Machinery, trainer: Trainer) -> None:
         setup.tokenizer,
         config.model.param_dtype,
         run_folder.of_step(state.step),
+        prompt_format.files(config),
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
 from tlt_jax.errors import Interrupted
@@ -167,7 +167,10 @@ def main() -> int:
         setup = Setup.of(config, tokenizer, dataset)
         with run_folder.locked(config.run), Writer(config, config.sft.steps, None) as writer:
             params = warm_start(setup, writer, lambda: False)
-        hf.save(params, setup.model, Path(out), setup.mesh, tokenizer, config.model.param_dtype)
+        hf.save(
+            params, setup.model, Path(out), setup.mesh, tokenizer, config.model.param_dtype,
+            files=prompt_format.files(config),
+        )  # fmt: skip
     return 0
 
 

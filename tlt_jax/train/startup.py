@@ -38,6 +38,8 @@ from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.acceptance import GUESS
 
+SHORT = 60  # characters of a prompt that a line shows
+
 log = logging.getLogger(__name__)
 
 
@@ -108,6 +110,13 @@ def total_steps(config: Config, dataset: Dataset) -> int:
             "train.epochs counts passes over rows, and a generated task has no last row: set train.steps"
         )
     return max(1, config.train.epochs * dataset.rows // config.rollout.prompts)
+
+
+def example(dataset: Dataset) -> list[str]:
+    """A short prompt of the data, of one line, to try the policy on; none when there is none."""
+    prompts = [prompt.row["prompt"] for prompt in dataset.eval or dataset.prompts(0)]
+    is_short = [isinstance(one, str) and len(one) <= SHORT and one.isprintable() for one in prompts]
+    return [prompt for prompt, short in zip(prompts, is_short, strict=True) if short][:1]
 
 
 def is_finished(config: Config, store: Store, steps: int) -> bool:

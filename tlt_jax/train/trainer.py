@@ -14,7 +14,7 @@ from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.metrics import Writer
+from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
@@ -124,10 +124,11 @@ class Trainer:
             return {}
         left = -(-(self.steps - state.step) // config.eval.every)
         with self.watch.phase("eval"):
-            measured, tuner = self.evaluator.evaluate(weights, state.tuner, self.interrupted, left)
-        self.state = state.replace(tuner=tuner)
-        step_metrics.say_evaluation(self.writer, state.step, self.steps, measured)
-        return measured
+            found = self.evaluator.evaluate(weights, state.tuner, self.interrupted, left)
+            self.writer.lines(evaluations.FOLDER, state.step, found.answers)
+        self.state = state.replace(tuner=found.tuner)
+        step_metrics.say_evaluation(self.writer, state.step, self.steps, found.metrics)
+        return found.metrics
 
     def save(self, measured: dict[str, float]) -> None:
         """Saves a checkpoint when one is due, or when this evaluation is the best so far."""

@@ -1,0 +1,97 @@
+"""Prompts that a user gives, as tokens: texts, chat messages, and token ids. Knows no model and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlt_jax.config import Config
+from tlt_jax.data import dataset, files, prompt_format, rows
+from tlt_jax.data.problems import Problems
+from tlt_jax.errors import ConfigError, DataError
+
+Messages = Sequence[dict[str, str]]  # a chat: {"role": text, "content": text} of each message
+Given = str | Sequence[int] | Messages  # a prompt: a text, token ids, or a chat
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt: its token ids, and its text with everything that is put around it (None when given as ids)."""
+
+    tokens: Sequence[int]
+    text: str | None
+
+
+def encode(prompt: Given, config: Config, tokenizer: Any, place: str) -> Question:
+    """A prompt in the format of `config.data`; messages always have the chat template, and ids stay as they are.
+
+    Raises DataError, which names the `place`, without tokenizer, chat template or tokens.
+    """
+    is_text = isinstance(prompt, str)
+    if not is_text and not is_messages(prompt):
+        return Question(read_ids(prompt, place), None)
+    if tokenizer is None:
+        raise DataError(f"{place}: the model directory has no tokenizer: give token ids instead")
+    if not (is_text or tokenizer.chat_template):
+        raise DataError(f"{place}: the model has no chat template for messages: give a text")
+    if not is_text:
+        config = replace(config, data=replace(config.data, chat_template=True))
+    encoder = prompt_format.encoder(config, tokenizer)
+    (found,) = encoder.prompts([{"id": place, "prompt": prompt}])
+    if not len(found.tokens):
+        raise DataError(f"{place}: the prompt is empty: give at least one token")
+    return Question(found.tokens.tolist(), found.text)
+
+
+def read_file(name: str, config: Config, tokenizer: Any) -> list[Question]:
+    """The prompts of a JSONL or Parquet file. Raises ConfigError without the file, and DataError."""
+    path, problems = Path(name), Problems()
+    if not path.is_file():
+        raise ConfigError(f"--prompts {name}: no such file")
+    lines = files.read(path, problems)
+    problems.stop_if_any()
+
+    questions = []
+    for line, row in lines:
+        place = f"{path}:{line}"
+        if isinstance(row.get("prompt_ids"), list):
+            questions.append(Question(read_ids(row["prompt_ids"], place), None))
+        elif isinstance(row.get("prompt"), str) or is_messages(row.get("prompt")):
+            questions.append(encode(row["prompt"], config, tokenizer, place))
+        else:
+            raise DataError(
+                f'{place}: no prompt: write {{"prompt": "text"}}, {{"prompt": [{{"role": "user", "content": "text"}}]}} or '
+                '{"prompt_ids": [1, 2, 3]}'
+            )
+    return questions
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether it is a list of chat messages."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(map(rows.is_message, prompt))
+
+
+def read_ids(words: Sequence[Any], place: str) -> list[int]:
+    """Token ids from text or JSON values. Raises DataError."""
+    ids = [int(word) for word in words if str(word).strip().isdecimal()]
+    if len(ids) < len(words) or not ids:
+        raise DataError(
+            f'{place}: {",".join(map(str, words))!r} are no token ids: write numbers from 0, such as "1,2,3"'
+        )
+    return ids
+
+
+def find_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory; None without one. Raises DataError when it cannot be loaded."""
+    if not dataset.has_tokenizer(directory):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the tokenizer of {directory} does not load: {str(error).strip().splitlines()[0]}"
+        ) from error
