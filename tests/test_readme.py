@@ -86,10 +86,9 @@ WHERE = {
     "tlt train --config quickstart": "tests/config/test_config.py::test_tlt_runs_the_commands",
     "tlt --help": f"{HERE}test_tlt_names_the_commands_of_the_table",
 }
-TINY = [word for name, text in tlt_jax.texts(SMALL) for word in (f"--{name}", text)]
-
-
-TINY += ["--eval.prompts", "2"]
+TINY = ["--eval.prompts", "2"]
+for name, value in SMALL.items():
+    TINY += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
 GSM8K = [
     {"question": f"How many are {n} and {n} ducks?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
     for n in range(10)

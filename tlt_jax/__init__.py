@@ -1,11 +1,11 @@
 """RL of reasoning language models in JAX, with adaptive speculative rollout (TLT, arXiv 2511.16665).
 
-For notebooks: `load_config`, `run_training`, `open_model`. Importing this starts no JAX.
+For notebooks: `load_config`, `run_training`, `open_model`; for a training loop of one's own: `open_engine`. Importing
+this starts no JAX.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tlt_jax.config import Config
     from tlt_jax.inference.model import Model
+    from tlt_jax.inference.rollout_model import RolloutModel
+    from tlt_jax.models.transformer import ModelConfig, Params
 
-__all__ = ["load_config", "open_model", "run_training"]
+__all__ = ["load_config", "open_engine", "open_model", "run_training"]
 
 
 def load_config(source: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
     """The validated configuration of a YAML file, or of one that the package ships ("quickstart").
 
-    `changes`: dotted knob -> value, as on the command line. Raises ConfigError.
+    `changes`: dotted knob -> value: a value of Python, or a text as on the command line. Where a knob takes
+    module:function, it takes the function too: {"reward.terms": {my_reward: 1.0}}. Raises ConfigError.
     """
     from tlt_jax.config import load
 
-    words = [word for name, text in texts(changes) for word in (f"--{name}", text)]
-    return load.parse(["--config", str(source), *words])
+    return load.from_python(source, changes)
 
 
 def run_training(config: Config) -> int:
@@ -54,21 +56,41 @@ def open_model(
     """
     import sys
 
-    from tlt_jax import generate
+    from tlt_jax.config import values
     from tlt_jax.data import prompt_format
     from tlt_jax.distributed import process
+    from tlt_jax.inference import settings
     from tlt_jax.inference.model import Model
 
-    pairs = texts({"rollout.slots": 32} | dict(changes or {}))
-    process.set_environment(generate.configuration_of(str(directory), pairs))
-    config = generate.as_its_run(str(directory), pairs, raw)
+    pairs = [("rollout.slots", 32), *values.pairs(changes)]
+    process.set_environment(settings.configuration_of(str(directory), pairs))
+    config = settings.as_its_run(str(directory), pairs, raw)
     print(prompt_format.describe(config), file=sys.stderr)
     return Model(config)
 
 
-def texts(changes: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Knobs and their values as command-line arguments."""
-    return [
-        (name, str(value) if isinstance(value, str | Path) else json.dumps(value))
-        for name, value in (changes or {}).items()
-    ]
+def open_engine(
+    model: str | Path | tuple[ModelConfig, Params], changes: Mapping[str, Any] | None = None
+) -> RolloutModel:
+    """The rollout engine on a model, for a training loop of one's own: generate, update_weights, learn, close.
+
+    `model`: a directory, a hub id, or sizes with weights ("train" layout). `changes`: dotted knob -> value, such as
+    mesh.data, rollout.max_new_tokens or speculation.drafter. Fake devices are created only if JAX has created no devices
+    yet. Raises UserError.
+    """
+    from tlt_jax.config import Config, parse, values
+    from tlt_jax.distributed import process
+    from tlt_jax.errors import ConfigError
+
+    is_given = isinstance(model, tuple) and len(model) == 2
+    if not is_given and not isinstance(model, str | Path):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}: give a directory, a hub id, or (ModelConfig, Params)"
+        )
+    tree = {} if is_given else {"model": {"path": str(model)}}
+    config = parse.build(Config, tree, values.pairs(changes))
+    if not is_given:  # else JAX runs already, as its owner wants it
+        process.set_environment(config)
+    from tlt_jax.inference import rollout_model
+
+    return rollout_model.opened(config, model if is_given else None)

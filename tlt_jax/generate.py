@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tlt_jax import cli
-from tlt_jax.config import Config, knobs as fields, parse as parsing, validate
+from tlt_jax.config import Config, knobs as fields
 from tlt_jax.config.schema import NONE
 from tlt_jax.data import prompt_format, questions as asking
 from tlt_jax.data.questions import Question
 from tlt_jax.errors import ConfigError
-from tlt_jax.inference import chat
+from tlt_jax.inference import chat, settings
 from tlt_jax.inference.model import Model
 from tlt_jax.spec_decode import strategy as strategies
 
@@ -29,8 +29,6 @@ KNOBS = {  # option -> the knob that gives its default, help text and limits
     "dtype": "model.compute_dtype",
     "drafter": "speculation.drafter",
 }
-# They differ from training: one answer, and no drafter, since compiling one does not pay off for few prompts.
-DEFAULTS = {"rollout.samples": 1, "speculation.drafter": NONE}
 AUTO = "auto"  # value of --strategy
 CHAT_CHUNK = "4"  # rounds after which a chat shows what was accepted
 
@@ -47,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         pairs = pairs_of(arguments)
-        config = configuration_of(arguments.model, pairs)
+        config = settings.configuration_of(arguments.model, pairs)
     except ConfigError as error:
         cli.stop(error)
 
     with cli.prepared(config):
-        config = as_its_run(arguments.model, pairs, arguments.raw)
+        config = settings.as_its_run(arguments.model, pairs, arguments.raw)
         if arguments.chat and not prompts_of(arguments):
             return talk(config)
 
@@ -108,7 +106,7 @@ def parser() -> Parser:
 
     knobs = fields.knobs(Config)
     for option, name in KNOBS.items():
-        default = DEFAULTS.get(name, knobs[name].default)
+        default = settings.DEFAULTS.get(name, knobs[name].default)
         of_run = "that of the model's run, else " if name in prompt_format.KNOBS else ""
         meaning = f"{knobs[name].help.split(';')[0]} (default: {of_run}{default})"
         out.add_argument(f"--{option}", metavar=option[0].upper(), help=meaning)
@@ -161,35 +159,6 @@ def strategy_knobs(strategy: str, drafter: str) -> dict[str, str]:
     if drafter == NONE:
         raise ConfigError(f"--strategy {strategy} drafts: give --drafter ngram or --drafter DIR")
     return {"speculation.strategies": f"[{strategy}]", "speculation.tuner": "fixed"}
-
-
-def configuration_of(
-    directory: str, pairs: Sequence[tuple[str, str]], of_run: Mapping[str, Any] = {}
-) -> Config:
-    """The configuration of a model for inference: what its run wrote (`of_run`), and these knobs. Raises ConfigError."""
-    tree = DEFAULTS | {"model.path": directory} | dict(of_run)
-    config = parsing.build(Config, tree, pairs)
-    validate.validate_without_training(config)
-    return replace(config, model=replace(config.model, param_dtype=config.model.compute_dtype))
-
-
-def as_its_run(model: str, pairs: Sequence[tuple[str, str]], is_raw: bool) -> Config:
-    """The configuration that asks a model as the run that made it did, unless `is_raw`; `pairs` take precedence.
-
-    Raises ModelError without the model, DataError, and ConfigError when a knob of the chat template would have no effect.
-    """
-    from tlt_jax.models import hf
-
-    directory = hf.resolve(model)
-    config = configuration_of(
-        str(directory), pairs, {} if is_raw else prompt_format.read(directory)
-    )
-    unused = [name for name, value in pairs if name in prompt_format.OF_TEMPLATE and value]
-    if unused and not config.data.chat_template:
-        raise ConfigError(
-            f"{unused[0]} needs the chat template: add --chat (data.chat_template true in Python)"
-        )
-    return config
 
 
 def read_prompts(arguments: argparse.Namespace, config: Config) -> list[Question]:

@@ -86,10 +86,10 @@ def make_tokenizer() -> None:
 
 def test_every_block_of_the_page_is_a_file_or_a_command():
     assert [*FILES] == [
-        "tiny.yaml", "my_rewards.py", "my_task.py", "my_data.py", "my_losses.py", "my_tuners.py", "try_tuner.py",
-        "my_loop.py",
+        "tiny.yaml", "my_script.py", "my_rewards.py", "my_task.py", "my_data.py", "my_losses.py", "my_tuners.py",
+        "try_tuner.py", "my_loop.py",
     ]  # fmt: skip
-    assert len(COMMANDS) == 8 and len(FILES) + 6 == len(BLOCKS)
+    assert len(COMMANDS) == 9 and len(FILES) + 7 == len(BLOCKS)
 
 
 def test_the_reward_of_the_page_scores_the_answers_of_the_command():
@@ -106,6 +106,28 @@ def test_the_reward_of_the_page_scores_the_answers_of_the_command():
     steps = events(config)["reward/terms/my_rewards:brevity/characters"]
     means = [np.mean(lengths[:8]), np.mean(lengths[8:])]
     assert [value for _, value in steps] == pytest.approx(means)
+
+
+def test_the_script_of_the_page_scores_by_its_own_function(folder):
+    """In the process of its command, with the loop's compiled programs."""
+    text = (
+        (folder / "tiny.yaml")
+        .read_text()
+        .replace("rollout: {", f"rollout: {{compile_cache: {PROGRAMS[1]}, ")
+    )
+    (folder / "tiny.yaml").write_text(text)
+    (words,) = [words for words in COMMANDS if "my_script.py" in words]
+    variables = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words[1:]], env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "so rewards run in its threads" in done.stderr
+    found = lines_of(folder / "runs" / "script" / "completions")
+    lengths = [len(answer["completion"]) for answer in found]
+    assert [answer["reward"] for answer in found] == pytest.approx(
+        [max(0.0, 1 - n / 12) for n in lengths]
+    )
 
 
 def test_the_task_of_the_page_gives_prompts_and_scores_them():

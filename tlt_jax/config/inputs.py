@@ -67,6 +67,7 @@ class Data:
     task: str = knob(
         "fold",
         "generated task, used when data.train is empty: fold | scan | ledger | module:function, which returns your Task",
+        or_own=True,
     )
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
     train: str = knob(
@@ -74,10 +75,12 @@ class Data:
         "JSONL, JSON (a list), CSV or Parquet file, directory of such files, or hub data set (owner/name); with several splits "
         "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are environment "
         "variables. Or module:function, which returns dicts",
+        or_own=True,
     )
     eval: str = knob(
         "",
         "evaluation data, like data.train; empty: data.eval_size of the training rows",
+        or_own=True,
     )
     eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
     prompt_column: str = knob("prompt", "column with the prompt: text, or a list of chat messages")
@@ -110,7 +113,9 @@ class Data:
 @dataclass(frozen=True)
 class Reward:
     terms: dict[str, float] = knob(
-        {"task": 1.0}, f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function"
+        {"task": 1.0},
+        f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function",
+        or_own=True,
     )
     workers: int = knob(1, "scoring processes", at_least=1)
     timeout_s: float = knob(

@@ -24,7 +24,7 @@ def knob(
 ):
     """A field with its meaning and its allowed values; mutable defaults are copied per instance.
 
-    `or_own`: module:function is allowed, too.
+    `or_own`: module:function is allowed, too, and from Python the function itself.
     """
     metadata = {
         "help": help,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from tlt_jax.config import older, parse as parsing
+from tlt_jax.config import older, parse as parsing, values
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.outputs import RESOLVED
 from tlt_jax.config.schema import COMMON, Config
@@ -123,9 +123,23 @@ def parse(arguments: Sequence[str]) -> Config:
         raise ConfigError(f"--config is given {len(files)} times: give it once")
     if not files:
         return of_run(overrides)
-    tree = read_yaml(shipped(files[0]))
+    return build(tree_of(files[0]), [pair for pair in overrides if pair[0] != "config"])
+
+
+def from_python(source: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
+    """The validated configuration of a file or a shipped one, with changed knobs. Raises ConfigError."""
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"the configuration is a {type(source).__name__}: give the path of a YAML file, or a shipped name"
+        )
+    return build(tree_of(str(source)), values.pairs(changes))
+
+
+def tree_of(name: str) -> dict[str, Any]:
+    """The mapping in a configuration file, or in the shipped one of this name. Raises ConfigError."""
+    tree = read_yaml(shipped(name))
     older.refuse([*map(str, tree), *parsing.unknown(Config, tree)])
-    return build(tree, [pair for pair in overrides if pair[0] != "config"])
+    return tree
 
 
 def of_run(overrides: Sequence[tuple[str, str]]) -> Config:
@@ -159,8 +173,8 @@ def shipped(name: str) -> Path:
     return SHIPPED / f"{name}.yaml"
 
 
-def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> Config:
-    """The validated configuration of a file's mapping and command-line overrides."""
+def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]) -> Config:
+    """The validated configuration of a file's mapping and overrides: texts of a command line, or other values."""
     older.refuse(name for name, _ in overrides)
     config = parsing.build(Config, tree, overrides)
     validate(config)

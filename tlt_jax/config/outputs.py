@@ -73,7 +73,10 @@ class Log:
         "console output. info: steps, and a summary of compilations | debug: every program too. <run>/log.txt has all",
         one_of=("info", "debug"),
     )
-    progress: bool = knob(True, "live progress display on a terminal; plain lines elsewhere")
+    progress: bool = knob(
+        True,
+        "live progress display on a terminal, and a table that grows in a notebook; plain lines elsewhere",
+    )
 
 
 @dataclass(frozen=True)

@@ -111,13 +111,16 @@ def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = ()):
-    """The dataclass with the values of the tree, then of the overrides. Raises ConfigError for an invalid value."""
+def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, Any]] = ()):
+    """The dataclass with the values of the tree, then of the overrides: texts of a command line, or other values.
+
+    Raises ConfigError for an invalid value.
+    """
     values = flatten(cls())
     given = list(flatten_tree(cls, tree).items())
-    for dotted, text in overrides:
-        is_text = knobs(cls)[owner(cls, dotted)[0]].kind is str
-        given.append((dotted, text if is_text else parse_text(dotted, text)))
+    for dotted, value in overrides:
+        is_value = knobs(cls)[owner(cls, dotted)[0]].kind is str or not isinstance(value, str)
+        given.append((dotted, value if is_value else parse_text(dotted, value)))
     for dotted, raw in given:
         name, rest = owner(cls, dotted)
         item = knobs(cls)[name]
@@ -184,7 +187,8 @@ def convert(name: str, kind: Any, raw: Any) -> Any:
     if origin is list and isinstance(raw, list):
         return [convert(f"{name}[{i}]", inner[0], one) for i, one in enumerate(raw)]
     if origin is dict and isinstance(raw, Mapping):
-        return {str(key): convert(f"{name}.{key}", inner[1], one) for key, one in raw.items()}
+        named = {key if isinstance(key, str) else str(key): one for key, one in raw.items()}
+        return {key: convert(f"{name}.{key}", inner[1], one) for key, one in named.items()}
     if kind is str and isinstance(raw, str | Spelled) or kind is bool and isinstance(raw, bool):
         return getattr(raw, "text", raw)
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):

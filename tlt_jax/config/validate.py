@@ -202,17 +202,22 @@ class Sizes(Protocol):
 
 def validate_model(config: Config, model: Sizes, devices: int) -> None:
     """Raises ConfigError when sequences exceed the model's positions, or the mesh does not fit the model or the devices."""
-    data, parts = config.mesh.data, config.mesh.model
-    if data * parts > devices:
-        raise ConfigError(
-            f"mesh {data} x {parts} needs {data * parts} devices, {devices} are available: lower mesh.data or "
-            f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
-        )
+    validate_mesh(config, model, devices)
     prompt, answer = config.data.max_prompt_tokens, answer_limit(config)
     if prompt + answer > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens {prompt} + the longest answer {answer} = {prompt + answer}, and the model has "
             f"{model.max_positions} positions: lower data.max_prompt_tokens or max_new_tokens of rollout and eval"
+        )
+
+
+def validate_mesh(config: Config, model: Sizes, devices: int) -> None:
+    """Raises ConfigError when the mesh does not fit the model or the devices."""
+    data, parts = config.mesh.data, config.mesh.model
+    if data * parts > devices:
+        raise ConfigError(
+            f"mesh {data} x {parts} needs {data * parts} devices, {devices} are available: lower mesh.data or "
+            f"mesh.model, or set mesh.fake_devices {data * parts} to split a CPU"
         )
     heads = {"attention heads": model.num_heads, "MLP width": model.mlp_dim}
     fits = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, extension, parse
 from tlt_jax.data import files, formats
 from tlt_jax.data.problems import Problems
+from tlt_jax.errors import ConfigError
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
@@ -54,7 +55,12 @@ def _sources(
             yield path.name, str(path), files.read(path, problems)
         return
 
-    rows = list(enumerate(extension.load(knob, source)(), 1))
+    found = extension.call(knob, source)
+    if not isinstance(found, Iterable):
+        raise ConfigError(
+            f"{knob} {source!r} gave a {type(found).__name__}: return or yield {{column: value, ...}} for each row"
+        )
+    rows = list(enumerate(found, 1))
     if not rows:
         problems.add(source, None, "the function yields no rows", "yield one mapping per row")
     for line, row in rows:

@@ -5,7 +5,6 @@ Knows no file, no model and no JAX.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -269,10 +268,8 @@ def make(name: str, args: dict[str, Any]) -> Task:
 
 def _own(name: str, args: dict[str, Any]) -> Task:
     maker = extension.load("data.task", name)
-    try:
-        inspect.signature(maker).bind(**args)
-    except TypeError as error:
-        raise ConfigError(f"data.task_args {args} do not fit {name!r}: {error}") from error
+    if reason := extension.misfit(maker, **args):
+        raise ConfigError(f"data.task_args {args} do not fit {name!r}: {reason}")
     task = maker(**args)
     if missing := [method for method in METHODS if not callable(getattr(task, method, None))]:
         raise ConfigError(

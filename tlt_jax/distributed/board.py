@@ -68,31 +68,35 @@ class LocalBoard:
 
 
 class ServiceBoard:
-    """The board on the coordination service of `jax.distributed`; `client` is its client."""
+    """The board on the coordination service of `jax.distributed`; `client` is its client.
 
-    def __init__(self, client: Any):
-        self.client = client
+    `root`: a prefix that ends in `/`, under which this board is alone; its users do not see it.
+    """
+
+    def __init__(self, client: Any, root: str = ""):
+        self.client, self.root = client, root
 
     def increment(self, key: str, by: int = 1) -> int:
-        return self.client.key_value_increment(key, by)
+        return self.client.key_value_increment(self.root + key, by)
 
     def counters(self, prefix: str) -> dict[str, int]:
         return {key: int(value) for key, value in self.texts(prefix).items()}
 
     def first(self, key: str, text: str) -> str:
         try:
-            self.client.key_value_set(key, text)
+            self.client.key_value_set(self.root + key, text)
         except JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return self.client.key_value_try_get(key)
+            return self.client.key_value_try_get(self.root + key)
         return text
 
     def write(self, key: str, text: str) -> None:
-        self.client.key_value_set(key, text, allow_overwrite=True)
+        self.client.key_value_set(self.root + key, text, allow_overwrite=True)
 
     def texts(self, prefix: str) -> dict[str, str]:
-        return dict(self.client.key_value_dir_get(prefix))
+        found = self.client.key_value_dir_get(self.root + prefix)
+        return {key.removeprefix(self.root): text for key, text in found}
 
     def delete(self, prefix: str) -> None:
-        self.client.key_value_delete(prefix)
+        self.client.key_value_delete(self.root + prefix)

@@ -232,9 +232,28 @@ def join(config: Config) -> Job:
             f"process {place.index} of {place.count} cannot join the others at {place.address}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    from jax._src.distributed import global_state  # no public access to the service's client
+    return Job(place.index, place.count, ServiceBoard(service()))
 
-    return Job(place.index, place.count, ServiceBoard(global_state.client))
+
+def of_caller(config: Config) -> Job:
+    """The processes that the caller has joined by jax.distributed.initialize, else those that `join` joins.
+
+    Each call has a board of its own. All processes call it equally often. Raises ConfigError as `join` does.
+    """
+    if not jax.distributed.is_initialized():
+        join(config)
+    if jax.process_count() == 1:
+        return Job()
+    index, client = jax.process_index(), service()
+    number = ServiceBoard(client).increment(f"jobs/{index}")
+    return Job(index, jax.process_count(), ServiceBoard(client, f"job/{number}/"))
+
+
+def service() -> Any:
+    """The client of jax.distributed's coordination service."""
+    from jax._src.distributed import global_state  # there is no public access
+
+    return global_state.client
 
 
 def heartbeat_timeout(lost_s: float) -> int:

@@ -62,7 +62,8 @@ def set_environment(config: Config) -> None:
     jax.config.update("jax_enable_x64", wide or jax.config.jax_enable_x64)
     if config.mesh.fake_devices:
         jax.config.update("jax_platforms", "cpu")
-        if config.mesh.fake_devices > jax.device_count():
+        has_devices = sys.modules["jax._src.xla_bridge"].backends_are_initialized()
+        if has_devices and config.mesh.fake_devices > jax.device_count():
             raise ConfigError(
                 f"mesh.fake_devices {config.mesh.fake_devices}, but JAX has made {jax.device_count()} devices: set the "
                 "environment before it does"

@@ -10,7 +10,7 @@ import numpy as np
 
 from tlt_jax.config import Config, parse as parsing
 from tlt_jax.config.schema import Rollout
-from tlt_jax.data import dataset as datasets, questions as asking
+from tlt_jax.data import questions as asking
 from tlt_jax.data.questions import Given, Messages, Question
 from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode import strategy as strategies
@@ -26,22 +26,14 @@ class Model:
     """
 
     def __init__(self, config: Config):
-        from tlt_jax.distributed import mesh as meshes
-        from tlt_jax.models import from_config, hf
-        from tlt_jax.rollout.engine import Engine
+        from tlt_jax.distributed.job import Job
+        from tlt_jax.inference import rollout_model
+        from tlt_jax.models import from_config
 
         self.config = config
-        directory = hf.resolve(config.model.path)
-        self.tokenizer = asking.find_tokenizer(directory)
-        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        self.model_config = hf.read_config(directory, () if eos is None else (eos,))
+        self.rollouts = rollout_model.opened(config, job=Job())  # each process alone
+        self.engine, self.tokenizer = self.rollouts.engine, self.rollouts.tokenizer
         from_config.warn_of_tokenizer(config, self.tokenizer)
-        mesh = meshes.make_mesh(1, 1)
-        drafter, drafter_params = from_config.load_drafter(config, self.model_config, mesh)
-        stops = None if self.tokenizer is None else datasets.stop_rules(config, self.tokenizer)
-        self.engine = Engine(config, self.model_config, mesh, stops, drafter)
-        params = hf.load(directory, self.model_config, mesh, config.model.param_dtype)
-        self.weights = self.engine.publish(params, drafter_params)
 
     @property
     def suffix(self) -> str:
@@ -81,10 +73,10 @@ class Model:
         `write` gets the text in parts while it is decoded. Raises UserError, also for a conversation that fills the model.
         """
         question = asking.encode(messages, self.config, self.tokenizer, "the conversation")
-        room = self.model_config.max_positions - len(question.tokens)
+        room = self.rollouts.model.max_positions - len(question.tokens)
         if room < 1:
             raise ConfigError(
-                f"the conversation has {len(question.tokens)} tokens, and the model {self.model_config.max_positions} "
+                f"the conversation has {len(question.tokens)} tokens, and the model {self.rollouts.model.max_positions} "
                 "positions: begin a new one"
             )
         most = min(self.config.rollout.max_new_tokens, room)
@@ -99,18 +91,8 @@ class Model:
         write: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
         """The object that `--json` prints; `write` gets the text of the only answer in parts."""
-        from tlt_jax.keys import GENERATE_STREAM
         from tlt_jax.rollout.events import Emitted, Look
-        from tlt_jax.spec_decode.decoding_params import Sampling
 
-        request = self.engine.request(
-            [np.asarray(question.tokens, np.int32) for question in questions],
-            rollout.samples,
-            Sampling.of(rollout),
-            rollout.max_new_tokens,
-            stream=GENERATE_STREAM,
-            step=call,
-        )
         stream = TextStream(self.tokenizer, write or (lambda text: None))
 
         def show(look: Look) -> None:
@@ -118,7 +100,8 @@ class Model:
                 if isinstance(event, Emitted):
                     stream.add(event.tokens.tolist())
 
-        result, _ = self.engine.run(request, self.weights, listeners=[show] if write else [])
+        tokens = [np.asarray(question.tokens, np.int32) for question in questions]
+        result = self.rollouts.roll_out(tokens, rollout, call, [show] if write else [])
         if write:
             stream.flush()
 

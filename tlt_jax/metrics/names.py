@@ -174,7 +174,7 @@ NAMES = tuple(Metric(*row) for row in ROWS)
 HOLES = {
     "{k}": r"\d+",
     "{statistic}": "min|mean|max",
-    "{term}": r"[\w.:/-]+",
+    "{term}": r"[\w.:/<>-]+",
     "{drafter}": "eagle3?|ngram|learned|merged",
     "{phase}": r"\w+",
 }

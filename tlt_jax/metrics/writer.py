@@ -21,7 +21,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
 from tlt_jax.config.outputs import LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
-from tlt_jax.metrics import evaluations, names, timeline
+from tlt_jax.metrics import evaluations, names, notebook, timeline
 from tlt_jax.metrics.console import Progress
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
@@ -109,7 +109,8 @@ class Writer:
         self._log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logging.getLogger("tlt_jax").addHandler(self._log)
         is_detailed = config.log.level == "debug"
-        self.progress = Progress(
+        show = notebook.Table if config.log.progress and notebook.is_kernel() else Progress
+        self.progress = show(
             total_steps, resumed_from or 0, config.log.progress, details=is_detailed
         )
         self._trackers = [

@@ -1,4 +1,4 @@
-"""The policy and the drafter of a configuration: their sizes and weights, new or loaded."""
+"""The policy and the drafter of a configuration: their sizes and weights, new, loaded or given."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from tlt_jax import keys
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle, hf, hf_drafter, hf_drafter_config, transformer
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
@@ -168,3 +170,34 @@ def drafter_directory(config: Config) -> Path | None:
 def longest_sequence(config: Config, model: ModelConfig) -> int:
     """The length of the longest sequence that a drafter may have to draft for."""
     return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, model.max_positions)
+
+
+def placed(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
+    """The weights in the "train" layout on this mesh, without a copy where they are. Raises ConfigError.
+
+    A leaf that is no jax.Array is an array that every process has whole.
+    """
+    wanted = transformer.abstract(model, mesh, "train", "float32")
+    if jax.tree.structure(params) != jax.tree.structure(wanted):
+        raise ConfigError(
+            f"the weights are a {type(params).__name__} that does not fit the model: give Params of "
+            'tlt_jax.models.transformer in the "train" layout, like `params` of open_engine'
+        )
+    for (path, leaf), target in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True
+    ):
+        if leaf.shape != target.shape:
+            raise ConfigError(
+                f"weight {jax.tree_util.keystr(path)} has shape {leaf.shape}, and the model on this mesh {target.shape}"
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ConfigError(
+                "the weights were donated to another program: give those that it returned"
+            )
+
+    def put(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, target.sharding)
+        return meshes.put(leaf, target.sharding)
+
+    return jax.tree.map(put, params, wanted)

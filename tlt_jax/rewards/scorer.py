@@ -1,4 +1,4 @@
-"""A pool of worker processes that score completions; workers that hang or crash are replaced.
+"""A pool of workers that score completions; workers that hang or crash are replaced.
 
 It knows no reward and imports no JAX.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import pickle
@@ -23,6 +24,8 @@ from typing import Any
 
 from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
+from tlt_jax.rewards import terms
+from tlt_jax.rewards.worker import start_thread
 
 START_S = 120.0  # seconds a worker may take to import its rewards
 LONGEST = 2**20  # most bytes of a worker's message
@@ -30,6 +33,8 @@ LONGEST = 2**20  # most bytes of a worker's message
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
           "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
 MAX_FAILED_STARTS = 5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,12 @@ class Score:
 
 @dataclass
 class Worker:
-    """A worker process and its current job.
+    """A worker, a process or a thread, and its current job.
 
     `deadline` (time.monotonic): of its start until it is ready, then of its job.
     """
 
-    process: subprocess.Popen
+    process: subprocess.Popen | threading.Thread
     pipe: Connection
     deadline: float
     is_ready: bool = False
@@ -64,9 +69,10 @@ class Scorer:
     """Scores completions in reward.workers processes while the caller does other work.
 
     A context manager. The workers are new interpreters that import this package and the rewards,
-    never the caller's main module, so they import no JAX. A background thread exchanges jobs and
-    scores with them; it never calls JAX. Raises RewardError when reward.terms is empty, a reward
-    cannot be loaded, or workers repeatedly fail to start.
+    never the caller's main module, so they import no JAX. When a reward is a function that only this
+    process has, they are threads, which is said. A background thread exchanges jobs and scores with
+    them; it never calls JAX. Raises RewardError when reward.terms is empty, a reward cannot be loaded,
+    or workers repeatedly fail to start.
     """
 
     def __init__(self, config: Config):
@@ -75,6 +81,13 @@ class Scorer:
                 "reward.terms is empty: name at least one reward, for example {task: 1.0}"
             )
         self.config = config
+        if names := terms.local(config):
+            log.warning(
+                "%s: a function that only this process has, so rewards run in its threads, which contain no hang and no crash; "
+                "put it in a module for processes of their own",
+                ", ".join(names),
+            )
+        self._is_local = bool(names)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Hashable, bytes]] = deque()
         self._unfinished: set[Hashable] = set()
@@ -153,8 +166,14 @@ class Scorer:
             raise RuntimeError("the scoring thread died: its error is printed above")
 
     def _start(self) -> Worker:
-        """A new worker: a fresh interpreter, since multiprocessing's spawn would import the caller's main module."""
+        """A new worker: a fresh interpreter, since multiprocessing's spawn would import the caller's main module.
+
+        Or a thread, for rewards that only this process has.
+        """
         ours, theirs = Pipe()
+        if self._is_local:
+            thread = start_thread(theirs, self.config)
+            return Worker(thread, ours, time.monotonic() + START_S)
         ours.send(self.config)
         with theirs:
             descriptors = theirs.fileno(), self._alive[0]
@@ -305,8 +324,11 @@ def read(message: bytes) -> list[Any]:
 def _end(worker: Worker, grace_s: float = 0.0) -> int:
     """Kills the process and its children; returns the exit code.
 
-    Waits `grace_s` seconds first, in which the process may exit by itself.
+    Waits `grace_s` seconds first, in which the process may exit by itself. A thread ends with its current reward.
     """
+    if isinstance(worker.process, threading.Thread):
+        worker.pipe.close()
+        return 0
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(grace_s)
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the process group is gone

@@ -183,6 +183,14 @@ def resolve(name: str, config: Config) -> Reward:
     return extension.load("reward.terms", name)
 
 
+def local(config: Config) -> list[str]:
+    """The rewards that no other process can import, as a knob shows them."""
+    terms, task = config.reward.terms, config.data.task
+    uses_task = "task" in terms and isinstance(task, extension.Local)
+    found = [name for name in terms if isinstance(name, extension.Local)]
+    return found + [task] * uses_task
+
+
 def evaluate(
     name: str, reward: Reward, prompt: str, completion: str, row: dict[str, Any]
 ) -> dict[str, float]:

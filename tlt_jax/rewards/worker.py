@@ -1,31 +1,29 @@
-"""The worker process: receives pickled completions and sends scores as JSON, over a socket. No JAX.
+"""The worker: receives pickled completions and sends scores as JSON, over a socket. No JAX.
 
-It ends with its parent, together with the processes that its rewards started.
+It is a process, which ends with its parent, together with the processes that its rewards started; or a thread, for
+rewards that no other process can import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import resource
 import signal
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tlt_jax.config import Config
 from tlt_jax.errors import UserError
 from tlt_jax.rewards import terms
 
 
 def main(descriptor: int, alive: int) -> None:
-    """Serves jobs until the parent closes its end of the socket.
-
-    `alive`: read end of a pipe that the parent holds open.
-
-    Messages to the parent: ["ready"] or ["refused", reason]; then for each job ["term", name] as
-    each reward starts, and one of ["score", parts] and ["error", reason].
-    """
+    """The worker process. `alive`: read end of a pipe that the parent holds open."""
     # Only the parent ends a worker: a signal to the group must not look like a reward's crash.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -33,26 +31,45 @@ def main(descriptor: int, alive: int) -> None:
     os.dup2(2, 1)  # prints of a reward go to standard error
 
     pipe = Connection(descriptor)
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         config = pipe.recv()
         if config.reward.memory_mib:
             limit = config.reward.memory_mib * 2**20
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        rewards = {}
-        for name in config.reward.terms:
-            try:
-                rewards[name] = terms.resolve(name, config)
-            except UserError as error:
-                tell(pipe, "refused", str(error))
-                return
-            except Exception as error:  # a user's task may raise anything
-                tell(pipe, "refused", f"reward.terms {name!r}: {_describe(error)}")
-                return
-        tell(pipe, "ready")
-        while True:
-            _serve(pipe, rewards)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        serve(pipe, config)
+
+
+def start_thread(pipe: Connection, config: Config) -> threading.Thread:
+    """A worker in a thread of this process. It closes its end of the socket however it ends."""
+
+    def run() -> None:
+        with pipe, contextlib.suppress(EOFError, OSError, SystemExit):
+            serve(pipe, config)
+
+    thread = threading.Thread(target=run, name="reward", daemon=True)
+    thread.start()
+    return thread
+
+
+def serve(pipe: Connection, config: Config) -> None:
+    """Loads the rewards, and scores jobs until the parent closes its end of the socket, which raises EOFError or OSError.
+
+    Messages to the parent: ["ready"] or ["refused", reason]; then for each job ["term", name] as
+    each reward starts, and one of ["score", parts] and ["error", reason].
+    """
+    rewards = {}
+    for name in config.reward.terms:
+        try:
+            rewards[name] = terms.resolve(name, config)
+        except UserError as error:
+            tell(pipe, "refused", str(error))
+            return
+        except Exception as error:  # a user's task may raise anything
+            tell(pipe, "refused", f"reward.terms {name!r}: {_describe(error)}")
+            return
+    tell(pipe, "ready")
+    while True:
+        _serve(pipe, rewards)
 
 
 def guard(alive: int, descriptor: int) -> None:

@@ -148,16 +148,31 @@ class Engine:
         """Expected seconds of compiling after `use_learned(True)`; 0 while the learned drafter is used."""
         return 0.0 if self.drafter else self.programs.rebinding(self.shapes(self.learned))
 
+    def close(self) -> None:
+        """Drops the programs, and those that wait to be compiled; the engine runs no further rollout."""
+        self.programs.close()
+
     def share(self, prompts: int, samples: int) -> int:
         """Sequences of one data group when whole prompts are dealt evenly."""
         return -(-prompts // len(self.groups)) * samples
 
     def publish(self, params: Params, drafter: DrafterParams | None = None) -> dict[int, Weights]:
         """The rollout's copy of policy and drafter, by data group: one reshard over the mesh, then zero-copy views."""
-        weights = Weights(
-            self.reshard(params), self.reshard_drafter(drafter) if self.drafter else ()
+        target = self.reshard(params)
+        views = {index: meshes.view(target, self.groups[index]) for index in self.local_groups}
+        return self.with_drafter(
+            {index: Weights(view, ()) for index, view in views.items()}, drafter
         )
-        return {index: meshes.view(weights, self.groups[index]) for index in self.local_groups}
+
+    def with_drafter(
+        self, weights: Mapping[int, Weights], drafter: DrafterParams | None
+    ) -> dict[int, Weights]:
+        """Published weights with another drafter; without one while no learned drafter is used."""
+        learned = self.reshard_drafter(drafter) if self.drafter else ()
+        return {
+            index: one.replace(drafter=meshes.view(learned, self.groups[index]))
+            for index, one in weights.items()
+        }
 
     def request(
         self,

@@ -78,7 +78,7 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
 
 def own_tuner(name: str, arms: Sequence[Strategy]) -> Tuner:
     """The tuner that the user's module:function returns for the arms. Raises ConfigError when it is no Tuner."""
-    found = extension.load("speculation.tuner", name)(arms)
+    found = extension.call("speculation.tuner", name, arms)
     if not isinstance(found, Tuner):
         raise ConfigError(
             f"speculation.tuner {name!r} gave a {type(found).__name__}: return a Tuner of tlt_jax/tuner/interface.py"

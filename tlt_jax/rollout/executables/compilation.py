@@ -103,6 +103,11 @@ class Executables:
         self.shapes, self.sizes = tuple(shapes), sizes_of(shapes[0])
         self.changes += 1
 
+    def close(self) -> None:
+        """Drops all executables, and ends the background thread."""
+        self.rebind(self.shapes)
+        self.thread.shutdown(wait=False)
+
     def rebinding(self, shapes: Sequence[GroupShapes]) -> float:
         """Expected seconds to compile the current executables for these shapes, except chunks that draft.
 

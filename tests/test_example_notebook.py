@@ -1,0 +1,78 @@
+"""examples/quickstart.ipynb runs from top to bottom in a kernel, in two minutes of a CPU, and shows what its text says."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import tlt_jax
+
+ROOT = Path(tlt_jax.__file__).parents[1]
+SECONDS = 120.0  # of CPU, on all cores
+PATIENCE_S = 900  # for a cell: the machine may do much else
+
+
+def cpu_seconds() -> float:
+    """Those of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(notebook, tmp_path_factory):
+    """The notebook with its outputs, run in a folder of its own; its programs are those of the tests."""
+    folder, begin = tmp_path_factory.mktemp("notebook"), cpu_seconds()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("HOME", str(folder))
+        client = NotebookClient(
+            notebook.copy(), timeout=PATIENCE_S, resources={"metadata": {"path": str(folder)}}
+        )
+        found = client.execute()
+    assert 1 < cpu_seconds() - begin < SECONDS
+    return found
+
+
+def outputs(notebook, word: str, kind: str) -> str:
+    """What the cell below the heading with this word shows, of this MIME type."""
+    at = next(i for i, cell in enumerate(notebook.cells) if f"## {word}" in cell.source)
+    found = notebook.cells[at + 1].outputs
+    if kind == "text":
+        return "".join(one.text for one in found if one.get("name") == "stdout")
+    return "".join(one.data[kind] for one in found if kind in one.get("data", {}))
+
+
+def test_it_is_stored_without_outputs(notebook):
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+
+
+def test_training_shows_a_table_that_has_grown_to_all_steps(executed):
+    table = outputs(executed, "Train", "text/html")
+    assert table.count("<table>") == 1, "one output, which is updated"
+    rewards = re.findall(r">(\d+)/20</td><td[^>]*>([\d.]+)<", table)
+    assert [int(step) for step, _ in rewards] == [*range(1, 21)]
+    assert float(rewards[-1][1]) > float(rewards[0][1]) + 0.2, "it learns"
+    assert "so rewards run in its threads" in str(executed.cells)
+
+
+def test_the_rest_plots_answers_evaluates_and_drafts(executed):
+    assert outputs(executed, "Look", "image/png")
+    assert len(outputs(executed, "Ask", "text").splitlines()) == 4
+    score = re.search(r"32 greedy answers: ([\d.]+)", outputs(executed, "Evaluate", "text"))
+    assert float(score[1]) > 0.5
+    drafts = re.search(
+        r"same tokens: True; accept length ([\d.]+)", outputs(executed, "Draft", "text")
+    )
+    assert float(drafts[1]) > 1.5

@@ -1,0 +1,42 @@
+"""A training loop of one's own on the library: answers, a lesson, other weights, answers. Prints what it got, as JSON.
+
+`library_process.py MODEL CHANGES JOINS`, as one of several processes, which the loop joins `itself`, or `open_engine` joins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import jax
+
+import tlt_jax
+from tlt_jax.inference.rollout_model import RolloutModel
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5], [8, 10]]
+
+
+def use(engine: RolloutModel) -> dict:
+    """What a loop of one step gets from the engine."""
+    first = engine.generate(PROMPTS)
+    metrics = engine.learn(first)
+    engine.update_weights(jax.tree.map(lambda leaf: 0.9 * leaf, engine.params))
+    second = engine.generate(PROMPTS)
+    return {
+        "answers": [[one.tokens.tolist() for one in answers] for answers in (first, second)],
+        "logprobs": [one.logprobs.tolist() for one in first],
+        "accept_length": first.accept_length,
+        "acceptance": metrics["drafter/acceptance@1"],
+    }
+
+
+if __name__ == "__main__":
+    model, changes, joins = sys.argv[1:]
+    if joins == "itself":
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        where, count, index = (os.environ[name] for name in names)
+        jax.distributed.initialize(where, int(count), int(index))
+    for _ in range(2):  # two engines do not disturb each other
+        with tlt_jax.open_engine(model, json.loads(changes)) as opened:
+            print(json.dumps(use(opened)))

@@ -1,0 +1,333 @@
+"""The rollout engine for a training loop of one's own: answers, new weights, and training of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tlt_jax import atomic
+from tlt_jax.config import Config, parse, validate, values
+from tlt_jax.config.schema import ADAPTIVE, Rollout
+from tlt_jax.data import dataset as datasets, packing, questions as asking
+from tlt_jax.data.packing import Example
+from tlt_jax.data.questions import Given
+from tlt_jax.distributed import job as jobs, mesh as meshes
+from tlt_jax.distributed.job import Job
+from tlt_jax.drafter import recipe as recipes, step_training
+from tlt_jax.drafter.batch import Batch, make_batch
+from tlt_jax.errors import ConfigError
+from tlt_jax.keys import GENERATE_STREAM
+from tlt_jax.models import from_config, hf, hf_drafter
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.rollout import learned_drafter
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.events import Look
+from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.strategy import LEARNED
+from tlt_jax.train import adaptive
+from tlt_jax.tuner.acceptance import GUESS
+
+OPTIONS = ("samples", "temperature", "top_k", "top_p", "max_new_tokens")  # of `generate`
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer to prompt number `prompt`, its `sample`-th from 0.
+
+    prompt_tokens: int32[P]. tokens: int32[T], with the EOS or what completed a stop text. logprobs: float[T], of the
+    tokens at the sampling temperature, before top-k and top-p. finish: "stop", "length" (cut at max_new_tokens) or
+    "nonfinite" (the policy's logits were). text: without special tokens; None without a tokenizer.
+    """
+
+    prompt: int
+    sample: int
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish: str
+    text: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Answers(Sequence[Answer]):
+    """The answers of one call, by prompt and sample, and its totals over all processes.
+
+    accept_length: mean tokens that a round with drafts added to an answer; 0.0 when none drafted. speculated_tokens: the
+    tokens of these rounds, of `num_tokens`. seconds: of decoding; compile_seconds: waited for compilations in addition.
+    """
+
+    answers: tuple[Answer, ...]
+    num_tokens: int
+    speculated_tokens: int
+    accept_length: float
+    seconds: float
+    compile_seconds: float
+
+    def __getitem__(self, index):
+        return self.answers[index]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def __iter__(self) -> Iterator[Answer]:
+        return iter(self.answers)
+
+
+class RolloutModel:
+    """A policy that answers prompts by adaptive speculative decoding, for a training loop of one's own.
+
+    `params`: the weights that answers come from, in the "train" layout on `mesh`; `model`: their ModelConfig. `tokenizer`:
+    None without one. It reads the sections model, mesh, rollout, speculation, drafter_training and idle_training, and
+    train.seed, rows and row_tokens; train.steps is the number of calls of `generate` for which compiling may pay.
+
+    With several processes, each calls every method alike, and each gets all answers. A context manager. Every method
+    raises UserError, with one line, for what a caller can correct.
+    """
+
+    def __init__(
+        self, config: Config, model: ModelConfig, params: Params, tokenizer: Any, job: Job
+    ):
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+        drafter, start = from_config.load_drafter(config, model, self.mesh)
+        stops = datasets.stop_rules(config, tokenizer)
+        self.engine = engine = Engine(config, model, self.mesh, stops, drafter, job=job)
+        self.tuner, self.estimated = engine.tuner.init(), {}
+        self.calls, self.depths = 0, []
+        self.is_open, self.has_changed = True, False
+
+        self.fixed_drafter, self.recipe, self.drafter = start, None, None
+        if config.speculation.drafter == ADAPTIVE:
+            self.recipe = recipes.Recipe.while_idle(config, model, drafter, self.mesh)
+            if start is not None or engine.tuner.has_fixed_policy:
+                self.drafter = adaptive.create(config, self.recipe, start)
+            engine.use_learned(self.drafter is not None)
+        if start is not None:
+            known = {LEARNED: from_config.drafter_acceptance(config) or GUESS}
+            self.tuner = engine.tuner.update_prior(self.tuner, known)
+        self.publish(params)
+
+    def __enter__(self) -> RolloutModel:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops weights and programs; nothing else can be called afterwards. Idempotent, and without the other processes."""
+        if self.is_open:
+            self.is_open = False
+            self.engine.close()
+            self.params = self.weights = self.drafter = self.fixed_drafter = None
+
+    def generate(
+        self,
+        prompts: Sequence[Given],
+        call: int | None = None,
+        **sampling: Any,
+    ) -> Answers:
+        """The answers to texts, which are formatted as `data` says, by default not at all, chat messages or token ids.
+
+        `sampling`: samples, temperature, top_k, top_p, max_new_tokens; they default to the knobs of `rollout`. Apart from
+        rounding, tokens are a function of weights, prompts, sampling, train.seed and `call`, which is by default the
+        number of earlier calls; drafts, batch sizes and processes change none.
+        """
+        tokens = self.prompts(prompts)
+        return self.answers(tokens, self.roll_out(tokens, self.sampling(sampling), call))
+
+    def roll_out(
+        self,
+        prompts: Sequence[np.ndarray],
+        rollout: Rollout,
+        call: int | None = None,
+        listeners: Sequence[Callable[[Look], None]] = (),
+    ) -> RolloutResult:
+        """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; `listeners`: those of `Engine.run`."""
+        self.check_usable(self.weights)
+        if call is not None and (isinstance(call, bool) or not isinstance(call, int) or call < 0):
+            raise ConfigError(f"call {call!r} is no number of a call: give a whole number from 0")
+        call, self.calls = self.calls if call is None else call, self.calls + 1
+        if self.has_changed:
+            estimated = self.estimated if self.engine.drafter else {}
+            self.tuner = self.engine.tuner.update_prior(self.tuner, estimated)
+            self.estimated, self.has_changed = {}, False
+        request = self.engine.request(
+            prompts,
+            rollout.samples,
+            Sampling.of(rollout),
+            rollout.max_new_tokens,
+            stream=GENERATE_STREAM,
+            step=call,
+            rollouts_left=max(self.config.train.steps - self.calls, 0),
+        )
+        result, self.tuner = self.engine.run(
+            request, self.weights, self.tuner, listeners=list(listeners)
+        )
+        return result
+
+    def update_weights(self, params: Params) -> None:
+        """Answers come from these weights from here on: Params in the "train" layout, as arrays of any mesh or of NumPy.
+
+        The engine may share their buffers: they may be donated once the next weights are given, and not before.
+        """
+        self.check_usable(())
+        self.publish(params)
+        self.has_changed = True
+
+    def learn(self, answers: Sequence[Answer], passes: int = 1) -> dict[str, float]:
+        """Trains the adaptive drafter on answers of the current weights: an optimizer step on each batch of packed rows.
+
+        `passes`: how often it learns from all of them. Returns the metrics drafter/* of docs/metrics.md in the last pass,
+        measured before each step: drafter/acceptance@1 is the expected share of first drafts that are accepted. The
+        engine drafts with the drafter once that is expected to pay, or at once with a tuner of fixed policy.
+        """
+        self.check_usable((self.params, self.weights))
+        if self.recipe is None:
+            raise ConfigError(
+                f"speculation.drafter {self.config.speculation.drafter!r} is not trained: open the engine with {ADAPTIVE}"
+            )
+        if passes < 1:
+            raise ConfigError(f"passes {passes} is too small: use at least 1")
+        batches = self.batches(answers)
+        if self.drafter is None:
+            self.drafter = adaptive.create(self.config, self.recipe, answers=answers)
+        for _ in range(passes):
+            self.drafter, learned = step_training.learn(
+                self.drafter, self.params, batches, self.recipe, self.calls
+            )
+        self.use(learned.depths)
+        return learned.metrics
+
+    def save_drafter(self, directory: str | Path) -> None:
+        """Writes the adaptive drafter as a directory, for speculation.drafter, drafter_training.start and serving engines."""
+        self.check_usable(())
+        if self.drafter is None:
+            raise ConfigError("there is no drafter to save: it is made by learn(answers)")
+        state, dtype = self.drafter, self.config.model.param_dtype
+        atomic.write_directory(
+            Path(directory),
+            lambda at: hf_drafter.save(state.params, self.recipe.drafter, at, dtype, self.depths),
+            self.engine.job.is_first,
+        )
+
+    def publish(self, params: Params) -> None:
+        """Copies the weights, placed on the mesh, to the layout of the rollout."""
+        self.params = from_config.placed(params, self.model, self.mesh)
+        drafter = self.drafter.params if self.drafter else self.fixed_drafter
+        self.weights = self.engine.publish(self.params, drafter)
+
+    def use(self, depths: Sequence[float]) -> None:
+        """Drafts with the drafter that has learned, if that pays; `depths`: its acceptance at depth 1, 2, ..."""
+        engine, self.depths, self.has_changed = self.engine, list(depths), True
+        self.estimated = {LEARNED: self.depths} if self.depths else {}
+        if not engine.drafter and self.depths:
+            saved, compile_cost = learned_drafter.payback(engine, self.tuner, self.depths)
+            engine.use_learned(engine.job.decided(saved > compile_cost))
+        if engine.drafter:
+            self.weights = engine.with_drafter(self.weights, self.drafter.params)
+
+    def sampling(self, options: dict[str, Any]) -> Rollout:
+        """The knobs of `rollout`, changed by these options of `generate`. Raises ConfigError."""
+        for name in options:
+            if name not in OPTIONS:
+                raise ConfigError(
+                    f"generate has no option {name!r}: use {', '.join(OPTIONS)}, or open the engine with other knobs"
+                )
+        changes = values.pairs({f"rollout.{name}": value for name, value in options.items()})
+        return parse.build(Config, {"rollout": asdict(self.config.rollout)}, changes).rollout
+
+    def prompts(self, prompts: Sequence[Given]) -> list[np.ndarray]:
+        """The tokens int32[P] of each prompt. Raises ConfigError or DataError."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+            raise ConfigError(
+                f"prompts are a {type(prompts).__name__}: give a list of texts or of lists of token ids"
+            )
+        encoded = [
+            asking.encode(one, self.config, self.tokenizer, f"prompt {number}")
+            for number, one in enumerate(prompts)
+        ]
+        return [np.asarray(one.tokens, np.int32) for one in encoded]
+
+    def answers(self, prompts: Sequence[np.ndarray], result: RolloutResult) -> Answers:
+        """The answers of a rollout."""
+        # Compilations that ran in the background while it decoded are not subtracted.
+        waits = [sum(end - begin for begin, end in one) for one in result.compile_waits.values()]
+        decode, stats = None if self.tokenizer is None else self.tokenizer.decode, result.stats
+        return Answers(
+            tuple(
+                Answer(
+                    one.prompt,
+                    one.sample,
+                    prompts[one.prompt],
+                    one.tokens,
+                    one.logprobs,
+                    one.finish,
+                    decode and decode(one.tokens.tolist(), skip_special_tokens=True),
+                )
+                for one in result.completions
+            ),
+            int(stats["tokens"]),
+            int(stats["speculated_tokens"]),
+            float(stats["accept_length"]),
+            float(stats["seconds"] - max(waits)),
+            float(max(waits)),
+        )
+
+    def batches(self, answers: Sequence[Answer]) -> list[Batch]:
+        """The answers with their prompts, packed into rows, by optimizer step."""
+        if not len(answers):
+            raise ConfigError("there are no answers to learn from: give those of generate")
+        examples = [Example(uid, one.prompt_tokens, one.tokens) for uid, one in enumerate(answers)]
+        longest = max(one.length for one in examples)
+        whole = -(-longest // packing.ROW_MULTIPLE) * packing.ROW_MULTIPLE
+        usual = packing.row_tokens(self.config)
+        width = usual if longest <= usual else whole
+        data = self.config.mesh.data
+        packed = packing.pack(examples, width, packing.rows(self.config), data)
+        rows = {name: getattr(packed, name) for name in ("tokens", "positions", "segments")}
+        rows["loss_mask"] = packed.spread(np.ones(len(examples))) > 0
+        return [
+            make_batch({name: array[step] for name, array in rows.items()}, self.mesh)
+            for step in range(len(packed.tokens))
+        ]
+
+    def check_usable(self, weights: Any) -> None:
+        """Raises ConfigError for a closed engine, and for weights whose buffers were donated."""
+        if not self.is_open:
+            raise ConfigError("this engine is closed: open another one with open_engine")
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(weights)):
+            raise ConfigError(
+                "the buffers of the engine's weights were donated to another program: call learn before the update, and "
+                "update_weights after it"
+            )
+
+
+def opened(
+    config: Config, given: tuple[ModelConfig, Params] | None = None, job: Job | None = None
+) -> RolloutModel:
+    """The engine of model.path, or of a given model, in the processes of a job. Raises UserError.
+
+    Without a job: in those that jax.distributed has joined, or that are joined now as the training command joins them.
+    """
+    validate.validate_shapes(config)
+    job, tokenizer = job or jobs.of_caller(config), None
+    if config.model.tokenizer:
+        tokenizer = datasets.tokenizer(config)
+    if given is None:
+        directory = from_config.policy_directory(config)
+        tokenizer = tokenizer or asking.find_tokenizer(directory)
+        eos = None if tokenizer is None else tokenizer.eos_token_id
+        model = hf.read_config(directory, () if eos is None else (eos,))
+    else:
+        model, params = given
+    validate.validate_mesh(config, model, jax.device_count())
+    if given is None:
+        mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
+        params = hf.load(directory, model, mesh, config.model.param_dtype)
+    return RolloutModel(config, model, params, tokenizer, job)
