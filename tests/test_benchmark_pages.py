@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmarks.common.results import MEASURED_WITH, ResultTable
+from benchmarks.whole_runs import claim
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -100,3 +102,20 @@ def test_a_script_appends_to_the_file_of_its_name(script):
         if columns and path.stem in names:
             with path.open(newline="") as file:
                 assert next(csv.reader(file))[-len(columns) :] == list(columns)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_newest_rows_and_says_what_its_text_says(
+    tmp_path,
+):
+    found = claim.speeds()
+    drawn = Image.open(ROOT / "docs" / "rollout_speed.png")
+    assert drawn.text["Description"] == claim.caption(found), claim.__doc__.splitlines()[2]
+    (alternative,) = re.findall(
+        r"!\[([^]]*)\]\(docs/rollout_speed\.png\)", ROOT.joinpath("README.md").read_text()
+    )
+    assert all(str(one) in alternative for one in found)
+    text = ROOT.joinpath("README.md").read_text().replace("95 % interval ", "")
+    assert f"with TLT is {found[0]} times" in text
+    pytest.importorskip("matplotlib", reason="the benchmarks extra")
+    claim.main(["--out", str(tmp_path / "new.png")])
+    assert Image.open(tmp_path / "new.png").size == drawn.size

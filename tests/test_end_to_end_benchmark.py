@@ -68,8 +68,8 @@ def chunk(
 
 
 SPANS = [
-    SimpleNamespace(group=0, kind="decode", start=0.0, end=2.0),
-    SimpleNamespace(group=1, kind="train", start=1.0, end=1.5),
+    SimpleNamespace(group=0, kind="decode", start=0.0, end=2.0, number=1),
+    SimpleNamespace(group=1, kind="train", start=1.0, end=1.5, number=2),
 ]
 
 

@@ -57,11 +57,16 @@ def test_changes_are_those_of_the_command_line():
 
 def test_a_policy_is_trained_and_answers(tmp_path, capsys):
     config = tlt_jax.load_config("quickstart", SMALL | {"run": tmp_path / "run"})
-    assert tlt_jax.run_training(config) == 0
+    run = tlt_jax.run_training(config)
+    assert (run.code, run.steps, run.folder) == (0, 1, tmp_path / "run")
     try_it = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert generate.main(try_it[try_it.index("tlt_jax.generate") + 1 :]) == 0, "as printed"
     assert "text as it is, temperature 1" in capsys.readouterr().err
-    model = tlt_jax.open_model(tmp_path / "run" / "hf", {"train.seed": 3, "rollout.slots": 4})
+    answers = run.completions()
+    assert [one["group"] for one in answers] == [0, 0, 1, 1] and all(one["id"] for one in answers)
+    rewards = [one["reward"] for one in answers]
+    assert run.metrics["reward/mean"].values.tolist() == pytest.approx([sum(rewards) / 4])
+    model = tlt_jax.open_model(run.hf, {"train.seed": 3, "rollout.slots": 4})
     first = model.generate(["12 3:", [5, 4]], samples=2, max_new_tokens=6)
     assert [(one["prompt_index"], one["sample"]) for one in first] == [
         (0, 0),

@@ -76,6 +76,7 @@ WHERE = {
     "python -m tlt_jax.generate --model DIR --chat [--system TEXT]": "tests/test_generate.py::"
     "test_the_turns_of_a_chat_are_one_conversation_and_its_text_is_streamed",
     "python -m tlt_jax.eval --run RUN [--step best]": f"{HERE}test_a_finished_run_is_used",
+    "python -m tlt_jax.show RUN [--step N] [--best K] [--worst K]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.export --run RUN --out DIR [--step best] [--drafter]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.train.sft --config FILE --out DIR": "tests/train/test_train.py::"
     "test_the_command_of_the_warm_start_says_how_far_it_is",
@@ -188,6 +189,7 @@ def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, mo
     Path("RUN").mkdir()
     Path("RUN", "config.yaml").write_text(configuration.to_yaml(configuration.read("FILE")))
     text = command.replace("--section.knob VALUE ...", "--train.seed 3").replace("SEED", "3")
+    text = re.sub(r" [NK]\]", " 1]", text)
     text = re.sub(r"^launch/local\.sh \d", "python -m tlt_jax.train", text)
     words = shlex.split(re.sub(r" \[(--[^]]*)\]", r" \1", text))
     if "generate" not in command:
@@ -261,6 +263,8 @@ def test_a_finished_run_is_used(quickstart, tmp_path, monkeypatch, capsys):
     printed, said = capsys.readouterr()
     assert {"eval/mean@1", "eval/pass@1"} <= set(json.loads(printed))
     assert said.startswith("weights: step 1 of runs/quickstart (runs/quickstart/hf)")
+    assert start(words_of(shown["show"], "--step", "1", RUN="runs/quickstart"), monkeypatch) == 0
+    assert "best 1: reward" in capsys.readouterr().out
     out = str(tmp_path / "exported")
     assert start(words_of(shown["export"], RUN="runs/quickstart", DIR=out), monkeypatch) == 0
     for name in ("model.safetensors", "prompt_format.json"):

@@ -1,7 +1,7 @@
 """RL of reasoning language models in JAX, with adaptive speculative rollout (TLT, arXiv 2511.16665).
 
-For notebooks: `load_config`, `run_training`, `open_model`; for a training loop of one's own: `open_engine`. Importing
-this starts no JAX.
+For notebooks: `load_config`, `run_training`, `open_run`, `open_model`; for a training loop of one's own: `open_engine`.
+Importing this starts no JAX.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tlt_jax.config import Config
     from tlt_jax.inference.model import Model
     from tlt_jax.inference.rollout_model import RolloutModel
+    from tlt_jax.metrics.run import Run
     from tlt_jax.models.transformer import ModelConfig, Params
 
-__all__ = ["load_config", "open_engine", "open_model", "run_training"]
+__all__ = ["load_config", "open_engine", "open_model", "open_run", "run_training"]
 
 
 def load_config(source: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
@@ -30,8 +31,8 @@ def load_config(source: str | Path, changes: Mapping[str, Any] | None = None) ->
     return load.from_python(source, changes)
 
 
-def run_training(config: Config) -> int:
-    """Trains as `python -m tlt_jax.train` does, in this process: 0 when it is done, 1 diverged, 75 after SIGTERM.
+def run_training(config: Config) -> Run:
+    """Trains as `python -m tlt_jax.train` does, in this process; `code` of the run: 0 done, 1 diverged, 75 SIGTERM.
 
     Fake devices are created only if JAX has created no devices yet. Raises UserError for mistakes in
     the configuration, its files or checkpoints.
@@ -39,9 +40,17 @@ def run_training(config: Config) -> int:
     from tlt_jax.distributed import process
 
     process.set_environment(config)
+    from tlt_jax.metrics.run import Run
     from tlt_jax.train import loop
 
-    return loop.train(config)
+    return Run(Path(config.run), loop.train(config))
+
+
+def open_run(folder: str | Path) -> Run:
+    """The metrics and answers that a run has written so far. Raises ConfigError for a folder without a run."""
+    from tlt_jax.metrics import run
+
+    return run.open_run(folder)
 
 
 def open_model(

@@ -48,6 +48,10 @@ COMMANDS = {
         "tlt_jax.export",
         "Writes the policy or the drafter of a checkpoint as a Hugging Face model directory.",
     ),
+    "show": Command(
+        "tlt_jax.show",
+        "Prints the best and the worst answers of a step of a run.",
+    ),
     "plan": Command(
         "tlt_jax.plan",
         "Compiles every program of a configuration ahead of time, also for devices that are not here, and says whether "

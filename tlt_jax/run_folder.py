@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,17 +21,17 @@ from typing import Any
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.config.changes import Change
-from tlt_jax.config.outputs import LOG, RESOLVED, TENSORBOARD
+from tlt_jax.config.outputs import COMPLETIONS, EXPORT, LOG, METRICS, RESOLVED, TENSORBOARD
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 
 LOCK, CHANGES = "lock", "changes.jsonl"
-REFERENCE, EXPORT, ANSWERS = "reference", "hf", "answers"
+REFERENCE, ANSWERS = "reference", "answers"
 # Folders that a run writes.
 PARTS = (
     "checkpoints",
     TENSORBOARD,
-    "completions",
+    COMPLETIONS,
     "speculation",
     "evaluation",
     "timeline",
@@ -232,18 +233,30 @@ def record_failure(config: Config, text: str) -> None:
 def summary(config: Config, example: str = "TEXT") -> str:
     """The closing message of a run: the paths of its results, and a command to try the model, on the `example` prompt."""
     run, model = Path(config.run), export(config)
-    lines = [f"{config.run} is done:"]
+    python, lines = python_name(), [f"{config.run} is done:"]
+    lines.append(f"  metrics      {run / METRICS}")
     if TENSORBOARD in config.log.trackers:
-        lines.append(f"  metrics      tensorboard --logdir {run / TENSORBOARD}")
-    lines.append(f"  answers      {run / 'completions'}")
+        board = shlex.quote(str(run / TENSORBOARD))
+        lines.append(f"  curves       {python} -m tensorboard.main --logdir {board}")
+    lines.append(f"  answers      {python} -m tlt_jax.show {shlex.quote(str(run))}")
     if model.is_dir():
         lines.append(f"  model        {model}")
     if drafter_export(config).is_dir():
         lines.append(f"  drafter      {drafter_export(config)}")
     if model.is_dir():
         ask = "--chat" if config.data.chat_template else f"--prompt {shlex.quote(example)}"
-        lines.append(f"  try it       python -m tlt_jax.generate --model {model} {ask}")
+        directory = shlex.quote(str(model))
+        lines.append(f"  try it       {python} -m tlt_jax.generate --model {directory} {ask}")
     return "\n".join(lines)
+
+
+def python_name() -> str:
+    """How a shell in the working directory starts the Python that runs this: `python` when PATH leads to it."""
+    running, found = Path(sys.executable), shutil.which("python")
+    if found and Path(found).absolute().parent == running.parent and running.samefile(found):
+        return "python"
+    is_below = running.is_relative_to(Path.cwd())
+    return shlex.quote(str(running.relative_to(Path.cwd()) if is_below else running))
 
 
 def reference(config: Config) -> Path:

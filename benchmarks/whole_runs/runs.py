@@ -6,13 +6,12 @@ import hashlib
 import json
 import math
 import statistics
-import struct
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event
+from tlt_jax.config.outputs import METRICS
+from tlt_jax.metrics import scalars_file, timeline
 
 PHASES = {
     "rollout": ("rollout",),
@@ -61,7 +60,7 @@ def read_run(folder: Path, wall: float) -> Run:
         for step, lines in read_lines(folder / "completions").items()
     }
     traces = {
-        int(path.stem): json.loads(path.read_text())["traceEvents"]
+        int(path.stem): rollout_of(json.loads(path.read_text())["traceEvents"])
         for path in sorted((folder / "timeline").glob("*.json"))
     }
     weights, exported = hashlib.sha256(), folder / "hf"
@@ -72,18 +71,17 @@ def read_run(folder: Path, wall: float) -> Run:
     return Run(read_steps(folder), chunks, answers, wall, traces, policy)
 
 
+def rollout_of(events: Sequence[dict]) -> list[dict]:
+    """The events of the data groups in a step's trace; their times begin at 0."""
+    found = [one for one in events if (one["ph"], one["pid"]) == ("X", timeline.ROLLOUT)]
+    begin = min((one["ts"] for one in found), default=0)
+    return [one | {"ts": one["ts"] - begin} for one in found]
+
+
 def read_steps(folder: Path) -> dict[int, Scalars]:
-    """The scalars of every RL step of a run folder, without those of the evaluation before it."""
-    steps: dict[int, Scalars] = defaultdict(dict)
-    for path in sorted((folder / "tensorboard").iterdir()):
-        content, start = path.read_bytes(), 0
-        while start + 12 <= len(content):  # 8 bytes of length, checksum, event, checksum
-            end = start + 16 + struct.unpack_from("<Q", content, start)[0]
-            event = Event.FromString(content[start + 12 : end - 4])
-            for value in event.summary.value:
-                steps[event.step].setdefault(value.tag, value.simple_value)
-            start = end
-    return {step: found for step, found in sorted(steps.items()) if "timing_s/step" in found}
+    """The scalars of every RL step of a run folder, with those of the evaluation after it."""
+    lines = scalars_file.read(folder / METRICS)
+    return {line["step"]: line for line in lines if "timing_s/step" in line}
 
 
 def read_lines(folder: Path) -> dict[int, list[dict]]:

@@ -1,10 +1,8 @@
-"""Output of a run: the closed list of names, each step once also after a resume, the timeline, the progress line."""
+"""Output of a run: the closed list of names, each step once also after a resume, the timeline."""
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tlt_jax.config import Config
@@ -24,7 +21,6 @@ from tlt_jax.metrics import (
     MetricError,
     Record,
     Writer,
-    console,
     evaluations,
     group_seconds,
     idle_share,
@@ -33,17 +29,30 @@ from tlt_jax.metrics import (
 )
 
 SPANS = [
-    SimpleNamespace(group=0, kind="prefill", start=10.0, end=11.0),
-    SimpleNamespace(group=0, kind="decode", start=11.0, end=14.0),
-    SimpleNamespace(group=1, kind="decode", start=10.0, end=12.0),
-    SimpleNamespace(group=1, kind="speculate", start=11.0, end=12.0),
-    SimpleNamespace(group=1, kind="wait", start=12.0, end=14.0),
-]
+    SimpleNamespace(group=group, kind=kind, start=start, end=end, number=number)
+    for number, (group, kind, start, end) in enumerate([
+        (0, "prefill", 10.0, 11.0), (0, "decode", 11.0, 14.0),
+        (1, "decode", 10.0, 12.0), (1, "speculate", 11.0, 12.0), (1, "wait", 12.0, 14.0),
+    ])
+]  # fmt: skip
 
 
 def records(step: int, count: int = 3) -> list[Record]:
     return [
-        Record(uid, "2+2=", f"<b>{step}\n", float(uid), 10 + uid, "stop", {"task": 1.0})
+        Record(
+            uid,
+            "2+2=",
+            f"<b>{step}\n",
+            float(uid),
+            10 + uid,
+            "stop",
+            {"task": 1.0},
+            id=f"train:{uid}",
+            reference="4",
+            advantage=0.5,
+            logprob=-2.0,
+            accepted=6,
+        )
         for uid in range(count)
     ]
 
@@ -93,17 +102,17 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
         (n, n) for n in range(1, 5)
     ]
     assert steps_of(events.Scalars("eval/pass@16")) == [2, 4]
-    histogram = events.Histograms("response_length/histogram")[0]
+    histogram = events.Histograms("response_length/histogram")[1]
     assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.max) == (
         2,
         3,
         12,
     )
-    depths = events.Histograms("speculation/accepted/histogram")[0].histogram_value
+    depths = events.Histograms("speculation/accepted/histogram")[1].histogram_value
     assert (depths.num, depths.max, depths.sum) == (10, 2, 8)
     image = events.Images("rollout/timeline")[-1]
     assert (image.step, image.width, image.height) == (4, timeline.WIDTH, 116)
-    text = events.Tensors("rollout/samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    text = events.Tensors("rollout/samples/text_summary")[1].tensor_proto.string_val[0].decode()
     assert "    <b>2" in text and text.count("**reward") == 2
     assert (
         "prompts: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
@@ -111,7 +120,8 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
     lines = (Path(config.run) / "completions" / "000003.jsonl").read_text().splitlines()
     assert json.loads(lines[1]) == {
         "step": 3, "uid": 1, "prompt": "2+2=", "completion": "<b>3\n", "reward": 1.0, "length": 11, "finish": "stop",
-        "parts": {"task": 1.0}, "failure": None,
+        "parts": {"task": 1.0}, "failure": None, "id": "train:1", "group": 0, "reference": "4", "advantage": 0.5,
+        "logprob": -2.0, "accepted": 6,
     }  # fmt: skip
     lines = (Path(config.run) / "speculation" / "000003.jsonl").read_text().splitlines()
     assert json.loads(lines[1]) == {
@@ -132,9 +142,11 @@ def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):
     events = read(config)
     assert steps_of(events.Scalars("reward/mean")) == list(range(1, 9))
     assert steps_of(events.Scalars("eval/mean@1")) == [2, 4, 6, 8]
-    assert steps_of(events.Histograms("reward/histogram")) == [2, 4, 6, 8]
-    assert steps_of(events.Images("rollout/timeline")) == [2, 4, 6, 8]
-    assert steps_of(events.Tensors("rollout/samples/text_summary")) == [2, 4, 6, 8]
+    for shown in (
+        events.Histograms("reward/histogram"), events.Images("rollout/timeline"),
+        events.Tensors("rollout/samples/text_summary"),
+    ):  # fmt: skip
+        assert steps_of(shown) == [1, 2, 4, 6, 8], "the first one and every second one"
     assert steps_of(events.Tensors("config/text_summary")) == [0, 5]
     for folder in ("completions", "speculation"):
         files = sorted(path.name for path in (Path(config.run) / folder).iterdir())
@@ -143,7 +155,43 @@ def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):
             json.loads(line)["step"] for line in (Path(config.run) / folder / files[4]).open()
         } == {5}
     traces = sorted(path.name for path in (Path(config.run) / "timeline").iterdir())
-    assert traces == [f"{step:06d}.json" for step in (2, 4, 6, 8)]
+    assert traces == [f"{step:06d}.json" for step in (1, 2, 4, 6, 8)]
+    lines = (Path(config.run) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, 9)]
+    assert [step for step in range(1, 9) if "eval/mean@1" in json.loads(lines[step - 1])] == [
+        2,
+        4,
+        6,
+        8,
+    ]
+
+
+def test_the_last_step_has_samples_and_a_timeline_too(config):
+    with Writer(config, 3) as writer:
+        for step in (1, 2, 3):
+            writer.step(step, {}, records(step), SPANS)
+    assert steps_of(read(config).Tensors("rollout/samples/text_summary")) == [1, 2, 3]
+    assert len(list((Path(config.run) / "timeline").iterdir())) == 3
+
+
+def test_every_scalar_of_tensorboard_has_the_sentence_of_the_page(config):
+    write(config, range(1, 3))
+    write(config, range(2, 4), resumed_from=1)
+    events = read(config)
+    for name in events.Tags()["scalars"]:
+        found = events.SummaryMetadata(name)
+        assert found.summary_description == names.find(name, "scalar").help
+        assert found.plugin_data.plugin_name == "scalars"
+
+
+def test_the_log_has_every_line_of_the_console(config, capsys):
+    with Writer(config, 2) as writer:
+        writer.evaluation(0, {"eval/mean@1": 0.5})
+        writer.step(1, {"reward/mean": 0.25}, records(1), SPANS)
+        writer.say("step 1/2  8 of 8 rewards failed: bad_rewards:two %s [red]")
+    said = capsys.readouterr().out.splitlines()
+    noted = (Path(config.run) / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in noted] == said and len(said) == 3
 
 
 @pytest.mark.parametrize("place", ["length", "event"])
@@ -203,11 +251,13 @@ def test_what_is_written_survives_a_kill(config, tmp_path):
         "from tlt_jax.config import Config\n"
         "from tlt_jax.metrics import Writer\n"
         "writer = Writer(Config(run=sys.argv[1]), 10)\n"
-        "for step in range(1, 6): writer.step(step, {'reward/mean': 1.0}, [], [])\n"
+        "for step in range(2, 7): writer.step(step, {'reward/mean': 1.0}, [], [])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, config.run], capture_output=True)
-    assert steps_of(read(config).Scalars("reward/mean")) == [1, 2, 3, 4, 5]
+    assert steps_of(read(config).Scalars("reward/mean")) == [2, 3, 4, 5, 6]
+    lines = (Path(config.run) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 5, 6]
 
 
 def test_a_name_outside_the_list_is_refused_with_the_closest_one(config):
@@ -296,13 +346,39 @@ def test_the_seconds_of_a_thousand_groups_take_one_pass_over_their_spans():
     assert Looked.looks <= 2 * len(spans)
 
 
-def test_the_trace_has_a_thread_for_each_group_and_microseconds():
-    spans = [SimpleNamespace(group=1, kind="train", start=0.25, end=1.5)]
-    assert timeline.trace(spans) == {
-        "traceEvents": [
-            {"name": "train", "ph": "X", "pid": 0, "tid": 1, "ts": 250_000, "dur": 1_250_000}
-        ]
+def test_the_trace_has_a_named_row_for_each_group_and_one_for_the_phases():
+    spans = [
+        SimpleNamespace(group=1, kind="speculate", start=0.0, end=0.25, number=7),
+        SimpleNamespace(group=1, kind="train", start=0.25, end=1.5, number=8),
+        SimpleNamespace(group=0, kind="decode", start=0.0, end=1.5, number=7),
+    ]
+    lines = [ChunkRecord(1, 7, 4, 2.0, 64, "3_1_4", "kept", None, 1.0, 50, 10, 0.25)]
+    phases = [
+        timeline.Phase(*one)
+        for one in (("eval", -0.5, 0.0), ("reward", 1.5, 1.5), ("update", 1.5, 2.0))
+    ]
+    events = timeline.trace(spans, lines, phases)["traceEvents"]
+    rows = {
+        (one["pid"], one["tid"]): one["args"]["name"]
+        for one in events
+        if one["name"] == "thread_name"
     }
+    assert rows == {(0, 0): "data group 0", (0, 1): "data group 1", (1, 0): "phases"}
+    work = {(rows[one["pid"], one["tid"]], one["name"]): one for one in events if one["ph"] == "X"}
+    times = {place: (one["ts"], one["dur"]) for place, one in work.items()}
+    assert times == {
+        ("data group 1", "speculate"): (500_000, 250_000),
+        ("data group 1", "train"): (750_000, 1_250_000),
+        ("data group 0", "decode"): (500_000, 1_500_000),
+        ("phases", "eval"): (0, 500_000),
+        ("phases", "update"): (2_000_000, 500_000),
+    }, "from the first event on: Perfetto drops what is before 0"
+    found = work["data group 1", "speculate"]["args"]
+    assert (found["strategy"], found["accept_length"], found["reason"]) == ("3_1_4", 2.5, "kept")
+    assert [place for place, one in work.items() if "args" in one] == [
+        ("data group 1", "speculate")
+    ]
+    assert json.loads(json.dumps(events)) == events
 
 
 def test_a_group_is_busy_or_waits_for_the_compiler_or_is_idle():
@@ -329,154 +405,3 @@ def test_a_group_is_busy_or_waits_for_the_compiler_or_is_idle():
 def test_ticks_are_few_and_inside(seconds):
     ticks = timeline.ticks(seconds)
     assert 2 <= len(ticks) <= 10 and ticks[0] == 0 and ticks[-1] <= seconds
-
-
-VALUES = {
-    "reward/mean": 0.25,
-    "response_length/mean": 31.6,
-    "response_length/max": 90,
-    "perf/tokens_per_second": 1234,
-}
-
-
-def test_progress_is_one_plain_line_per_step_where_there_is_no_terminal():
-    out = io.StringIO()
-    progress = console.Progress(100, 90, live=True, console=Console(file=out, width=200))
-    progress.step(91, {**VALUES, "timing_s/step": 10.0})
-    progress.step(92, {**VALUES, "timing_s/step": 20.0})
-    logging.getLogger("tlt_jax.rollout.executables.compilation").info("an important message")
-    progress.close()
-    logging.getLogger("tlt_jax.rollout.executables.compilation").info("after the end")
-    assert out.getvalue().splitlines() == [
-        "step 91/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  10.0 s/step  1:30 to go",
-        "step 92/100  reward 0.250  length 32 (max 90)  1,234 tokens/s  15.0 s/step  2:00 to go",
-        "an important message",
-    ]
-
-
-@pytest.mark.parametrize("details", [False, True])
-def test_compilations_are_summarized_without_details(details, monkeypatch):
-    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
-    monkeypatch.setattr(console.time, "monotonic", lambda: 1.0)
-    progress = console.Progress(
-        2, 0, live=False, console=Console(file=out, width=200), details=details
-    )
-    for seconds in (3.0, 0.4, 8.0):
-        log.debug("compiled a chunk", extra={"compile_seconds": seconds})
-    log.debug("loaded another")
-    progress.step(1, {"timing_s/step": 12.0})
-    progress.step(2, {"timing_s/step": 1.0})
-    progress.close()
-    lines = out.getvalue().splitlines()
-    if details:
-        assert lines[:4] == ["compiled a chunk"] * 3 + ["loaded another"]
-    else:
-        assert lines[0] == "compiled 3 programs in 11 s" and lines[1].startswith("step 1/2")
-    assert len(lines) == (6 if details else 3)
-
-
-def test_a_long_compilation_is_printed_before_the_step_ends(monkeypatch):
-    out, log = io.StringIO(), logging.getLogger("tlt_jax.rollout.executables.compilation")
-    now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    progress = console.Progress(2, 0, live=False, console=Console(file=out, width=200))
-    for at in (15.0, 30.0, 45.0, 60.0):
-        now[0] = at
-        log.debug("compiled a chunk", extra={"compile_seconds": 15.0})
-    progress.close()
-    assert out.getvalue().splitlines() == ["compiled 2 programs in 30 s"] * 2
-
-
-def test_progress_of_a_drafter_shows_its_loss_and_agreement():
-    out = io.StringIO()
-    progress = console.Progress(100, 0, live=False, console=Console(file=out, width=200))
-    values = {
-        "drafter/loss": 1.2345,
-        "drafter/agreement@1": 0.5,
-        "drafter/agreement@2": 0.25,
-        "timing_s/step": 1.0,
-    }
-    progress.step(25, values)
-    progress.close()
-    assert out.getvalue() == "step 25/100  loss 1.234  agreement 0.500  1.0 s/step  1:15 to go\n"
-
-
-@pytest.mark.parametrize(
-    "drafted, shown", [({"speculation/accept_length": 2.34}, "accept 2.3"), ({}, "accept 1.0")]
-)
-def test_progress_of_an_adaptive_run_shows_accept_length_and_idle_use_in_every_step(drafted, shown):
-    out = io.StringIO()
-    progress = console.Progress(2, 0, live=False, console=Console(file=out, width=200))
-    progress.step(1, {"idle/ratio": 0.25, "idle/used_ratio": 0.5, "timing_s/step": 1.0, **drafted})
-    progress.close()
-    assert out.getvalue() == f"step 1/2  {shown}  idle 25% (50% used)  1.0 s/step  0:01 to go\n"
-
-
-def test_progress_is_live_on_a_terminal_and_plain_when_switched_off():
-    for live in (True, False):
-        out = io.StringIO()
-        progress = console.Progress(
-            10, 0, live, console=Console(file=out, width=160, force_terminal=True)
-        )
-        progress.step(1, VALUES)
-        progress.close()
-        assert "reward 0.250" in out.getvalue() and ("\x1b[" in out.getvalue()) == live
-
-
-WIDEST_STEP = {
-    "reward/mean": -123.456, "response_length/mean": 131072.0, "response_length/max": 131072.0,
-    "speculation/accept_length": 12.3, "idle/ratio": 1.0, "idle/used_ratio": 1.0,
-    "perf/tokens_per_second": 1234567.0, "timing_s/step": 12345.6, "drafter/loss": 12.345, "drafter/agreement@1": 0.5,
-}  # fmt: skip
-
-
-def test_the_widest_step_is_one_line_that_keeps_reward_length_and_remaining_time():
-    out = io.StringIO()
-    progress = console.Progress(1_000_000, 0, live=False, console=Console(file=out, width=999))
-    progress.step(999_000, WIDEST_STEP)
-    progress.step(1, {name: WIDEST_STEP[name] for name in ("reward/mean", "timing_s/step")})
-    progress.close()
-    widest, narrow = out.getvalue().splitlines()
-    assert len(widest) <= 100 < len(narrow) + 60 and widest.endswith("...")
-    assert "reward -123.456  length 131072 (max 131072)  " in widest
-    assert "  3429:20:00 to go" in widest and "tokens/s" not in widest
-    assert narrow == "step 1/1000000  reward -123.456  12345.6 s/step  3429329:54:14 to go"
-
-
-@pytest.mark.parametrize("samples", [1, 16, 4096])
-@pytest.mark.parametrize("value", [0.5, -0.000123456])
-def test_the_widest_evaluation_is_one_line_that_keeps_what_matters_most(samples, value):
-    powers = [1 << i for i in range(samples.bit_length())]
-    values = {f"eval/mean@{samples}": value, **{f"eval/pass@{k}": value for k in powers}}
-    values |= {f"eval/response_length/{name}": 131072.0 for name in ("mean", "max")}
-    values["eval/response_length/clip_ratio"] = 1.0
-    line = console.evaluation(999_999, 1_000_000, values)
-    assert len(line) <= 100
-    pieces = line.split("  ")
-    assert pieces[:3] == ["step 999999/1000000", "evaluation:", f"mean@{samples} {value:.3g}"]
-    for piece in (f"pass@1 {value:.3g}", f"pass@{samples} {value:.3g}"):
-        assert piece in pieces
-    scores = [f"{name.removeprefix('eval/')} {value:.3g}" for name in values if "@" in name]
-    whole = "  ".join([*pieces[:2], *scores, "length 131072 (max 131072)", "cut 100%"])
-    assert line == whole if len(whole) <= 100 else pieces[-1] == "..."
-    short = console.evaluation(0, 4, {"eval/mean@2": 0.5, "eval/pass@1": 0.25, "eval/pass@2": 1.0})
-    assert short == "step 0/4  evaluation:  mean@2 0.5  pass@1 0.25  pass@2 1"
-
-
-def test_lines_with_names_of_any_length_fit_and_leave_out_the_least():
-    pieces = [
-        (rank, f"{'name' * size}{rank} 0.5") for rank, size in [(2, 1), (0, 9), (1, 5), (3, 40)]
-    ]
-    line = console.fitted("step 1/2", pieces)
-    assert len(line) <= 100 and line.split("  ")[1:] == [
-        *(text for rank, text in pieces if rank < 3), "...",
-    ]  # fmt: skip
-
-
-def test_clocks_read_as_people_write_them():
-    assert [console.clock(seconds) for seconds in (0, 59.6, 61, 3723)] == [
-        "0:00",
-        "1:00",
-        "1:01",
-        "1:02:03",
-    ]

@@ -51,7 +51,8 @@ def shown():
 
 def test_every_step_and_message_is_a_row_and_a_column_comes_with_its_metric(shown):
     table, texts = shown
-    table.step(1, VALUES)
+    line = table.step(1, VALUES)
+    assert line == "step 1/10  reward 0.500  length 32  2.0 s/step  0:18 to go"
     table.say("step 1/10  <b>evaluation</b> :smile:")
     table.step(2, VALUES | {"speculation/accept_length": 1.234, "reward/mean": 0.25})
     assert Cells(texts[-1]).rows == [
@@ -122,3 +123,10 @@ def test_ipython_is_not_imported_to_find_out(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not notebook.is_kernel() and "IPython" not in sys.modules
     assert not re.search(r"^(import|from) IPython", open(notebook.__file__).read(), re.M)
+
+
+def test_an_evaluation_is_a_row_and_the_line_of_the_log(shown):
+    table, texts = shown
+    line = table.evaluation(2, {"eval/mean@2": 0.5, "eval/pass@1": 0.25})
+    assert line == "step 2/10  evaluation:  mean@2 0.5  pass@1 0.25"
+    assert Cells(texts[-1]).rows[-1] == [line]

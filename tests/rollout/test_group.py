@@ -46,7 +46,7 @@ LIMIT = 24
 BIN = np.ones(BINS)
 CHUNK = Decision(0, 0, 4, 64, PLAIN)
 STATS = Stats(
-    row_rounds=np.int32(1),
+    row_rounds=np.ones(1, np.int32),
     declined=np.int32(1),
     hits=np.ones((1, 2, 1)),
     nodes=BIN,
@@ -132,6 +132,7 @@ def test_any_drafter_gives_the_tokens_of_plain_decoding(setting, drafter):
     )  # the first round of a prompt of one token has nothing to draft from
     assert result.stats["declined"] == (row_rounds if drafter == "broken" else alone)
     assert accepted(result) == result.stats["tokens"] - row_rounds
+    assert accepted(result) == sum(one.accepted for one in result.completions)
     assert ("speculate" in {span.kind for span in result.spans}) == (drafter != "none")
 
 

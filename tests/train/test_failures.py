@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_line_that_names_the_folder_what_is_missing_and_the_l
         if one.name.isdigit()
     )
     assert re.search(
-        rf"error: {small_disk}\S* is full: \d+ bytes are (free there|needed, \d+ of them are missing); "
+        rf"error: {small_disk}\S* is full: \d+ bytes are (free|needed, \d+ of them are missing); "
         rf"the last checkpoint, of step {last}, is whole: free the disk, and the same command resumes from there\n",
         shown.replace(" (a quota?)", ""),
     ), shown

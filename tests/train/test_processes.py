@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -14,7 +15,7 @@ from jobs import Job
 from test_adaptive_runs import ADAPTIVE
 from training_runs import completions, evaluated, events, saved_steps, state_of, stopped_after
 
-from tlt_jax import cli, run_folder
+from tlt_jax import cli, open_run, run_folder
 from tlt_jax.config import Config
 from tlt_jax.train import loop
 
@@ -50,6 +51,13 @@ def assert_same(config: Config, alone: Config) -> None:
         lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE),
         *(jax.tree.map(np.asarray, state_of(one, STEPS).params) for one in (config, alone)),
     )
+    for step in range(1, STEPS + 1):
+        ours, theirs = (open_run(one.run).completions(step) for one in (config, alone))
+        sums = [[answer["logprob"] for answer in answers] for answers in (ours, theirs)]
+        np.testing.assert_allclose(*sums, rtol=0, atol=1e-3)
+        assert all(0 <= answer["accepted"] < answer["length"] for answer in ours)
+    lines = (Path(config.run) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(STEPS + 1)]
     ours, theirs = events(config), events(alone)
     assert [step for step, _ in ours["reward/mean"]] == [*range(1, STEPS + 1)]
     for name in ("reward/mean", "response_length/mean", "eval/mean@2"):

@@ -31,7 +31,7 @@ from tlt_jax.train import loop, step_metrics
 
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
-SPANS = [SimpleNamespace(group=0, kind="decode", start=0.0, end=1.0)]
+SPANS = [SimpleNamespace(group=0, kind="decode", start=0.0, end=1.0, number=0)]
 BLOCK = 32768  # bytes of a block of the file, which is a LevelDB log after 7 bytes
 
 
@@ -151,10 +151,10 @@ def test_wandb_has_what_tensorboard_has_by_name_and_step(config, offline):
     found = tracked(config)
     assert scalars(found) == scalars_of_tensorboard(config) and len(scalars(found)) == 3
     for name in ("reward/histogram", "response_length/histogram", "speculation/accepted/histogram"):
-        assert list(found[name]) == [2, 4] and found[name][2][0]["_type"] == "histogram"
+        assert list(found[name]) == [1, 2, 4] and found[name][2][0]["_type"] == "histogram"
     (lengths,) = found["response_length/histogram"][4]
     assert sum(lengths["values"]) == 3 and (lengths["bins"][0], lengths["bins"][-1]) == (10, 12)
-    assert list(found["rollout/timeline"]) == list(found["rollout/samples"]) == [2, 4]
+    assert list(found["rollout/timeline"]) == list(found["rollout/samples"]) == [1, 2, 4]
     files = next((Path(config.run) / "wandb").glob("offline-run-*/files"))
     page = (files / found["rollout/samples"][4][0]["path"]).read_text()
     assert "    &lt;b&gt;4" in page and page.count("**reward") == 2

@@ -125,7 +125,9 @@ def evaluated(config: Config) -> dict[str, str]:
 def completions(config: Config) -> dict[str, list[tuple]]:
     """Completions file -> the answers in it."""
     files = sorted((Path(config.run) / "completions").iterdir())
-    fields = ("step", "uid", "prompt", "completion", "reward", "length", "finish")
+    fields = (
+        "step", "uid", "prompt", "completion", "reward", "length", "finish", "id", "group", "reference", "advantage",
+    )  # fmt: skip
     return {
         f.name: [tuple(json.loads(line)[k] for k in fields) for line in f.read_text().splitlines()]
         for f in files

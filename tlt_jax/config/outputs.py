@@ -1,4 +1,4 @@
-"""The sections eval, checkpoint, log, processes and profile."""
+"""The sections eval, checkpoint, log, processes and profile; names in the run folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from tlt_jax.config.knobs import knob
 
 RESOLVED = "config.yaml"  # file in the run folder with its configuration
 LOG = "log.txt"  # file in the run folder with all messages, compilations included
+# Files of scalars by step, of the run and of its supervised warm start.
+METRICS, WARM_START = "metrics.jsonl", "warm_start.jsonl"
+RESOLVED, COMPLETIONS, EXPORT = "config.yaml", "completions", "hf"
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
 LATEST, LAST_GOOD = "latest", "last_good"  # values of checkpoint.resume
 
@@ -62,11 +65,13 @@ class Log:
     )
     texts: int = knob(
         4,
-        "sample completions sent to the trackers every log.texts_every steps",
+        "sample completions sent to the trackers at the first, the last and every log.texts_every-th step",
         at_least=0,
     )
     texts_every: int = knob(
-        10, "steps between sample texts, histograms and timeline images", at_least=1
+        10,
+        "steps between sample texts, histograms and timelines; the first and the last step have them too",
+        at_least=1,
     )
     level: str = knob(
         "info",

@@ -1,4 +1,4 @@
-"""Progress on the console: a live display on a terminal, otherwise one line per step; knows no files."""
+"""Progress on the console: a line for each step, on a terminal above a live bar; knows no files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
+from rich.text import Text
 
 RECENT = 20  # latest steps whose mean duration predicts the remaining time
-WIDTH = 100  # columns of a line about a step or an evaluation
+WIDTH = 120  # columns of a line where there is no terminal
 COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without another line
 
 
 class Progress:
-    """Shows the step, metrics (reward, answer length; loss, agreement), speed, remaining time.
+    """Shows a line for each step and each evaluation, and with `live` on a terminal a bar below them.
 
-    While it is open, records of the package's loggers are printed above the display. Records below INFO are printed only
-    with `details`; without it compilations (records with `compile_seconds`) are summarized.
+    While it is open, records of the package's loggers are printed too. Records below INFO are printed only with
+    `details`; without it compilations (records with `compile_seconds`) are summarized. No text is read as markup.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Progress:
         self._details = details
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
-        self._total, self._done = total_steps, first_step
+        self._total, self._widths = total_steps, [0] * 10  # of the columns so far
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._last = time.monotonic()
 
@@ -44,7 +45,7 @@ class Progress:
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(None),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
             )
             self._bar = Bar(*columns, console=self.console)
             self._task = self._bar.add_task(
@@ -62,44 +63,37 @@ class Progress:
             False,
         )  # a root handler would print everything twice
 
-    def step(self, step: int, values: dict[str, float]) -> None:
-        """Shows a finished step with the scalars of `values` that `status` selects."""
+    def step(self, step: int, values: Mapping[str, float]) -> str:
+        """Shows a finished step; its line, as wide as where there is no terminal."""
         now = time.monotonic()
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last = now
 
         self._say_compiles()
-        pieces = self.status(step, values)
+        per_step = sum(self._durations) / len(self._durations)
+        left = f"{clock(per_step * (self._total - step))} to go"
+        cells = self._aligned([f"step {step}/{self._total}", *columns(values, per_step, left)])
+        self.say(fitted(cells, self._width))
         if self._bar:
-            self._bar.update(self._task, completed=step, status=fitted("", pieces))
-        else:
-            self.say(fitted(f"step {step}/{self._total}", pieces))
+            self._bar.update(self._task, completed=step, status=left)
+        return fitted(cells, WIDTH)
 
-    def status(self, step: int, values: dict[str, float]) -> list[tuple[int, str]]:
-        """The (rank, text) pieces to show next to the step number, for `fitted`."""
-        pieces = []
-        if "reward/mean" in values:
-            pieces.append((0, f"reward {values['reward/mean']:.3f}"))
-        if "response_length/mean" in values:
-            pieces.append((1, lengths(values, "")))
-        if "drafter/loss" in values:
-            pieces.append((4, f"loss {values['drafter/loss']:.3f}"))
-        if "drafter/agreement@1" in values:
-            pieces.append((4, f"agreement {values['drafter/agreement@1']:.3f}"))
-        is_adaptive = "idle/used_ratio" in values
-        if is_adaptive or "speculation/accept_length" in values:
-            # Without drafts a round decodes one token.
-            pieces.append((2, f"accept {values.get('speculation/accept_length', 1.0):.1f}"))
-        if is_adaptive:
-            used, idle = values["idle/used_ratio"], values["idle/ratio"]
-            pieces.append((3, f"idle {idle:.0%} ({used:.0%} used)"))
-        if "perf/tokens_per_second" in values:
-            pieces.append((6, f"{values['perf/tokens_per_second']:,.0f} tokens/s"))
+    def evaluation(self, step: int, values: Mapping[str, float]) -> str:
+        """Shows an evaluation; its line, as wide as where there is no terminal."""
+        cells = [f"step {step}/{self._total}", "evaluation:", *scores(values)]
+        self.say(fitted(cells, self._width))
+        return fitted(cells, WIDTH)
 
-        per_step = sum(self._durations) / max(len(self._durations), 1)
-        pieces.append((5, f"{per_step:.1f} s/step"))
-        pieces.append((0, f"{clock(per_step * (self._total - step))} to go"))
-        return pieces
+    @property
+    def _width(self) -> int:
+        return self.console.width if self.console.is_terminal else WIDTH
+
+    def _aligned(self, cells: Sequence[str]) -> list[str]:
+        """The cells that this step has, each as wide as the widest of its column so far."""
+        self._widths = [
+            max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)
+        ]
+        return [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True) if width]
 
     def hear(self, record: logging.LogRecord, text: str) -> None:
         """Shows a log record, or adds it to the summary of compilations."""
@@ -125,8 +119,8 @@ class Progress:
         self._compiles_said = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Prints a line above the display."""
-        self.console.print(text, markup=False, highlight=False)
+        """Prints a line above the bar, as it is."""
+        self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         """Ends the display, and restores the loggers."""
@@ -150,26 +144,55 @@ class Messages(logging.Handler):
         self._progress.hear(record, self.format(record))
 
 
-def evaluation(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """The line about an evaluation; mean@k, pass@1, the largest pass@k and the lengths have priority."""
-    scores = {
+def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str]:
+    """The columns after the step, the most important first; "" for those that the step has no value for.
+
+    Reward, length, loss and agreement (of a drafter's training), speed, seconds per step, what is left, accept length,
+    idle time.
+    """
+
+    def cell(form: str, name: str) -> str:
+        return form.format(values[name]) if name in values else ""
+
+    is_adaptive = "idle/used_ratio" in values
+    accept = cell("accept {:.1f}", "speculation/accept_length")
+    idle = ""
+    if is_adaptive:
+        accept = accept or "accept 1.0"  # without drafts a round decodes one token
+        idle = f"idle {values['idle/ratio']:.0%} ({values['idle/used_ratio']:.0%} used)"
+    speed = values.get("perf/tokens_per_second")
+    return [
+        cell("reward {:.3f}", "reward/mean"),
+        cell("length {:.0f}", "response_length/mean"),
+        cell("loss {:.3f}", "drafter/loss"),
+        cell("agreement {:.3f}", "drafter/agreement@1"),
+        "" if speed is None else f"{short(speed)} tokens/s",
+        f"{per_step:.{1 if per_step < 9.95 else 0}f} s/step",
+        left,
+        accept,
+        idle,
+    ]
+
+
+def scores(values: Mapping[str, float]) -> list[str]:
+    """The cells of an evaluation, the most important first: mean@k, pass@1, the largest pass@k, lengths, other pass@k."""
+    shown = {
         name.removeprefix("eval/"): value
         for name, value in values.items()
         if not name.startswith("eval/response_length/")
     }
-    last = max((name for name in scores if name.startswith("pass@")), key=order, default="")
-    pieces = [
-        (
-            0 if name.startswith("mean@") else 1 if name in ("pass@1", last) else 3,
-            f"{name} {value:.3g}",
-        )
-        for name, value in scores.items()
-    ]
+    last = max((name for name in shown if name.startswith("pass@")), key=order, default="")
+
+    def rank(name: str) -> int:
+        return 0 if name.startswith("mean@") else 1 if name in ("pass@1", last) else 3
+
+    cells = [(rank(name), f"{name} {value:.3g}") for name, value in shown.items()]
     if "eval/response_length/mean" in values:
-        pieces.append((2, lengths(values, "eval/")))
+        mean, longest = (values[f"eval/response_length/{name}"] for name in ("mean", "max"))
+        cells.append((2, f"length {mean:.0f} (max {longest:.0f})"))
     if "eval/response_length/clip_ratio" in values:
-        pieces.append((2, f"cut {values['eval/response_length/clip_ratio']:.0%}"))
-    return fitted(f"step {step}/{steps}  evaluation:", pieces)
+        cells.append((2, f"cut {values['eval/response_length/clip_ratio']:.0%}"))
+    return [text for _, text in sorted(cells, key=lambda one: one[0])]
 
 
 def order(name: str) -> int:
@@ -177,29 +200,25 @@ def order(name: str) -> int:
     return int(name.partition("@")[2])
 
 
-def lengths(values: Mapping[str, float], prefix: str) -> str:
-    """The mean and the longest answer."""
-    longest = values.get(f"{prefix}response_length/max", float("nan"))
-    return f"length {values[f'{prefix}response_length/mean']:.0f} (max {longest:.0f})"
+def fitted(cells: Sequence[str], width: int) -> str:
+    """The cells that fit the width, from the first on; the first one always."""
+    line = cells[0]
+    for cell in cells[1:]:
+        if len(line) + 2 + len(cell) > width:
+            break
+        line = f"{line}  {cell}"
+    return line.rstrip()
 
 
-def fitted(head: str, pieces: Sequence[tuple[int, str]]) -> str:
-    """The head and the (rank, piece) pairs in their order, in at most WIDTH columns.
-
-    Pieces that do not fit are replaced by "...": those with the highest rank first, the last of a rank first.
-    """
-    kept = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], i))
-    while True:
-        texts = [pieces[i][1] for i in sorted(kept)]
-        more = ["..."] if len(kept) < len(pieces) else []
-        line = "  ".join([head, *texts, *more] if head else texts + more)
-        if len(line) <= WIDTH or not kept:
-            return line
-        kept.pop()
+def short(number: float) -> str:
+    """A number of at most six characters: 1,234 or 12k or 1.2M."""
+    if number < 9_999.5:
+        return f"{number:,.0f}"
+    return f"{number / 1e3:.0f}k" if number < 999_500 else f"{number / 1e6:.1f}M"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 1:02:03, or 2:03 below an hour."""
-    minutes, seconds = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    """Seconds as 2:03, from an hour on as 1.2 h, from ten hours on as 14 h."""
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours = seconds / 3600
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{hours:.{1 if hours < 9.95 else 0}f} h"

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tlt_jax.metrics import console
 from tlt_jax.metrics.console import RECENT, Messages, clock
 
 SHOWN = 200  # latest rows: the whole table is sent again at each step
@@ -72,12 +73,31 @@ class Table:
         logger.propagate = False  # a root handler would print everything twice
         self.draw()
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the row of a finished step."""
+    def step(self, step: int, values: Mapping[str, float]) -> str:
+        """Adds the row of a finished step; its line, as a console without a terminal has it."""
         now = time.monotonic()
         self._durations.append(values.get("timing_s/step", now - self._last))
         self._last, self._done = now, step
         self.add({"step": step, **{name: values[name] for _, name, _ in COLUMNS if name in values}})
+        cells = console.columns(values, self.per_step, self.left)
+        return console.fitted([f"step {step}/{self._total}", *filter(None, cells)], console.WIDTH)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> str:
+        """Adds a row about an evaluation; its line, as a console without a terminal has it."""
+        cells = [f"step {step}/{self._total}", "evaluation:", *console.scores(values)]
+        line = console.fitted(cells, console.WIDTH)
+        self.add(line)
+        return line
+
+    @property
+    def per_step(self) -> float:
+        """Mean seconds of the latest steps."""
+        return sum(self._durations) / len(self._durations)
+
+    @property
+    def left(self) -> str:
+        """The expected time to the last step."""
+        return f"{clock(self.per_step * (self._total - self._done))} to go"
 
     def say(self, text: str) -> None:
         """Adds a row with a message."""
@@ -114,8 +134,7 @@ class Table:
         """The line below the table: how far the run is, the time left, and what was compiled."""
         pieces = [f"step {self._done} of {self._total}"]
         if self._durations:
-            per_step = sum(self._durations) / len(self._durations)
-            pieces.append(f"{clock(per_step * (self._total - self._done))} to go")
+            pieces.append(self.left)
         if self._programs:
             pieces.append(f"{self._programs} programs compiled in {self._compile_s:.0f} s")
         return ", ".join(pieces)

@@ -1,4 +1,4 @@
-"""The TensorBoard events of a run folder; knows no names of metrics."""
+"""The TensorBoard events of a run folder, each scalar with its sentence of docs/metrics.md; knows no values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from google.protobuf.message import DecodeError
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import SummaryMetadata
 from tensorboardX.record_writer import masked_crc32c
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.outputs import TENSORBOARD
+from tlt_jax.metrics import names
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,17 @@ class TensorBoard:
             forget(path, first_step)
         # The number sorts the file after earlier ones of the same second.
         self._events = EventsWriter(str(folder / "events"), f".{len(earlier):04d}")
+        self._described: set[str] = set()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes scalars of a step."""
+        """Writes scalars of a step; the first of a name has the name's meaning as its description."""
         for name, value in values.items():
             scalar = summary.scalar(name, value)
-            scalar.value[
-                0
-            ].tag = name  # tensorboardX replaces @ and : by _, which TensorBoard allows
+            # tensorboardX replaces @ and : by _, which TensorBoard allows
+            scalar.value[0].tag = name
+            if name not in self._described:
+                self._described.add(name)
+                scalar.value[0].metadata.CopyFrom(described(name))
             self._write(step, scalar)
         self._events.flush()
 
@@ -68,6 +73,13 @@ class TensorBoard:
 
     def _write(self, step: int, content) -> None:
         self._events.write_event(Event(step=step, wall_time=time.time(), summary=content))
+
+
+def described(name: str) -> SummaryMetadata:
+    """What TensorBoard shows of a scalar besides its values."""
+    plugin = SummaryMetadata.PluginData(plugin_name="scalars")
+    meaning = names.find(name, "scalar").help
+    return SummaryMetadata(plugin_data=plugin, summary_description=meaning)
 
 
 def forget(path: Path, first_step: int) -> None:

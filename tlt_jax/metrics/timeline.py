@@ -1,4 +1,4 @@
-"""Image, trace and busy and idle seconds of a rollout by data group; knows only spans."""
+"""Image, trace and busy and idle seconds of a rollout by data group; knows only spans, chunks and phases."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ COLORS = {
     "wait": (225, 225, 225),
 }
 OTHER = (150, 150, 150)
+ROLLOUT, STEP = 0, 1  # processes of the trace: the data groups, and the phases of the step
 DECODING = ("prefill", "decode", "speculate", "catch_up")
 MOST_LANES = (
     16  # maximum number of lanes; with more groups, those that finish decoding last have one
@@ -33,10 +34,35 @@ NO_WAITS: Waits = MappingProxyType({})
 
 
 class Span(Protocol):
-    """The activity of one data group from start to end, in seconds of any clock."""
+    """The activity of one data group from start to end, in seconds of any clock.
+
+    `number`: index of the program within its group, which a chunk has too.
+    """
 
     group: int
     kind: str
+    start: float
+    end: float
+    number: int
+
+
+class Chunk(Protocol):
+    """A decoding chunk of a data group: `rounds` rounds with `live` live rows on average, which gave `tokens` tokens."""
+
+    group: int
+    number: int
+    batch: int
+    live: float
+    strategy: str
+    reason: str
+    tokens: int
+    rounds: int
+
+
+class Phase(NamedTuple):
+    """A phase of the step, on the clock of the spans."""
+
+    name: str
     start: float
     end: float
 
@@ -144,20 +170,53 @@ def draw_span(
         canvas.line((right, top + 3, right, top + LANE - 3), fill="white")
 
 
-def trace(spans: Iterable[Span]) -> dict[str, list[dict]]:
-    """The spans in Chrome's trace event format, as Perfetto reads it: a thread per data group, times in microseconds."""
+def trace(
+    spans: Sequence[Span], chunks: Iterable[Chunk] = (), phases: Sequence[Phase] = ()
+) -> dict[str, list[dict]]:
+    """A step in Chrome's trace event format, as Perfetto reads it; times are microseconds since its first event.
+
+    Each data group is a row, whose chunks have their strategy and accept length as arguments; the phases of the step
+    are a row of their own.
+    """
+    first = min((one.start for one in (*spans, *phases)), default=0.0)
+    arguments = {(one.group, one.number): chunk_arguments(one) for one in chunks}
+    groups = sorted({one.group for one in spans})
+    rows = [("process_name", ROLLOUT, 0, "rollout")]
+    rows += [("thread_name", ROLLOUT, group, f"data group {group}") for group in groups]
+    rows += [("process_name", STEP, 0, "step"), ("thread_name", STEP, 0, "phases")]
+    events = [
+        {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
+        for kind, process, row, name in rows
+    ]
+    for one in spans:
+        found = event(one.kind, ROLLOUT, one.group, one.start - first, one.end - first)
+        more = arguments.get((one.group, one.number))
+        events.append(found | {"args": more} if more and one.kind in DECODING else found)
+    events += [
+        event(one.name, STEP, 0, one.start - first, one.end - first)
+        for one in phases
+        if one.end > one.start
+    ]
+    return {"traceEvents": events}
+
+
+def event(name: str, process: int, row: int, start: float, end: float) -> dict:
+    """A complete event, from seconds."""
+    begin = round(1e6 * start)
+    length = round(1e6 * end) - begin
+    return {"name": name, "ph": "X", "pid": process, "tid": row, "ts": begin, "dur": length}
+
+
+def chunk_arguments(one: Chunk) -> dict[str, float | str]:
+    """What the trace says of a chunk; the accept length is tokens per live row and round."""
     return {
-        "traceEvents": [
-            {
-                "name": span.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": span.group,
-                "ts": round(1e6 * span.start),
-                "dur": round(1e6 * (span.end - span.start)),
-            }
-            for span in spans
-        ]
+        "strategy": one.strategy,
+        "accept_length": round(one.tokens / max(one.live * one.rounds, 1), 3),
+        "tokens": one.tokens,
+        "rounds": one.rounds,
+        "batch": one.batch,
+        "live": one.live,
+        "reason": one.reason,
     }
 
 

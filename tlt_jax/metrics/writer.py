@@ -19,14 +19,14 @@ import numpy as np
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
-from tlt_jax.config.outputs import LOG, TENSORBOARD, WANDB
+from tlt_jax.config.outputs import COMPLETIONS, LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
 from tlt_jax.metrics import evaluations, names, notebook, timeline
 from tlt_jax.metrics.console import Progress
+from tlt_jax.metrics.scalars_file import MetricsFiles
 from tlt_jax.metrics.tensorboard import TensorBoard
 from tlt_jax.metrics.weights_and_biases import WeightsAndBiases
 
-COMPLETIONS = "completions"
 SPECULATION = "speculation"
 TIMELINE = "timeline"
 
@@ -35,7 +35,13 @@ TRACKERS = {TENSORBOARD: TensorBoard, WANDB: WeightsAndBiases}
 
 @dataclass(frozen=True)
 class Record:
-    """One answer of a step, a line of the completions file; `length` is in tokens."""
+    """One answer of a step, a line of the completions file.
+
+    uid: number of the answer in the step; group: number of its prompt in the step, whose answers share a baseline; id: of
+    the prompt's row; `reference`: the row's answer; `length`: tokens; `finish`: stop, length or nonfinite; `parts`: the
+    reward's terms, unweighted; `failure`: why there is no score, None when there is one; `logprob`: sum of the tokens'
+    log-probabilities under the policy that gave the answer; `accepted`: how many of the tokens a drafter had proposed.
+    """
 
     uid: int
     prompt: str
@@ -45,6 +51,12 @@ class Record:
     finish: str
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
+    id: str = ""
+    group: int = 0
+    reference: str = ""
+    advantage: float = 0.0
+    logprob: float = 0.0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Writer:
 
     def __init__(self, config: Config, total_steps: int, resumed_from: int | None = None):
         first_step = 0 if resumed_from is None else resumed_from + 1
-        self._config, self._folder = config, Path(config.run)
+        self._config, self._folder, self._steps = config, Path(config.run), total_steps
 
         for name in (COMPLETIONS, SPECULATION, TIMELINE, evaluations.FOLDER):
             for path in (self._folder / name).glob("*"):
@@ -113,11 +125,8 @@ class Writer:
         self.progress = show(
             total_steps, resumed_from or 0, config.log.progress, details=is_detailed
         )
-        self._trackers = [
-            make(config, first_step)
-            for name, make in TRACKERS.items()
-            if name in config.log.trackers
-        ]
+        made = [make for name, make in TRACKERS.items() if name in config.log.trackers]
+        self._trackers = [make(config, first_step) for make in (MetricsFiles, *made)]
         self.text(first_step, "config", f"```yaml\n{to_yaml(config)}\n```")
 
     def __enter__(self) -> Writer:
@@ -158,11 +167,12 @@ class Writer:
         records: Sequence[Record],
         spans: Sequence[timeline.Span],
         chunks: Sequence[ChunkRecord] = (),
+        phases: Sequence[timeline.Phase] = (),
     ) -> None:
         """Writes an RL step.
 
-        Completions, chunks and scalars at every step; texts, histograms and the timeline every
-        log.texts_every steps.
+        Completions, chunks and scalars at every step; texts, histograms and the timeline at the first, the last and
+        every log.texts_every-th step.
         """
         self.lines(COMPLETIONS, step, records)
         if chunks:
@@ -171,7 +181,7 @@ class Writer:
         log = self._config.log
         self.scalars(step, scalars)
 
-        if step % log.texts_every == 0:
+        if step in (1, self._steps) or step % log.texts_every == 0:
             self.histogram(step, "response_length/histogram", [record.length for record in records])
             self.histogram(step, "reward/histogram", [record.reward for record in records])
 
@@ -184,7 +194,9 @@ class Writer:
                 self.histogram(step, "speculation/accepted/histogram", np.concatenate(drafted))
 
             self.image(step, "rollout/timeline", timeline.draw(spans, self._config.mesh.data))
-            self.file(TIMELINE, f"{step:06d}.json", json.dumps(timeline.trace(spans)))
+            self.file(
+                TIMELINE, f"{step:06d}.json", json.dumps(timeline.trace(spans, chunks, phases))
+            )
             if log.texts:
                 self.text(
                     step,
@@ -192,7 +204,16 @@ class Writer:
                     "\n\n---\n\n".join(sample(one) for one in records[: log.texts]),
                 )
 
-        self.progress.step(step, dict(scalars))
+        self.progressed(step, scalars)
+
+    def progressed(self, step: int, values: Mapping[str, float]) -> None:
+        """Prints the line of a step, and writes it to the log."""
+        self._note(self.progress.step(step, values))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the scalars of an evaluation, prints its line, and writes that to the log."""
+        self.scalars(step, values)
+        self._note(self.progress.evaluation(step, values))
 
     def lines(
         self, folder: str, step: int, records: Sequence[Record | ChunkRecord | evaluations.Judged]
@@ -207,8 +228,13 @@ class Writer:
         atomic.write_text(path, text)
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress display."""
+        """Prints a line above the progress display, and writes it to the log."""
         self.progress.say(text)
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        """Writes a line to the log alone."""
+        self._log.handle(logging.makeLogRecord({"msg": text}))
 
     def close(self, is_failed: bool = False) -> None:
         """Closes the files and ends the display."""
@@ -232,7 +258,8 @@ class NoWriter:
     def nothing(self, *_) -> None:
         pass
 
-    scalars = histogram = text = image = step = lines = file = say = close = nothing
+    scalars = histogram = text = image = step = progressed = evaluation = nothing
+    lines = file = say = close = nothing
 
 
 def sample(record: Record) -> str:

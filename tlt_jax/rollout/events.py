@@ -85,12 +85,16 @@ class Retired:
 
 @dataclass(frozen=True)
 class Emitted:
-    """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended."""
+    """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended.
+
+    `accepted`: how many of the tokens a drafter had proposed.
+    """
 
     uid: int
     tokens: np.ndarray
     logprobs: np.ndarray
     finish: int
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

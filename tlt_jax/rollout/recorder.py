@@ -25,7 +25,10 @@ IDLE_ROUND = 0.01  # expected time of a chunk without a live row, in rounds
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH."""
+    """An answer: its tokens (with the EOS or stop sequence), their log-probs, and its finish reason, one of FINISH.
+
+    `accepted`: how many of the tokens a drafter had proposed.
+    """
 
     uid: int
     prompt: int
@@ -33,13 +36,14 @@ class Completion:
     tokens: np.ndarray
     logprobs: np.ndarray
     finish: str
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
 class Span:
     """A span of the timeline of a group's devices, in seconds since the start of the rollout.
 
-    `kind` is the program's, or "speculate" for a chunk that drafts.
+    `kind` is the program's, or "speculate" for a chunk that drafts; `number` the index of the program within its group.
     """
 
     group: int
@@ -47,6 +51,7 @@ class Span:
     start: float
     end: float
     batch: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ class RolloutRecorder:
         """Records a finished program: a span of the timeline, and a measurement for a chunk."""
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
-        self.spans.append(Span(group, label, start, end, dispatched.batch))
+        self.spans.append(Span(group, label, start, end, dispatched.batch, retired.number))
         self.totals.update(
             {"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1}
         )
@@ -170,7 +175,7 @@ class RolloutRecorder:
         if retired.stats is None or not retired.rounds:
             return
         decision = dispatched.decision
-        live_rounds = int(retired.stats.row_rounds)
+        live_rounds = int(np.sum(retired.stats.row_rounds))
         measurement = Measurement(
             group=group,
             batch=dispatched.batch,
@@ -209,6 +214,7 @@ class RolloutRecorder:
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
             FINISH[code],
+            sum(part.accepted for part in parts),
         )
         self.completions[uid] = completion
         self.lengths.append(len(completion.tokens))

@@ -66,7 +66,7 @@ def decode_chunk(
 
     The key of a row and its number of tokens select its next round from those of `acceptance`.
     """
-    rounds = row_rounds = 0
+    rounds, row_rounds = 0, np.zeros(len(rows.live), np.int32)
     tokens, live = rows.tokens.copy(), rows.live.copy()
     trees = None if program.strategy == PLAIN else acceptance(program.strategy)
     accepted = None if trees is None else (trees.rank >= 0).sum(1)
@@ -80,7 +80,8 @@ def decode_chunk(
             drawn.append(which), kept.append(more)
         tokens[at] += more + 1
         live[at] = left > more + 1
-        rounds, row_rounds = rounds + 1, row_rounds + len(at)
+        row_rounds[at] += 1
+        rounds += 1
 
     longest = tokens[rows.live].max(initial=0)
     if longest > program.state.slots:
@@ -101,7 +102,7 @@ def decode_chunk(
 
 def tree_stats(
     strategy: Strategy,
-    row_rounds: int,
+    row_rounds: np.ndarray,
     trees: Trees | None,
     drawn: Sequence[np.ndarray],
     kept: Sequence[np.ndarray],

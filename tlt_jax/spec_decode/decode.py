@@ -64,7 +64,7 @@ def decode_chunk(
         counts=jnp.zeros(batch, jnp.int32),
         finish=jnp.full(batch, RUNNING, jnp.int32),
         rounds=jnp.int32(0),
-        stats=nothing(strategy),
+        stats=nothing(strategy, batch),
     )
 
     def has_work(carry: tuple[DecodeState, NoiseAhead | None, Report]) -> Array:

@@ -19,11 +19,11 @@ class Stats:
 
     hits[d, n, r]: accepted nodes of depth d + 1, rank n by score, and `ranks` r. Reliability diagram of the scores: bin i
     has nodes[i] nodes of predicted probability i/10 to (i+1)/10; promised[i] is the sum of these probabilities,
-    accepted[i] the number of accepted nodes. `row_rounds`: live rows, summed over the rounds. `declined`: row rounds
-    whose tree was only a root.
+    accepted[i] the number of accepted nodes. row_rounds[b]: rounds in which row b was live. `declined`: row rounds whose
+    tree was only a root.
     """
 
-    row_rounds: Int32[Array, ""]
+    row_rounds: Int32[Array, " B"]
     declined: Int32[Array, ""]
     hits: Int32[Array, "D N k"]
     nodes: Int32[Array, " bins"]
@@ -31,10 +31,10 @@ class Stats:
     accepted: Int32[Array, " bins"]
 
 
-def nothing(strategy: Strategy) -> Stats:
-    """All counts 0."""
+def nothing(strategy: Strategy, batch: int) -> Stats:
+    """All counts 0, of `batch` rows."""
     return Stats(
-        row_rounds=jnp.int32(0),
+        row_rounds=jnp.zeros(batch, jnp.int32),
         declined=jnp.int32(0),
         hits=jnp.zeros((strategy.depth, strategy.nodes, strategy.topk), jnp.int32),
         nodes=jnp.zeros(BINS, jnp.int32),
@@ -71,7 +71,7 @@ def measure(
     here = which[..., None] == jnp.arange(BINS)
 
     return Stats(
-        row_rounds=live.sum(dtype=jnp.int32),
+        row_rounds=live.astype(jnp.int32),
         declined=declined.sum(dtype=jnp.int32),
         hits=hits,
         nodes=(here & drafted[..., None]).sum((0, 1), dtype=jnp.int32),

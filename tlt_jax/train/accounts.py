@@ -31,7 +31,8 @@ class Stopwatch:
     """Context that counts every second for one phase, and records every compilation of the process.
 
     Seconds of an inner phase do not count for the outer one; seconds outside of all phases count for
-    `other`. A lap is the time since the previous lap. `tell` is called with every phase that starts.
+    `other`. A lap is the time since the previous lap; `lapped` has the phases of the last one that ended, in order of
+    time. `tell` is called with every phase that starts.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Stopwatch:
         self.tell = tell
         self.clock, self.phase_name, self.since = clock, OTHER, clock()
         self.phases: list[tuple[str, Span]] = []
+        self.lapped: list[tuple[str, Span]] = []
         self.compiling: list[Span] = []
         self.programs = 0
 
@@ -88,6 +90,7 @@ class Stopwatch:
         self.switch_to(self.phase_name)
         phases, compiling, programs = self.phases, merged(self.compiling), self.programs
         self.phases, self.compiling, self.programs = [], [], 0
+        self.lapped = phases
 
         seconds: dict[str, float] = defaultdict(float)
         spent: dict[str, float] = defaultdict(float)

@@ -208,7 +208,7 @@ def report(
         f"drafter/{name}": float(value) for name, value in metrics.items() if name != "tokens"
     }
     writer.scalars(step, values | {"drafter/tokens_per_second": tokens / seconds})
-    writer.progress.step(
+    writer.progressed(
         step,
         values | {"perf/tokens_per_second": tokens / seconds, "timing_s/step": seconds / steps},
     )

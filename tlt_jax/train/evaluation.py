@@ -131,12 +131,12 @@ def collected(job: Job, scorer: Scorer, interrupted: Callable[[], bool]) -> dict
     return {uid: Score(*fields) for uid, *fields in every}
 
 
-def told_first(job: Job, texts: dict[int, str]) -> dict[int, str]:
-    """Gathers the texts of all processes' answers, by uid, in process 0, which writes them; empty in others. A collective."""
+def told_first(job: Job, told: dict[int, Any]) -> dict[int, Any]:
+    """Gathers what all processes know of their answers, JSON by uid, in process 0; empty in others. A collective."""
     if job.count == 1:
-        return texts
-    parts = job.to_first(json.dumps(list(texts.items())).encode())
-    return {uid: text for part in parts for uid, text in json.loads(part)}
+        return told
+    parts = job.to_first(json.dumps(list(told.items())).encode())
+    return {uid: one for part in parts for uid, one in json.loads(part)}
 
 
 def submit(scorer: Scorer, tokenizer: Any, prompt: Prompt, answer: Completion) -> str:

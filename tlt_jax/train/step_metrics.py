@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import resource
 import sys
 from collections import defaultdict
@@ -20,18 +19,14 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.metrics import (
     GroupSeconds,
     Record,
-    Writer,
-    console,
     group_seconds,
     idle_share,
     timeline,
 )
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
-from tlt_jax.train.accounts import Stopwatch
+from tlt_jax.train.accounts import OTHER, Stopwatch
 from tlt_jax.train.advantages import zero_variance
-
-log = logging.getLogger(__name__)
 
 
 def of_rollout(
@@ -140,6 +135,15 @@ def of_step(
     return seconds | rows | {"perf/throughput": scalars["perf/total_num_tokens"] / training}
 
 
+def phases(watch: Stopwatch, began: float) -> list[timeline.Phase]:
+    """The phases of the step that has just ended, in seconds since its rollout `began`."""
+    return [
+        timeline.Phase(name, span.begin - began, span.end - began)
+        for name, span in watch.lapped
+        if name != OTHER
+    ]
+
+
 def seconds_without(scalars: Mapping[str, float], *phases: str) -> float:
     """Seconds of a step without compiling and without these phases."""
 
@@ -156,13 +160,6 @@ def most_compiling(laps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     longest = max(laps, key=lambda lap: lap["perf/compile_s"])
     parts = {name for lap in laps for name in lap if name.startswith("perf/compile")}
     return {name: longest.get(name, 0.0) for name in parts}
-
-
-def say_evaluation(writer: Writer, step: int, steps: int, measured: Mapping[str, float]) -> None:
-    """Writes the metrics of an evaluation, and prints those that fit a line above the progress display."""
-    writer.scalars(step, measured)
-    writer.say(console.evaluation(step, steps, measured))
-    log.debug("step %d/%d  evaluation: %s", step, steps, dict(measured))
 
 
 class Profiler:
@@ -201,21 +198,31 @@ def records(
     prompts: Sequence[Prompt],
     rollout: RolloutResult,
     scores: Mapping[int, Score],
-    texts: Mapping[int, str],
+    told: Mapping[int, tuple[str, float]],
+    advantages: np.ndarray,
 ) -> list[Record]:
-    """The lines of the completions file, one per answer."""
+    """The lines of the completions file, one per answer.
+
+    `told`: text and log-prob sum by uid; advantages: float[answers], in their order.
+    """
     return [
         Record(
-            answer.uid,
-            prompts[answer.prompt].text,
-            texts[answer.uid],
-            scores[answer.uid].value,
-            len(answer.tokens),
-            answer.finish,
-            scores[answer.uid].parts,
-            scores[answer.uid].failure,
+            uid=answer.uid,
+            prompt=prompts[answer.prompt].text,
+            completion=told[answer.uid][0],
+            reward=scores[answer.uid].value,
+            length=len(answer.tokens),
+            finish=answer.finish,
+            parts=scores[answer.uid].parts,
+            failure=scores[answer.uid].failure,
+            id=str(prompts[answer.prompt].row["id"]),
+            group=answer.prompt,
+            reference=str(prompts[answer.prompt].row["answer"]),
+            advantage=float(advantage),
+            logprob=told[answer.uid][1],
+            accepted=answer.accepted,
         )
-        for answer in rollout.completions
+        for answer, advantage in zip(rollout.completions, advantages, strict=True)
     ]
 
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
+from tlt_jax.config.schema import NONE
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.keys import TRAIN_STREAM
@@ -23,9 +26,17 @@ from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.train import evaluation, minibatches, run_state, speculation_metrics, step_metrics
+from tlt_jax.train import (
+    drafting_words,
+    evaluation,
+    minibatches,
+    run_state,
+    speculation_metrics,
+    step_metrics,
+)
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
+from tlt_jax.train.drafting_words import DraftingWords
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health, failures
 from tlt_jax.train.minibatches import Learned, PolicyTraining
@@ -35,12 +46,16 @@ from tlt_jax.tuner.interface import State as TunerState
 
 
 class Rolled(NamedTuple):
-    """The rollout of a step: its prompts, the answers, the tuner's state after it, and the local answers' texts by uid."""
+    """The rollout of a step: its prompts, the answers, the tuner's state after it.
+
+    `told`: text and log-prob sum of the local answers, by uid; `began`: when it started, on the stopwatch's clock.
+    """
 
     prompts: list[Prompt]
     result: RolloutResult
     tuner: TunerState
-    texts: dict[int, str]
+    told: dict[int, tuple[str, float]]
+    began: float
 
 
 @dataclass
@@ -68,6 +83,7 @@ class Trainer:
     resumed: int | None = None
     evaluates_resumed: bool = False
     draft_timing: DraftTiming = field(init=False)
+    drafting_words: DraftingWords = field(init=False)
     evaluator: Evaluator = field(init=False)
     health: Health = field(init=False)
 
@@ -77,7 +93,7 @@ class Trainer:
         self.evaluator = Evaluator(
             config, self.engine, self.setup.dataset, self.setup.tokenizer, self.scorer
         )
-        self.health = Health(config)
+        self.health, self.drafting_words = Health(config), DraftingWords(self.steps)
 
     def step(self) -> int | None:
         """One RL step; the exit code when the run ends instead: it is done, was interrupted, or diverged."""
@@ -127,7 +143,7 @@ class Trainer:
             found = self.evaluator.evaluate(weights, state.tuner, self.interrupted, left)
             self.writer.lines(evaluations.FOLDER, state.step, found.answers)
         self.state = state.replace(tuner=found.tuner)
-        step_metrics.say_evaluation(self.writer, state.step, self.steps, found.metrics)
+        self.writer.evaluation(state.step, found.metrics)
         return found.metrics
 
     def save(self, measured: dict[str, float]) -> None:
@@ -154,11 +170,12 @@ class Trainer:
         """
         config, state, rollout = self.setup.config, self.state, self.setup.config.rollout
         self.profiler.enter(state.step + 1)
-        prompts, texts = self.setup.dataset.prompts(state.step), {}
+        prompts, told = self.setup.dataset.prompts(state.step), {}
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
-            texts[answer.uid] = evaluation.submit(self.scorer, self.setup.tokenizer, prompt, answer)
+            text = evaluation.submit(self.scorer, self.setup.tokenizer, prompt, answer)
+            told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
 
         with self.watch.phase("rollout"):
             request = self.engine.request(
@@ -176,11 +193,12 @@ class Trainer:
                 background = self.drafter.begin_rollout(request, weights, state)
                 if self.drafter.needs_all_answers(state):
                     wanted = exchange.everything
+            began = self.watch.clock()
             result, tuner = self.engine.run(
                 request, weights, state.tuner, on_finish=finished,
                 interrupted=self.interrupted, wanted=wanted, **background,
             )  # fmt: skip
-        return Rolled(prompts, result, tuner, texts)
+        return Rolled(prompts, result, tuner, told, began)
 
     def score(self) -> dict[int, Score]:
         """The scores of all processes' answers, by uid. Raises Interrupted."""
@@ -231,14 +249,26 @@ class Trainer:
             seconds = step_metrics.seconds_without(scalars, "drafter", "eval")
             self.state = state.replace(investment=state.investment.after_step(seconds))
 
-            texts = evaluation.told_first(setup.job, rolled.texts)
+            told = evaluation.told_first(setup.job, rolled.told)
             answers = []
             if setup.job.is_first:
-                answers = step_metrics.records(rolled.prompts, result, scores, texts)
+                answers = step_metrics.records(
+                    rolled.prompts, result, scores, told, learned.advantages
+                )
             chunks = speculation_metrics.chunks(self.engine.drafter_kind, result)
-            self.writer.step(state.step, scalars, answers, result.spans, chunks)
+            phases = step_metrics.phases(self.watch, rolled.began)
+            self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
+            self.say_drafting(result)
             if failed := failures(scores):
                 self.writer.say(f"step {state.step}/{self.steps}  {failed}")
+
+    def say_drafting(self, result: RolloutResult) -> None:
+        """Says when the rollout begins or ceases to draft."""
+        if self.engine.drafter_kind == NONE:
+            return
+        why = drafting_words.reason(self.engine, self.state.tuner, result)
+        if words := self.drafting_words.after(self.state.step, result.measurements, why):
+            self.writer.say(words)
 
     def diverged(self, rolled: Rolled, scores: dict[int, Score]) -> int | None:
         """DIVERGED when the run cannot go on after this step, with the reason on stderr."""

@@ -118,6 +118,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
                 report.tokens[row, :count],
                 report.logprobs[row, :count],
                 int(report.finish[row]),
+                count - int(report.stats.row_rounds[row]),  # a round adds one token of its own
             )
     events += news.values()
     if context.harvester:
