@@ -1,10 +1,9 @@
-"""examples/quickstart.ipynb runs from top to bottom in a kernel, in two minutes of a CPU, and shows what its text says."""
+"""examples/quickstart.ipynb runs from top to bottom in a kernel, and shows what its text says."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 from pathlib import Path
 
 import nbformat
@@ -14,14 +13,7 @@ from nbclient import NotebookClient
 import tlt_jax
 
 ROOT = Path(tlt_jax.__file__).parents[1]
-SECONDS = 120.0  # of CPU, on all cores
 PATIENCE_S = 900  # for a cell: the machine may do much else
-
-
-def cpu_seconds() -> float:
-    """Those of the processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +24,14 @@ def notebook():
 @pytest.fixture(scope="module")
 def executed(notebook, tmp_path_factory):
     """The notebook with its outputs, run in a folder of its own; its programs are those of the tests."""
-    folder, begin = tmp_path_factory.mktemp("notebook"), cpu_seconds()
+    folder = tmp_path_factory.mktemp("notebook")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("HOME", str(folder))
         client = NotebookClient(
             notebook.copy(), timeout=PATIENCE_S, resources={"metadata": {"path": str(folder)}}
         )
-        found = client.execute()
-    assert 1 < cpu_seconds() - begin < SECONDS
-    return found
+        return client.execute()
 
 
 def outputs(notebook, word: str, kind: str) -> str:
