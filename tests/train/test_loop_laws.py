@@ -63,11 +63,16 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     def run(folder: Path, seed: int = 0) -> Run:
         knobs = STILL | cached | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
-            learned = minibatches.Learned([{}], np.zeros((1, 1)), np.zeros(1), 1.0)
-            patch.setattr(PolicyTraining, "update", lambda self, state, *_: (state, learned))
+            patch.setattr(PolicyTraining, "update", nothing_learned)
             return observed.watched(observed.configure(folder, knobs))
 
     return run
+
+
+def nothing_learned(self, state, prompts, rollout, *_):
+    """In place of PolicyTraining.update: the same policy."""
+    count = len(rollout.completions)
+    return state, minibatches.Learned([{}], np.zeros((1, count)), np.zeros(count), 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -166,9 +166,8 @@ def test_auto_learns_from_rows_until_the_rollout_has_features_and_then_from_what
     same_policy(config, plain)
     measured = {name: dict(values) for name, values in events(config).items()}
     assert measured["drafter/update_steps"] == {2: 1.0}, "once a step's seconds are known"
-    assert [measured["drafter/steps"].get(step, 0) > 0 for step in (1, 2, 3, 4)] == [
-        False, False, True, True,
-    ]  # fmt: skip
+    steps = [measured["drafter/steps"].get(step, 0) for step in (1, 2, 3, 4)]
+    assert steps[:2] == [0, 0] and sum(steps[2:]) > 0, "a busy machine may leave a step no time"
     known = Investment.of(json.loads(meta_of(config, STEPS)))
     assert known.tokens == sum(measured["drafter/tokens"].values()) + sum(
         measured["drafter/update_tokens"].values()
