@@ -53,15 +53,7 @@ class Progress:
             )
             self._bar.start()
 
-        self._handler = Messages(self)
-        logger = logging.getLogger("tlt_jax")
-        logger.addHandler(self._handler)
-        self._level = logger.level
-        logger.setLevel(logging.DEBUG)
-        self._propagates, logger.propagate = (
-            logger.propagate,
-            False,
-        )  # a root handler would print everything twice
+        self._messages = Messages(self)
 
     def step(self, step: int, values: Mapping[str, float]) -> str:
         """Shows a finished step; its line, as wide as where there is no terminal."""
@@ -124,21 +116,30 @@ class Progress:
 
     def close(self) -> None:
         """Ends the display, and restores the loggers."""
-        logger = logging.getLogger("tlt_jax")
-        logger.removeHandler(self._handler)
-        logger.setLevel(self._level)
-        logger.propagate = self._propagates
+        self._messages.close()
         if self._bar:
             self._bar.stop()
             self._bar = None
 
 
 class Messages(logging.Handler):
-    """Passes log records to the progress display."""
+    """Passes the records of the package's loggers to a progress display, until it is closed."""
 
     def __init__(self, progress: Progress):
         super().__init__()
-        self._progress = progress
+        self._progress, logger = progress, logging.getLogger("tlt_jax")
+        self._before = logger.level, logger.propagate
+        logger.addHandler(self)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False  # a root handler would print everything twice
+
+    def close(self) -> None:
+        """Restores the loggers."""
+        logger = logging.getLogger("tlt_jax")
+        logger.removeHandler(self)
+        level, logger.propagate = self._before
+        logger.setLevel(level)
+        super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._progress.hear(record, self.format(record))

@@ -65,12 +65,7 @@ class Table:
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._last = self._drawn = time.monotonic()
         self._programs, self._compile_s = 0, 0.0
-        self._handler = Messages(self)
-        logger = logging.getLogger("tlt_jax")
-        logger.addHandler(self._handler)
-        self._before = logger.level, logger.propagate
-        logger.setLevel(logging.DEBUG)
-        logger.propagate = False  # a root handler would print everything twice
+        self._messages = Messages(self)
         self.draw()
 
     def step(self, step: int, values: Mapping[str, float]) -> str:
@@ -141,10 +136,7 @@ class Table:
 
     def close(self) -> None:
         """Draws the table for the last time, and restores the loggers."""
-        logger = logging.getLogger("tlt_jax")
-        logger.removeHandler(self._handler)
-        level, logger.propagate = self._before
-        logger.setLevel(level)
+        self._messages.close()
         self.draw()
 
 
