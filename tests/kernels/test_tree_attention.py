@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernels import triton_runs
 from kernels.tree_cases import Arguments, Case, arguments, attend
 
 from tlt_jax.kernels import tree_attention
@@ -37,14 +34,8 @@ def xla(case: Arguments) -> np.ndarray:
 
 def interpreted(cases: list[Arguments]) -> list[np.ndarray]:
     """The cases by the kernels in Triton's interpreter, in a separate process."""
-    reason = "Triton, jax-triton: Python 3.12 and the gpu extra"
-    for module in ("triton", "jax_triton"):
-        pytest.importorskip(module, reason=reason)
-    script = Path(__file__).with_name("triton_interpreter.py")
-    given = pickle.dumps([tuple(case) for case in cases])
-    done = subprocess.run([sys.executable, script], input=given, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    return pickle.loads(done.stdout)
+    calls = [(tuple(case), {"capability": 90}) for case in cases]
+    return triton_runs.interpreted("tlt_jax.kernels.tree_attention_triton:attend", calls)
 
 
 def check(result: np.ndarray, case: Case, given: Arguments) -> None:
@@ -83,7 +74,7 @@ def test_a_node_that_sees_nothing_is_finite():
 
 
 def test_slots_that_do_not_divide_into_tiles_are_refused():
-    pytest.importorskip("jax_triton", reason="jax-triton: Python 3.12 and the gpu extra")
+    pytest.importorskip("jax_triton", reason=triton_runs.REASON)
     from tlt_jax.kernels import tree_attention_triton
 
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from kernels.tree_cases import Arguments, Case, arguments, attend
+from kernels.triton_runs import REASON, kernels, resource_usage
 from pairwise import matrix
 
 from tlt_jax.distributed.mesh import make_mesh
@@ -30,49 +30,21 @@ HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
 @matrix(rows=ROWS, width=[64, 128], dtype=DTYPES)
 def test_no_kernel_spills_registers(rows, width, dtype, monkeypatch, tmp_path):
     G, N, M = rows
-    triton = pytest.importorskip("triton", reason="Triton: Python 3.12 and the gpu extra")
-    for source, options in sources(Case(4, G, N, width, M, 4224, dtype, (0, 0)), monkeypatch):
-        target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-        code = triton.compile(source, target=target, options=options).asm["cubin"]
-        (tmp_path / "code").write_bytes(code)
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "code"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
-
-
-def sources(case: Case, monkeypatch):
-    """The kernels of a call with their options, as Triton's compiler takes them."""
-    import jax_triton
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("jax_triton", reason=REASON)
     from tlt_jax.kernels import tree_attention_triton
 
-    made, letters = [], {"bfloat16": "bf16", "float32": "fp32", "int8": "i8", "int32": "i32"}
-
-    def call(*arrays, kernel, out_type, backend_options, num_warps, num_stages, **given):
-        leaves = [*arrays, *jax.tree.leaves(out_type)]
-        names = kernel.arg_names
-        signature = dict.fromkeys(names, "constexpr") | {
-            name: f"*{letters[leaf.dtype.name]}" for name, leaf in zip(names, leaves, strict=False)
-        }
-        constants = {name: given[name] for name in names if name in given}
-        aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(leaves))}
-        options = {"num_warps": num_warps, "num_stages": num_stages, **backend_options}
-        made.append((ASTSource(kernel, signature, constants, aligned), options))
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out_type)
-
-    monkeypatch.setattr(jax_triton, "triton_call", call)
-    jax.eval_shape(partial(tree_attention_triton.attend, capability=90), *arguments(case))
-    return made
+    attend = partial(tree_attention_triton.attend, capability=90)
+    given = arguments(Case(4, G, N, width, M, 4224, dtype, (0, 0)))
+    for kernel in kernels(attend, monkeypatch, *given):
+        usage = resource_usage(kernel, tmp_path)
+        assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
 
 
 def lowered(model: int, rounds: int) -> jax.stages.Lowered:
     """A loop of attention that writes the cache it reads, on `model` GPUs of one host."""
     from tlt_jax.distributed import topology
 
-    pytest.importorskip("jax_triton", reason="jax-triton: Python 3.12 and the gpu extra")
+    pytest.importorskip("jax_triton", reason=REASON)
     mesh = make_mesh(1, model, topology.describe("h200:8" if model > 1 else "h200:1").devices)
     case = arguments(Case(4, 7, 8, 128, 8, 1152, "bfloat16", (5, 900)))
 

@@ -1,10 +1,11 @@
-"""Runs the tree attention kernels in Triton's interpreter, on NumPy, in a separate process: Triton chooses it at import.
+"""Runs a function's kernels in Triton's interpreter, on NumPy, in a separate process: Triton chooses it at import.
 
-Reads a pickled list of `attend`'s arguments, and writes the list of its results.
+Reads, pickled, the function's name (module:function) and the arguments of its calls; writes the list of its results.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -44,12 +45,23 @@ def dot(builder, a, b, *rest):
     return EXACT_DOT(builder, widened(a), widened(b), *rest)
 
 
-def call(*arrays, kernel, out_type, grid, num_warps, num_stages, **given):
-    """Replaces `jax_triton.triton_call`; results start as NaN."""
+def unwritten(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A result before the kernel runs: NaN, or a large integer."""
+    if np.issubdtype(leaf.dtype, np.integer):
+        return np.full(leaf.shape, np.iinfo(leaf.dtype).max // 3, leaf.dtype)
+    return np.full(leaf.shape, np.nan, leaf.dtype)
+
+
+def call(
+    *arrays, kernel, out_type, grid, num_warps, num_stages, input_output_aliases=None, **given
+):
+    """Replaces `jax_triton.triton_call`."""
     names = kernel.arg_names
     leaves, tree = jax.tree.flatten(out_type)
-    results = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in leaves]
-    pointers = [Pointer(array) for array in (*map(np.asarray, arrays), *results)]
+    arrays, results = [*map(np.asarray, arrays)], [*map(unwritten, leaves)]
+    for source, place in (input_output_aliases or {}).items():
+        arrays[source] = results[place] = arrays[source].copy()
+    pointers = [Pointer(array) for array in (*arrays, *results)]
     kernel[grid](*pointers, **{name: given[name] for name in names if name in given})
     return jax.tree.unflatten(tree, [jax.numpy.asarray(array) for array in results])
 
@@ -59,8 +71,8 @@ if __name__ == "__main__":
     interpreter.GridExecutor._init_args_hst = lambda executor, arrays, sizes: (arrays, sizes)
     interpreter.GridExecutor._restore_args_dev = lambda *same: None
     jax_triton.triton_call = call
-    from tlt_jax.kernels import tree_attention_triton
-
-    cases = pickle.load(sys.stdin.buffer)
-    found = [np.asarray(tree_attention_triton.attend(*case, capability=90)) for case in cases]
+    name, calls = pickle.load(sys.stdin.buffer)
+    module, _, function = name.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    found = [jax.tree.map(np.asarray, run(*args, **keywords)) for args, keywords in calls]
     pickle.dump(found, sys.stdout.buffer)

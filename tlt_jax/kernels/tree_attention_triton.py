@@ -7,27 +7,20 @@ nothing. The first split also handles the tree's nodes, under the ancestor mask.
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
-from jax_triton import triton_lib
 from jaxtyping import Array, Bool, Float, Int
 
-# The dead code rule of jax-triton 0.4.1 takes two arguments; jax 0.12 passes three.
-RULES, CALL = triton_lib.pe.dce_rules, triton_lib.triton_kernel_call_p
-if len(inspect.signature(RULES[CALL]).parameters) == 2:
-    RULES[CALL] = lambda used, *rest, rule=RULES[CALL]: rule(used, rest[-1])
+from tlt_jax.kernels import triton_call
 
 LOWEST = tl.constexpr(-3.0e38)  # below every score; finite, so that differences are not NaN
 STAGES = 3  # tiles of slots that are prefetched from memory
-PTX = 86  # PTX 8.6, of CUDA 12.7: XLA's ptxas may not read the newest version that Triton writes
 
 
 @dataclass(frozen=True)
@@ -82,9 +75,7 @@ def attend(
     R, M, S = G * N, v.shape[2], keys.shape[3]
     sizes, width = blocks(R, E, S, q.dtype), max(16, power(E))
     splits, tiles = -(-S // sizes.split), -(-R // sizes.rows)
-    call = partial(
-        jax_triton.triton_call, compute_capability=capability, backend_options={"ptx_version": PTX}
-    )
+    call = partial(triton_call.call, capability=capability)
     lengths = lengths.astype(jnp.int32)
     mixed, levels = call(
         q, k, v, ancestors.astype(jnp.int8), keys, values, lengths,
