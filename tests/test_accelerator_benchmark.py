@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.device import accelerator, sections, setup
 from benchmarks.device.setup import SHAPES, Device, TimeIsOver
+from tlt_jax import make_tiny_model
 from tlt_jax.distributed.mesh import make_mesh
 
 
@@ -22,8 +24,26 @@ def quick(monkeypatch):
     monkeypatch.setattr(setup, "REPEATS", (1, 0))
 
 
+@pytest.fixture
+def job_inputs(monkeypatch, tmp_path):
+    """A model and problems in GSM8K's format, for the main job without a drafter."""
+    for name, added in (("train", 3), ("test", 4)):
+        rows = [
+            {"question": f"{i} and {added} ducks?", "answer": f"Many.\n#### {i + added}"}
+            for i in range(20)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    sizes = ["--vocab-size", "300", "--hidden-size", "16", "--layers", "1", "--mlp-size", "32"]
+    command = ["--data", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "model"), *sizes]
+    assert make_tiny_model.main(command) == 0
+    monkeypatch.setenv("MODEL_DIR", str(tmp_path / "model"))
+    monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
+    monkeypatch.setattr(sections, "JOB_DRAFTERS", ("none",))
+
+
 @pytest.mark.parametrize("section", sections.SECTIONS)
-def test_every_section_measures(section):
+def test_every_section_measures(section, job_inputs):
     rows = list(sections.SECTIONS[section](device()))
     assert bool(rows) == (section != "graphs"), "CUDA graphs are a GPU's"
     for row in rows:
@@ -31,6 +51,13 @@ def test_every_section_measures(section):
         case, milliseconds, rate, *_ = row
         assert math.isfinite(rate) and (milliseconds > 0 or "without drafting" in case)
     assert len({row[0] for row in rows}) == len(rows)
+
+
+def test_the_main_job_says_what_it_was_not_given(monkeypatch, capsys):
+    for name in sections.JOB_NEEDS:
+        monkeypatch.delenv(name, raising=False)
+    assert not list(sections.job(device()))
+    assert capsys.readouterr().out.strip() == "job: not run, MODEL_DIR and GSM8K_DIR not given"
 
 
 def test_the_operations_of_an_update_are_those_of_its_products(monkeypatch):
@@ -64,7 +91,7 @@ def test_the_command_prints_rows_keeps_them_and_names_what_it_left_out(tmp_path,
     assert accelerator.main([*command, "--sections", "copies"]) == 0
     printed = capfd.readouterr().out
     assert "| copies | product of 256 x 256 |" in printed and "not finished" not in printed
-    assert len(path.read_text().splitlines()) == 3
+    assert len(path.read_text().splitlines()) == 4
     assert accelerator.main([*command, "--minutes", "0", "--sections", "copies,graphs"]) == 0
     printed = capfd.readouterr().out
     assert printed.strip().endswith(

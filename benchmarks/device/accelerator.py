@@ -5,8 +5,9 @@ python benchmarks/accelerator.py [--shape 7b] [--minutes 10] [--sections copies,
 Random weights of a Qwen2.5-7B shape in bfloat16, and no files. Every section is a process and prints each row when it is
 measured. Sections that would start after the time limit are left out and named. `--shape tiny` runs everything on a CPU.
 
-- copies: bytes a second of a copy (read and written), and FLOP/s of the product of two square matrices.
+- copies: bytes a second of a copy (read and written) and of reading alone, and FLOP/s of the product of two square matrices.
 - decode: rounds of plain decoding, rows half full; the bound reads weights and filled cache once at the speed of the copy.
+- small: decode and trees of SmolLM2-135M's shape, whose rounds are bound by the number of kernels.
 - trees: rounds of EAGLE-3 trees relative to plain rounds of the same engine, also without drafting; and the accept length at
   which speculation is 2.6 times as fast as plain decoding of one sequence, as in the paper (arXiv 2511.16665) on an H100.
 - attention: of tree nodes alone, by XLA and as the engine computes it here; the bound reads the filled cache once.
@@ -14,6 +15,8 @@ measured. Sections that would start after the time limit are left out and named.
   causal attention; recomputation is not counted.
 - noise: share of sampling in a plain round: by temperature, and by temperature and top-p.
 - graphs (on a GPU): a plain round of one sequence with the loop in a CUDA graph, with a graph a round, and without graphs.
+- job: a few RL steps with drafters and without, of the model in MODEL_DIR (for example SmolLM2-135M-Instruct) on the GSM8K
+  files in GSM8K_DIR; share: how many times as fast as without.
 - tests: those that need a device (`pytest -m device`).
 """
 
@@ -28,7 +31,18 @@ from collections.abc import Sequence
 from benchmarks.common import processes, results
 from benchmarks.common.processes import ROOT, TIMEOUT
 
-SECTIONS = ("copies", "decode", "trees", "attention", "update", "noise", "graphs", "tests")
+SECTIONS = (
+    "copies",
+    "decode",
+    "small",
+    "trees",
+    "attention",
+    "update",
+    "noise",
+    "graphs",
+    "job",
+    "tests",
+)
 NO_TEST = 5  # exit code of pytest when no test was selected
 # What XLA puts into CUDA graphs, by case; a run has the flags of the first.
 GRAPHS = {
@@ -40,7 +54,7 @@ GRAPHS = {
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = results.arguments(__doc__)
-    parser.add_argument("--shape", choices=("7b", "0.5b", "tiny"), default="7b")
+    parser.add_argument("--shape", choices=("7b", "0.5b", "smollm2", "tiny"), default="7b")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--update-layers", type=int, default=8)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks.common import processes
 from benchmarks.common.processes import TIMEOUT
 from benchmarks.common.results import ResultTable
 from benchmarks.device import setup
 from benchmarks.device.setup import SAMPLED, SHAPES, Device, TimeIsOver
+from benchmarks.whole_runs import runs
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Train
 from tlt_jax.data import packing
@@ -34,17 +41,25 @@ COLUMNS = ("section", "case", "ms", "rate", "unit", "share", "of", "aim")
 SAMPLINGS = {"greedy": Sampling(0.0), "temperature 1": SAMPLED, "top-p 0.95": Sampling(top_p=0.95)}
 ATTENTION = tuple((batch, nodes) for batch in (1, 8, 32) for nodes in (1, 8, 48)) + ((128, 1),)
 TINY_ATTENTION = (1, 1), (4, 8)
+JOB, JOB_NEEDS = Path(__file__).with_name("smollm2.yaml"), ("MODEL_DIR", "GSM8K_DIR")
+JOB_DRAFTERS = "none", "ngram", "adaptive"
+JOB_TINY = shlex.split(
+    "--rollout.prompts 2 --rollout.samples 2 --rollout.max_new_tokens 8 --train.steps 2 --train.rows 1"
+    " --train.row_tokens 512 --train.logits_chunk 512"
+)
 GOAL = 2.6  # times plain decoding, of one sequence
 Row = tuple[str, float, float, str, float, str, str]
 
 
 def copies(device: Device) -> Iterator[Row]:
-    """Rates of a copy and of a product, as shares of the published ones."""
+    """Rates of a copy, of reading and of a product, as shares of the published ones."""
     (copied, rate), (product, flop) = setup.copy_rate(device), setup.product_rate(device)
     bandwidth, peak = device.published or (rate, flop)
-    of = "published" if device.published else "itself, nothing is published"
-    size, case = device.shape.square, f"copy of {device.shape.copied >> 20} MiB"
-    yield case, 1e3 * copied, rate / 1e12, "TB/s", rate / bandwidth, of, ""
+    of = "published" if device.published else "the copy, nothing is published"
+    size, amount = device.shape.square, f"{device.shape.copied >> 20} MiB"
+    yield f"copy of {amount}", 1e3 * copied, rate / 1e12, "TB/s", rate / bandwidth, of, ""
+    spent, read = setup.read_rate(device)
+    yield f"reading {amount}", 1e3 * spent, read / 1e12, "TB/s", read / bandwidth, of, ""
     case = f"product of {size} x {size}"
     yield case, 1e3 * product, flop / 1e12, "TFLOP/s", flop / peak, of, ""
 
@@ -63,6 +78,14 @@ def decode(device: Device) -> Iterator[Row]:
         bound = (read + kv * target.embed.itemsize * batch * filled) / rate
         case, aim = f"B {batch}, {filled} of {device.shape.slots} slots", aims.get(batch, "")
         yield case, 1e3 * spent, batch / spent, "tokens/s", bound / spent, "bytes", aim
+
+
+def small(device: Device) -> Iterator[Row]:
+    """Plain decoding and trees of SmolLM2-135M's shape, whose rounds are bound by the number of kernels."""
+    if device.shape is not SHAPES["tiny"]:
+        device = replace(device, shape=SHAPES["smollm2"])
+    yield from decode(device)
+    yield from trees(device)
 
 
 def trees(device: Device) -> Iterator[Row]:
@@ -198,9 +221,47 @@ def graphs(device: Device) -> Iterator[Row]:
     yield "plain, B 1", 1e3 * spent, 1 / spent, "tokens/s", 1.0, "", ""
 
 
+def job(device: Device) -> Iterator[Row]:
+    """A few RL steps of the main job on the model in MODEL_DIR and GSM8K_DIR's problems: with a drafter relative to without."""
+    if missing := [name for name in JOB_NEEDS if not os.environ.get(name)]:
+        print(f"\njob: not run, {' and '.join(missing)} not given")
+        return
+    plain = 0.0
+    with TemporaryDirectory() as folder:
+        for drafter in JOB_DRAFTERS:
+            device.check()
+            run = Path(folder, drafter)
+            given = ["--run", str(run), "--speculation.drafter", drafter]
+            given += [
+                "--model.path",
+                os.environ["MODEL_DIR"],
+                "--model.compute_dtype",
+                device.dtype,
+            ]
+            if device.shape is SHAPES["tiny"]:
+                given += JOB_TINY
+            command = processes.module("tlt_jax.train", "--config", str(JOB), *given)
+            done = processes.run(command, max(device.until - time.time(), 1.0))
+            if done.returncode == TIMEOUT:
+                raise TimeIsOver
+            if done.returncode:
+                raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr[-2000:]}")
+            first, *later = runs.read_steps(run).values()
+            spent = first["timing_s/step"]
+            cold, unit = f"{drafter}, first step", "s of it compiling"
+            yield cold, 1e3 * spent, first["perf/compile_s"], unit, 1.0, "", ""
+            spent, tokens = (
+                statistics.median(step[name] for step in later)
+                for name in ("timing_s/step", "perf/tokens_per_second")
+            )
+            plain = plain or spent
+            case = f"{drafter}, later steps"
+            yield case, 1e3 * spent, tokens, "tokens/s", plain / spent, "plain", ""
+
+
 SECTIONS = {
-    "copies": copies, "decode": decode, "trees": trees, "attention": attention, "update": update, "noise": noise,
-    "graphs": graphs,
+    "copies": copies, "decode": decode, "small": small, "trees": trees, "attention": attention, "update": update,
+    "noise": noise, "graphs": graphs, "job": job,
 }  # fmt: skip
 
 

@@ -50,8 +50,10 @@ qwen2 = partial(sizes, is_tied=False, positions=131072)
 LARGE = (
     4096, 32, (1, 4, 8, 32, 128), ("4_2_8", "6_4_16", "8_4_48"), ((4, 4096), (1, 16384)), 32000, 8192, 2**31,
 )  # fmt: skip
+SMALL = sizes(576, 30, 9, 3, 1536, 49152, kind="llama", positions=8192)
 SHAPES = {
     "7b": Shape(qwen2(3584, 28, 28, 4, 18944, 152064), *LARGE),
+    "smollm2": Shape(SMALL, 1280, *LARGE[1:]),
     "0.5b": Shape(qwen2(896, 24, 14, 2, 4864, 151936), *LARGE),
     "tiny": Shape(qwen2(64, 2, 4, 2, 128, 256), 128, 4, (1, 4), ("2_2_4",), ((2, 128),), 64, 256, 2**22),
 }  # fmt: skip
@@ -111,6 +113,15 @@ def copy_rate(device: Device) -> tuple[float, float]:
     array = jnp.ones(device.shape.copied // 4, jnp.float32)
     spent = seconds_each(lambda array: array + 1, array, times=8)
     return spent, 2 * array.nbytes / spent
+
+
+def read_rate(device: Device) -> tuple[float, float]:
+    """Seconds of reading an array once, and bytes a second."""
+    array = jnp.zeros(device.shape.copied // 4, jnp.float32)
+    spent = seconds_each(
+        lambda most, array: jnp.max(array + most), jnp.float32(0.0), array, times=8
+    )
+    return spent, array.nbytes / spent
 
 
 def product_rate(device: Device) -> tuple[float, float]:
