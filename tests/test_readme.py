@@ -61,6 +61,7 @@ WHERE = {
     "--steps 15": f"{ROWS}end_to_end.csv",
     "python -m benchmarks.speculation.speed --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
     "python -m benchmarks.speculation.speed --tail --policy DIR --drafter DIR": f"{ROWS}speculation_tail.csv",
+    "python benchmarks/accelerator.py": f"{ROWS}accelerator.csv",
     "python benchmarks/rollout.py": f"{ROWS}rollout.csv",
     "python -m tlt_jax.train --config configs/quickstart.yaml --train.seed SEED": f"{ROWS}quickstart.csv",
     ".venv/bin/python -m tlt_jax.make_tiny_model --data $GSM8K_DIR/train.jsonl --columns question,answer "
