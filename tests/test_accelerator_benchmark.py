@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.device import accelerator, sections, setup
+from benchmarks.device import accelerator, sections, setup, tune
 from benchmarks.device.setup import SHAPES, Device, TimeIsOver
-from tlt_jax import make_tiny_model
+from benchmarks.device.tune import Case
+from tlt_jax import kernels, make_tiny_model
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import attention_sizes, tree_attention, triton_support
 
 
 def device(seconds: float = 600.0) -> Device:
@@ -45,7 +51,7 @@ def job_inputs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("section", sections.SECTIONS)
 def test_every_section_measures(section, job_inputs):
     rows = list(sections.SECTIONS[section](device()))
-    assert bool(rows) == (section != "graphs"), "CUDA graphs are a GPU's"
+    assert bool(rows) == (section not in ("graphs", "tune")), "CUDA graphs and Triton are a GPU's"
     for row in rows:
         assert len(row) == len(sections.COLUMNS) - 1
         case, milliseconds, rate, *_ = row
@@ -78,6 +84,83 @@ def test_the_bound_of_decoding_is_weights_and_half_full_cache(monkeypatch):
     weights = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128) + 256 * 64 + 2 * (2 * 64 + 64 + 2 * 32) + 64
     cache = 2 * 2 * 32 * 64  # keys and values, layers, width, slots
     assert shares == [4 * (weights + batch * cache) for batch in (1, 4)]
+
+
+def test_without_triton_kernels_there_is_nothing_to_tune(capfd):
+    assert not list(tune.tune(device()))
+    assert "there is nothing to tune" in capfd.readouterr().out
+
+
+def case(name: str, seconds: dict[str, float], wrong: str = "") -> Case:
+    """A case whose candidates take these seconds, one of them with a wrong result."""
+    return Case(
+        name=name,
+        candidates=tuple(seconds),
+        error=lambda candidate: math.nan if candidate == wrong else 0.01,
+        most=0.02,
+        seconds=seconds.__getitem__,
+        read=1e9,
+        line=lambda candidate: f"{name!r}: {candidate}",
+    )
+
+
+def test_tuning_prints_the_fastest_of_the_right_candidates_as_code(capfd):
+    cases = [case("one", {"a": 0.3, "b": 0.2}), case("two", {"c": 0.1, "d": 0.4}, wrong="c")]
+    rows = list(tune.measured(cases, device()))
+    assert [row[:3] for row in rows] == [
+        ("one, a", 300.0, pytest.approx(1 / 300)), ("one, b", 200.0, 0.005), ("two, d", 400.0, 0.0025)
+    ]  # fmt: skip
+    printed = capfd.readouterr().out
+    assert "two, c: differs by nan, at most 0.02" in printed
+    assert printed.endswith("\nTABLE = {\n    'one': b,\n    'two': d,\n}\n")
+
+
+def test_every_case_is_tuned_when_the_seconds_are_over(monkeypatch, capfd):
+    monkeypatch.setattr(tune, "SECONDS", 0.0)
+    cases = [case("one", {"a": 0.3, "b": 0.2}), case("two", {"c": 0.1, "d": 0.4})]
+    assert [row[0] for row in tune.measured(cases, device())] == ["one, a", "two, c"]
+    assert "one: 1 of 2 were tried in time" in capfd.readouterr().out
+    with pytest.raises(TimeIsOver):
+        next(tune.measured(cases, device(-1.0)))
+
+
+def test_attention_is_tuned_with_the_sizes_that_its_table_takes(monkeypatch, capfd):
+    """XLA's form stands in for the kernel; of one candidate its result is wrong."""
+
+    def attend(*given):
+        *given, arrivals, capability, sizes = given
+        assert capability == 90 and arrivals.shape == (
+            *given[0].shape[:2],
+            sizes.tiles(2 * given[0].shape[3]),
+        )
+        return tree_attention.attend_in_xla(*given, False) + (sizes.slots == 128), arrivals
+
+    monkeypatch.setattr(
+        kernels, "tree_attention_triton", SimpleNamespace(attend=attend), raising=False
+    )
+    monkeypatch.setattr(triton_support, "capability", lambda mesh: 90)
+    monkeypatch.setattr(tune, "NODES", (1,))
+    monkeypatch.setattr(tune, "WIDTHS", (16,))
+    rows = list(tune.tune(device()))
+    assert {row[0].partition(", Sizes")[0] for row in rows} == {
+        "tree attention, 2 queries, width 16, 128 slots"
+    }
+    assert rows and not any("slots=128" in row[0] for row in rows)
+    printed = capfd.readouterr().out
+    assert "Sizes(queries=16, slots=128, split=128, warps=4, stages=3): differs by" in printed
+    table = ast.literal_eval(re.sub(r"Sizes\((.*)\)", r'"\1"', printed.partition("TABLE = ")[2]))
+    ((kind, *key),) = table
+    assert kind == meshes.device_kind(make_mesh(1, 1)) and key == [2, 16, 128, 4]
+
+
+@pytest.mark.parametrize("width", tune.WIDTHS)
+@pytest.mark.parametrize("nodes", tune.NODES)
+def test_candidates_of_attention_are_some_and_begin_with_the_rule(nodes, width):
+    queries = 7 * nodes
+    found = tune.candidates(queries, width, 4096)
+    assert found[0] == attention_sizes.rule(queries, width, 2)
+    assert 10 <= len(found) <= 30
+    assert all(one.split >= attention_sizes.SLOTS_PER_QUERY * queries for one in found)
 
 
 def test_no_row_begins_when_time_is_over():

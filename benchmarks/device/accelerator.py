@@ -17,6 +17,8 @@ measured. Sections that would start after the time limit are left out and named.
 - graphs (on a GPU): a plain round of one sequence with the loop in a CUDA graph, with a graph a round, and without graphs.
 - job: a few RL steps with drafters and without, of the model in MODEL_DIR (for example SmolLM2-135M-Instruct) on the GSM8K
   files in GSM8K_DIR; share: how many times as fast as without.
+- tune (on a GPU with Triton): milliseconds of the sizes that a Triton kernel may have, at most 3 minutes, each compared with
+  XLA's result; prints the fastest as code of the kernel's table. Not run unless named.
 - tests: those that need a device (`pytest -m device`).
 """
 
@@ -32,17 +34,9 @@ from benchmarks.common import processes, results
 from benchmarks.common.processes import ROOT, TIMEOUT
 
 SECTIONS = (
-    "copies",
-    "decode",
-    "small",
-    "trees",
-    "attention",
-    "update",
-    "noise",
-    "graphs",
-    "job",
-    "tests",
-)
+    "copies", "decode", "small", "trees", "attention", "update", "noise", "graphs", "job", "tune", "tests",
+)  # fmt: skip
+DEFAULT = tuple(one for one in SECTIONS if one != "tune")
 NO_TEST = 5  # exit code of pytest when no test was selected
 # What XLA puts into CUDA graphs, by case; a run has the flags of the first.
 GRAPHS = {
@@ -56,7 +50,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = results.arguments(__doc__)
     parser.add_argument("--shape", choices=("7b", "0.5b", "smollm2", "tiny"), default="7b")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--sections", default=",".join(DEFAULT))
     parser.add_argument("--update-layers", type=int, default=8)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)

@@ -12,15 +12,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.common import processes
 from benchmarks.common.processes import TIMEOUT
 from benchmarks.common.results import ResultTable
-from benchmarks.device import setup
-from benchmarks.device.setup import SAMPLED, SHAPES, Device, TimeIsOver
+from benchmarks.device import setup, tune
+from benchmarks.device.setup import SAMPLED, SHAPES, Device, Row, TimeIsOver
 from benchmarks.whole_runs import runs
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Train
@@ -48,7 +47,6 @@ JOB_TINY = shlex.split(
     " --train.row_tokens 512 --train.logits_chunk 512"
 )
 GOAL = 2.6  # times plain decoding, of one sequence
-Row = tuple[str, float, float, str, float, str, str]
 
 
 def copies(device: Device) -> Iterator[Row]:
@@ -130,7 +128,7 @@ def attention(device: Device) -> Iterator[Row]:
     heads, width = model.num_kv_heads, model.head_dim
     for batch, nodes in ATTENTION if len(device.shape.batches) > 2 else TINY_ATTENTION:
         device.check()
-        given = attention_operands(device, batch, nodes)
+        given = setup.attention_operands(device, batch, nodes, width)
         read = batch * heads * width * slots * given[0].dtype.itemsize  # keys and values, half full
         for way, mesh in (("XLA", None), ("engine", device.mesh)):
             spent = attention_seconds(given, mesh)
@@ -139,30 +137,10 @@ def attention(device: Device) -> Iterator[Row]:
             yield case, 1e3 * spent, read / spent / 1e12, "TB/s", share, "copy", aim
 
 
-def attention_operands(device: Device, batch: int, nodes: int) -> tuple[jax.Array, ...]:
-    """Random queries, nodes and caches of one layer; a node sees earlier nodes and half of the slots."""
-    model, slots = device.model(), device.shape.slots
-    heads, width = model.num_kv_heads, model.head_dim
-    drawn = iter(jax.random.split(jax.random.key(0), 5))
-
-    def random(*shape: int) -> jax.Array:
-        return jax.random.normal(next(drawn), shape, device.dtype)
-
-    return (
-        random(batch, heads, model.num_heads // heads, nodes, width),
-        random(batch, heads, width, nodes),
-        random(batch, heads, nodes, width),
-        jnp.broadcast_to(jnp.tri(nodes, dtype=bool), (batch, nodes, nodes)),
-        random(batch, heads, width, slots),
-        random(batch, heads, slots, width),
-        jnp.full(batch, slots // 2, jnp.int32),
-    )
-
-
 def attention_seconds(given: tuple[jax.Array, ...], mesh: Mesh | None) -> float:
     """Seconds of one of several attentions, each of the queries that the one before returned."""
     return setup.seconds_each(
-        lambda q, *rest: tree_attention.attend(q, *rest, False, mesh), *given, times=16
+        lambda q, *rest: tree_attention.attend(q, *rest, False, mesh)[0], *given, times=16
     )
 
 
@@ -261,7 +239,7 @@ def job(device: Device) -> Iterator[Row]:
 
 SECTIONS = {
     "copies": copies, "decode": decode, "small": small, "trees": trees, "attention": attention, "update": update,
-    "noise": noise, "graphs": graphs, "job": job,
+    "noise": noise, "graphs": graphs, "job": job, "tune": tune.tune,
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ PUBLISHED = {
     "TPU v5e": (0.82e12, 197e12), "TPU v5": (2.77e12, 459e12), "TPU v6": (1.64e12, 918e12),
 }  # fmt: skip
 SAMPLED = Sampling()
+Row = tuple[str, float, float, str, float, str, str]  # a section's, without its name
 REPEATS = 5, 3  # timed calls, after those that load a program and build its graph
 
 
@@ -130,6 +131,26 @@ def product_rate(device: Device) -> tuple[float, float]:
     array = jnp.full((size, size), 1 / size, device.dtype)
     spent = seconds_each(lambda other, array: array @ other, array, array, times=8)
     return spent, 2 * size**3 / spent
+
+
+def attention_operands(device: Device, batch: int, nodes: int, width: int) -> tuple[jax.Array, ...]:
+    """Random queries, nodes and caches of one layer, heads of this width; a node sees earlier nodes and half of the slots."""
+    model, slots = device.model(), device.shape.slots
+    heads = model.num_kv_heads
+    drawn = iter(jax.random.split(jax.random.key(0), 5))
+
+    def random(*shape: int) -> jax.Array:
+        return jax.random.normal(next(drawn), shape, device.dtype)
+
+    return (
+        random(batch, heads, model.num_heads // heads, nodes, width),
+        random(batch, heads, width, nodes),
+        random(batch, heads, nodes, width),
+        jnp.broadcast_to(jnp.tri(nodes, dtype=bool), (batch, nodes, nodes)),
+        random(batch, heads, width, slots),
+        random(batch, heads, slots, width),
+        jnp.full(batch, slots // 2, jnp.int32),
+    )
 
 
 def engine_of(device: Device, drafts: bool) -> tuple[Engine, Weights]:

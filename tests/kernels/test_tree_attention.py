@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from kernels import triton_runs
 from kernels.tree_cases import Arguments, Case, arguments, attend
 
-from tlt_jax.kernels import tree_attention
+from benchmarks.device import tune
+from tlt_jax.kernels import attention_sizes, tree_attention
+from tlt_jax.kernels.attention_sizes import Sizes
 
 CASES = [
     Case(2, 7, 1, 128, 1, 512, "float32", (0, 1, 511)),  # plain decoding
@@ -22,6 +25,12 @@ CASES = [
     Case(1, 7, 10, 64, 10, 512, "bfloat16", (512, 130)),  # several tiles of queries
     Case(1, 2, 3, 40, 4, 128, "bfloat16", (100,)),  # heads of no power of two
 ]
+# All tiles that are tried on a device, once each.
+CANDIDATES = {
+    Sizes(tile, slots, 1, warps, 3)
+    for each in tune.TILES.values()
+    for tile, slots, warps, _ in each
+}
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 UNSEEN = Case(1, 2, 3, 64, 4, 512, "float32", (0, 3))
 
@@ -29,13 +38,26 @@ UNSEEN = Case(1, 2, 3, 64, 4, 512, "float32", (0, 3))
 def xla(case: Arguments) -> np.ndarray:
     """`case` without a mesh."""
     compiled = jax.jit(partial(tree_attention.attend, slots_last=False))
-    return np.asarray(compiled(*map(jnp.asarray, case)))
+    return np.asarray(compiled(*map(jnp.asarray, case))[0])
 
 
-def interpreted(cases: list[Arguments]) -> list[np.ndarray]:
-    """The cases by the kernels in Triton's interpreter, in a separate process."""
-    calls = [(tuple(case), {"capability": 90}) for case in cases]
-    return triton_runs.interpreted("tlt_jax.kernels.tree_attention_triton:attend", calls)
+def rule(case: Case) -> Sizes:
+    return attention_sizes.rule(case.G * case.N, case.E, np.dtype(case.dtype).itemsize)
+
+
+def interpreted(
+    cases: list[tuple[Arguments, Sizes]], is_reversed: bool = False
+) -> list[np.ndarray]:
+    """The cases by the kernel in Triton's interpreter, in a separate process; its counters are zero again."""
+    calls = []
+    for given, sizes in cases:
+        B, K, G, N, _ = given.q.shape
+        arrivals = np.zeros((B, K, sizes.tiles(G * N)), np.int32)
+        calls.append(((*given, arrivals), {"capability": 90, "sizes": sizes}))
+    name = "tlt_jax.kernels.tree_attention_triton:attend"
+    found = triton_runs.interpreted(name, calls, is_reversed)
+    assert not any(arrivals.any() for _, arrivals in found)
+    return [mixed for mixed, _ in found]
 
 
 def check(result: np.ndarray, case: Case, given: Arguments) -> None:
@@ -51,17 +73,36 @@ def test_what_xla_compiles_is_attention_to_the_committed_slots_and_the_ancestors
     check(xla(arguments(case)), case, arguments(case))
 
 
-def test_the_kernels_are_attention_to_the_committed_slots_and_the_ancestors():
-    given = [arguments(case) for case in CASES]
-    for case, one, result in zip(CASES, given, interpreted(given), strict=True):
+def test_the_kernel_is_attention_to_the_committed_slots_and_the_ancestors():
+    given = [(arguments(case), rule(case)) for case in CASES]
+    for case, (one, _), result in zip(CASES, given, interpreted(given), strict=True):
         check(result, case, one)
 
 
-def test_a_row_of_the_kernels_does_not_depend_on_its_neighbours():
-    case = Case(1, 7, 2, 64, 2, 1024, "bfloat16", (600, 0, 1024))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_is_attention_with_all_sizes_that_are_tried(dtype):
+    """Tiles of the queries, splits and numbers of a chunk of the merge that fit and that do not."""
+    case = Case(1, 3, 7, 64, 7, 768, dtype, (768, 0, 333))
     given = arguments(case)
+    tried = {replace(one, split=split) for one in CANDIDATES for split in (64, 300)}
+    for result in interpreted([(given, sizes) for sizes in tried]):
+        check(result, case, given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_which_program_is_last(dtype):
+    """In the interpreter a program runs after the other, so the last split merges, or the first."""
+    case = Case(1, 7, 2, 64, 2, 1024, dtype, (1000,))
+    cases = [(arguments(case), replace(rule(case), split=split)) for split in (128, 300)]
+    for one, other in zip(interpreted(cases), interpreted(cases, is_reversed=True), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_a_row_of_the_kernel_does_not_depend_on_its_neighbours():
+    case = Case(1, 7, 2, 64, 2, 1024, "bfloat16", (600, 0, 1024))
+    given, sizes = arguments(case), replace(rule(case), split=200)
     alone = [Arguments(*(array[b : b + 1] for array in given)) for b in range(3)]
-    together, *rows = interpreted([given, *alone])
+    together, *rows = interpreted([(one, sizes) for one in (given, *alone)])
     for b, row in enumerate(rows):
         np.testing.assert_array_equal(together[b].view(np.uint16), row[0].view(np.uint16))
 
@@ -69,7 +110,7 @@ def test_a_row_of_the_kernels_does_not_depend_on_its_neighbours():
 def test_a_node_that_sees_nothing_is_finite():
     given = arguments(UNSEEN)
     given.ancestors[:] = False
-    results = [xla(given), *interpreted([given])]
+    results = [xla(given), *interpreted([(given, rule(UNSEEN))])]
     assert all(np.isfinite(result).all() for result in results)
 
 
@@ -77,5 +118,50 @@ def test_slots_that_do_not_divide_into_tiles_are_refused():
     pytest.importorskip("jax_triton", reason=triton_runs.REASON)
     from tlt_jax.kernels import tree_attention_triton
 
+    given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
-        tree_attention_triton.blocks(rows=7, width=128, slots=200, dtype=jnp.bfloat16)
+        tree_attention_triton.attend(
+            *given, np.zeros((1, 1, 1), np.int32), 90, Sizes(16, 64, 128, 4, 3)
+        )
+
+
+# Sizes
+
+
+def splits(sizes: Sizes, length: int, slots: int) -> int:
+    """How many splits a row of this length has, as the kernel divides it."""
+    most = min(sizes.splits(slots), 1 + length // sizes.split)
+    return max(1, -(-length // (-(-length // most // sizes.slots) * sizes.slots))) if length else 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 48])
+def test_partial_results_are_at_most_a_twentieth_of_the_cache_that_is_read(nodes, width, itemsize):
+    """The last split of a row to finish stores nothing; each of the others stores a result and a level for every query."""
+    queries = 7 * nodes
+    sizes = attention_sizes.rule(queries, width, itemsize)
+    for slots in (1024, 4096, 32768):
+        for length in range(1, slots + 1, 37):
+            others = splits(sizes, length, slots) - 1
+            stored = others * queries * (width * itemsize + 4)
+            assert 2 * stored <= 0.05 * (2 * length * width * itemsize)
+
+
+def test_a_row_half_of_4096_slots_has_as_many_splits_as_that_allows():
+    found = [splits(attention_sizes.rule(7 * nodes, 128, 2), 2048, 4096) for nodes in (1, 4, 8, 48)]
+    assert found == [11, 4, 2, 1]
+
+
+def test_sizes_are_those_of_the_table_and_else_of_the_rule(monkeypatch):
+    measured = Sizes(16, 128, 300, 4, 4)
+    monkeypatch.setattr(attention_sizes, "TABLE", {("NVIDIA H200", 7, 128, 4096, 2): measured})
+    for slots in (4096, 4224, 8064):  # a bucket and the slots of a path
+        assert attention_sizes.sizes("NVIDIA H200", 7, 128, slots, 2) == measured
+    others = [
+        ("NVIDIA H100", 7, 128, 4096, 2), ("NVIDIA H200", 14, 128, 4096, 2), ("NVIDIA H200", 7, 64, 4096, 2),
+        ("NVIDIA H200", 7, 128, 2048, 2), ("NVIDIA H200", 7, 128, 4160, 2), ("NVIDIA H200", 7, 128, 4096, 4),
+    ]  # fmt: skip
+    for kind, queries, width, slots, itemsize in others:
+        expected = attention_sizes.rule(queries, width, itemsize)
+        assert attention_sizes.sizes(kind, queries, width, slots, itemsize) == expected

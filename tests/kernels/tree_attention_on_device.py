@@ -18,6 +18,6 @@ from tlt_jax.kernels import tree_attention, triton_support
 if __name__ == "__main__":
     mesh = make_mesh(1, 1)
     compiled = jax.jit(partial(tree_attention.attend, slots_last=False, mesh=mesh))
-    found = [np.asarray(compiled(*case)) for case in pickle.load(sys.stdin.buffer)]
+    found = [np.asarray(compiled(*case)[0]) for case in pickle.load(sys.stdin.buffer)]
     about = jax.default_backend(), triton_support.capability(mesh)
     pickle.dump((*about, found), sys.stdout.buffer)

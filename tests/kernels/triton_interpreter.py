@@ -1,6 +1,7 @@
 """Runs a function's kernels in Triton's interpreter, on NumPy, in a separate process: Triton chooses it at import.
 
-Reads, pickled, the function's name (module:function) and the arguments of its calls; writes the list of its results.
+Reads, pickled, the function's name (module:function), the arguments of its calls, and whether the programs of a kernel run in
+reversed order; writes the list of the function's results.
 """
 
 from __future__ import annotations
@@ -61,9 +62,17 @@ def call(
     arrays, results = [*map(np.asarray, arrays)], [*map(unwritten, leaves)]
     for source, place in (input_output_aliases or {}).items():
         arrays[source] = results[place] = arrays[source].copy()
-    pointers = [Pointer(array) for array in (*arrays, *results)]
+    aliased = {*(input_output_aliases or {}).values()}
+    own = [array for place, array in enumerate(results) if place not in aliased]
+    pointers = [Pointer(array) for array in (*arrays, *own)]
     kernel[grid](*pointers, **{name: given[name] for name in names if name in given})
     return jax.tree.unflatten(tree, [jax.numpy.asarray(array) for array in results])
+
+
+def from_the_last(*place: int) -> None:
+    """Sets the program that runs next, as the interpreter does, but from the last to the first."""
+    builder = interpreter.interpreter_builder
+    builder.grid_idx = tuple(size - 1 - i for size, i in zip(builder.grid_dim, place, strict=True))
 
 
 if __name__ == "__main__":
@@ -71,7 +80,9 @@ if __name__ == "__main__":
     interpreter.GridExecutor._init_args_hst = lambda executor, arrays, sizes: (arrays, sizes)
     interpreter.GridExecutor._restore_args_dev = lambda *same: None
     jax_triton.triton_call = call
-    name, calls = pickle.load(sys.stdin.buffer)
+    name, calls, is_reversed = pickle.load(sys.stdin.buffer)
+    if is_reversed:
+        interpreter.interpreter_builder.set_grid_idx = from_the_last
     module, _, function = name.partition(":")
     run = getattr(importlib.import_module(module), function)
     found = [jax.tree.map(np.asarray, run(*args, **keywords)) for args, keywords in calls]

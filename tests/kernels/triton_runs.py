@@ -24,15 +24,18 @@ LETTERS = {
 }
 
 
-def interpreted(name: str, calls: Sequence[tuple[tuple, dict[str, Any]]]) -> list[Any]:
+def interpreted(
+    name: str, calls: Sequence[tuple[tuple, dict[str, Any]]], is_reversed: bool = False
+) -> list[Any]:
     """The results, as NumPy arrays, of function `name` (module:function) for each (arguments, keywords).
 
-    Its kernels run in Triton's interpreter, in a separate process.
+    Its kernels run in Triton's interpreter, in a separate process; their programs one by one, from the first to the last
+    unless `is_reversed`.
     """
     for module in ("triton", "jax_triton"):
         pytest.importorskip(module, reason=REASON)
     script = Path(__file__).with_name("triton_interpreter.py")
-    given = pickle.dumps((name, list(calls)))
+    given = pickle.dumps((name, list(calls), is_reversed))
     done = subprocess.run([sys.executable, script], input=given, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     return pickle.loads(done.stdout)
@@ -55,8 +58,13 @@ def kernels(
 
     made = []
 
-    def call(*arrays, kernel, out_type, backend_options, num_warps, num_stages, name="", **given):
-        leaves = [*arrays, *jax.tree.leaves(out_type)]
+    def call(
+        *arrays, kernel, out_type, backend_options, num_warps, num_stages, name="",
+        input_output_aliases=None, **given
+    ):  # fmt: skip
+        aliased = {*(input_output_aliases or {}).values()}
+        results = enumerate(jax.tree.leaves(out_type))
+        leaves = [*arrays, *(leaf for place, leaf in results if place not in aliased)]
         names = kernel.arg_names
         signature = dict.fromkeys(names, "constexpr") | {
             name: f"*{LETTERS[leaf.dtype.name]}" for name, leaf in zip(names, leaves, strict=False)

@@ -8,10 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from tlt_jax.distributed.mesh import partition
-from tlt_jax.kernels import triton_support
+from tlt_jax.distributed.mesh import device_kind, partition
+from tlt_jax.kernels import attention_sizes, triton_support
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.shapes import shaped
 
@@ -30,26 +30,32 @@ def attend(
     lengths: Int[Array, " B"],
     slots_last: bool,
     mesh: Mesh | None = None,
-) -> Float[Array, "B K G N E"]:
+    arrivals: Int32[Array, "B K tiles"] | None = None,
+) -> tuple[Float[Array, "B K G N E"], Int32[Array, "B K tiles"] | None]:
     """Attention of N tree nodes to the first `lengths` slots, which are committed, and to their ancestors among M nodes.
 
-    `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. `mesh`: where it runs; None: the default device.
-    On GPUs with Triton, in bfloat16 and float32, it is one kernel and the merge of its splits.
+    `ancestors`: a node sees itself. `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. `mesh`: where it
+    runs; None: the default device. On GPUs with Triton, in bfloat16 and float32, it is one kernel, whose counters are the
+    second result: `arrivals` of the next call with the same shapes, which else fills its own. None elsewhere.
     """
     capability = None if mesh is None else triton_support.capability(mesh)
     if capability is None or slots_last or q.dtype not in DTYPES:
-        return attend_in_xla(q, k, v, ancestors, keys, values, lengths, slots_last)
+        return attend_in_xla(q, k, v, ancestors, keys, values, lengths, slots_last), None
     from tlt_jax.kernels import tree_attention_triton
 
+    B, K, G, N, E = q.shape
+    sizes = attention_sizes.sizes(device_kind(mesh), G * N, E, keys.shape[3], q.dtype.itemsize)
+    if arrivals is None:
+        arrivals = jnp.zeros((B, K, sizes.tiles(G * N)), jnp.int32)
     heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
     # Every device holds its own heads; XLA would gather the cache for a kernel that it cannot partition.
     return jax.shard_map(
-        partial(tree_attention_triton.attend, capability=capability),
+        partial(tree_attention_triton.attend, capability=capability, sizes=sizes),
         mesh=mesh,
-        in_specs=(heads, heads, heads, rows, heads, heads, rows),
-        out_specs=heads,
+        in_specs=(heads, heads, heads, rows, heads, heads, rows, heads),
+        out_specs=(heads, heads),
         check_vma=False,
-    )(q, k, v, ancestors, keys, values, lengths)
+    )(q, k, v, ancestors, keys, values, lengths, arrivals)
 
 
 def attend_in_xla(
@@ -62,7 +68,7 @@ def attend_in_xla(
     lengths: Int[Array, " B"],
     slots_last: bool,
 ) -> Float[Array, "B K G N E"]:
-    """`attend` on any device: scores of all slots, softmax, and the product with the values."""
+    """The attention of `attend` on any device: scores of all slots, softmax, and the product with the values."""
     B, K, G, N, E = q.shape
     S, M = keys.shape[3], v.shape[2]
     scale = 1 / math.sqrt(E)

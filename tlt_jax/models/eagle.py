@@ -178,7 +178,7 @@ def extend(
     q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
     seen = (jnp.arange(W) <= last[:, None])[:, None]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
-    attended = tree_attention.attend(q, k, v, seen, *past, mesh)
+    attended, _ = tree_attention.attend(q, k, v, seen, *past, mesh)
     hidden = nodes_out(params, config, x, attended)[:, 0]
     sound = (hidden[:, 0] == hidden[:, 0])[
         :, None, None, None
@@ -238,7 +238,7 @@ def step(
     values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, first, axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
-    attended = tree_attention.attend(q, *seen, ancestors, *past, mesh)
+    attended, _ = tree_attention.attend(q, *seen, ancestors, *past, mesh)
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels import packed_attention, tree_attention
@@ -313,15 +313,21 @@ def tree_layer(
     ancestors: Bool[Array, "B N N"],
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
     mesh: Mesh | None = None,
-) -> tuple[Float[Array, "D BN"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
-    """The layer's output, and the keys and values of tree nodes.
+    arrivals: Int32[Array, "B K tiles"] | None = None,
+) -> tuple[
+    Float[Array, "D BN"],
+    Float[Array, "B K E N"],
+    Float[Array, "B K N E"],
+    Int32[Array, "B K tiles"] | None,
+]:
+    """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
     on their last axis.
     """
     q, k, v = ops.by_node(*qkv(layer, config, x, *angles, axis=0), ancestors.shape[0])
-    attended = tree_attention.attend(q, k, v, ancestors, *past, mesh)
-    return finish(layer, config, x, ops.by_feature(attended), axis=0), k, v
+    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, mesh, arrivals)
+    return finish(layer, config, x, ops.by_feature(attended), axis=0), k, v, arrivals
 
 
 @shaped
@@ -345,10 +351,12 @@ def tree_forward(
     with jax.named_scope("embed"):
         x = params.embed[tokens.reshape(-1)].T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
-    kept, states = [], [x]
+    kept, states, arrivals = [], [x], None
     for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
         past = keys, values, lengths, cache.slots_last
-        x, k, v = tree_layer(layer, config, x, (cos.T, sin.T), ancestors, past, mesh)
+        x, k, v, arrivals = tree_layer(
+            layer, config, x, (cos.T, sin.T), ancestors, past, mesh, arrivals
+        )
         kept.append((k, v))
         states.append(x)
 

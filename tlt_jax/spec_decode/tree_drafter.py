@@ -185,8 +185,7 @@ def expand(
     def grow(carry: tuple, level: Int32[Array, ""]) -> tuple[tuple, Candidates]:
         """Adds a level: the children of the beams; the best of them are the next beams."""
         beams, index, hidden, scratch, seen = carry
-        eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))
-        seen = jax.lax.dynamic_update_slice_in_dim(seen, eye, level * k, axis=2)
+        seen = seen | (jnp.arange(seen.shape[2]) == level * k + jnp.arange(k)[:, None])
         positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
         scratch, hidden = network.step(
             weights,
