@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels import packed_attention, tree_attention
+from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_attention
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
@@ -37,7 +37,14 @@ from tlt_jax.models.eagle_config import (
     weights,
 )
 from tlt_jax.models.kv_cache import KVCache, Scratch
-from tlt_jax.models.transformer import finish, heads, keys_values, packed_angles, queries
+from tlt_jax.models.transformer import (
+    finish,
+    finish_nodes,
+    heads,
+    keys_values,
+    packed_angles,
+    queries,
+)
 from tlt_jax.shapes import shaped
 
 __all__ = [
@@ -111,11 +118,9 @@ def leave(
     params: DrafterParams,
     config: DrafterConfig,
     x: Float[Array, "*A Z"],
-    attended: Float[Array, "*A HE"],
     axis: int,
 ) -> Float[Array, "*A Z"]:
-    """The hidden state after the layer, which the next level of the tree and the head read."""
-    x = finish(params.layer, config.block, x, attended, axis)
+    """The hidden state, from the layer's output: the next level of the tree and the head read it."""
     return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
 
 
@@ -128,13 +133,38 @@ def nodes_in(
     state: Float[Array, "B N F"],
     positions: Int[Array, "B N"],
     given: bool,
-) -> tuple[Float[Array, "Z BN"], Float[Array, "Y BN"], tuple[Float[Array, "half BN"], ...]]:
-    """The layer's input, its attention's input, and cosine and sine of the rotary embedding."""
+) -> tuple[Float[Array, "Z BN"], Float[Array, "Z BN"], tuple[Float[Array, "half BN"], ...]]:
+    """The layer's input, the tokens' embeddings, and cosine and sine of the rotary embedding."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
-    x = fuse(params, config, embedded, state, 0, given)
-    return x, attention_input(params, config, embedded, x, 0), (cos.T, sin.T)
+    return fuse(params, config, embedded, state, 0, given), embedded, (cos.T, sin.T)
+
+
+def node_heads(
+    params: DrafterParams,
+    config: DrafterConfig,
+    embedded: Float[Array, "Z BN"],
+    x: Float[Array, "Z BN"],
+    angles: tuple[Float[Array, "half BN"], ...],
+    batch: int,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    """Queries, keys and values as tree_attention.attend takes them, by a kernel where `projections` has one."""
+    layer, E = params.layer, config.head_dim
+    found = None
+    if config.kind == "eagle3":
+        K = layer.k.shape[0] // E
+        with jax.named_scope("attention"):
+            found = projections.heads(
+                (embedded, x), (layer.attention_norm, params.hidden_norm), (layer.q, layer.k, layer.v),
+                (layer.q_bias, layer.k_bias, layer.v_bias), (layer.q_norm, layer.k_norm), angles,
+                (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, mesh,
+            )  # fmt: skip
+    y = attention_input(params, config, embedded, x, 0)
+    return (
+        ops.by_node(*heads(layer, config.block, y, *angles, 0), batch) if found is None else found
+    )
 
 
 @shaped
@@ -143,9 +173,11 @@ def nodes_out(
     config: DrafterConfig,
     x: Float[Array, "Z BN"],
     attended: Float[Array, "B K G N E"],
+    mesh: Mesh | None,
 ) -> Float[Array, "B N Z"]:
     """Hidden states of nodes after attention."""
-    hidden = leave(params, config, x, ops.by_feature(attended), 0)
+    x = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), mesh)
+    hidden = leave(params, config, x, 0)
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
 
@@ -171,7 +203,10 @@ def extend(
     """
     B, W = tokens.shape
     positions = starts[:, None] + jnp.arange(W)
-    x, y, (cos, sin) = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    x, embedded, (cos, sin) = nodes_in(
+        params, config, shared, tokens, features, positions, given=True
+    )
+    y = attention_input(params, config, embedded, x, 0)
     chosen = jnp.arange(B) * W + last
     x, cos_last, sin_last = (array[:, chosen] for array in (x, cos, sin))
     q = queries(params.layer, config.block, y[:, chosen], cos_last, sin_last, 0)
@@ -179,13 +214,13 @@ def extend(
     seen = (jnp.arange(W) <= last[:, None])[:, None]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
     attended, _ = tree_attention.attend(q, k, v, seen, *past, mesh)
-    hidden = nodes_out(params, config, x, attended)[:, 0]
-    sound = (hidden[:, 0] == hidden[:, 0])[
-        :, None, None, None
-    ]  # XLA copies a cache that may be written before it is read
-    k, v = jnp.where(sound, k, 0), jnp.where(sound, v, 0)
-    rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype))
-    return kv_cache.commit(cache, rows, None, starts), hidden
+    hidden = nodes_out(params, config, x, attended, mesh)[:, 0]
+    after = hidden if cache_rows.runs(mesh, cache.slots_last) else None
+    if after is None:  # XLA copies a cache that may be written before it is read
+        sound = (hidden[:, 0] == hidden[:, 0])[:, None, None, None]
+        k, v = jnp.where(sound, k, 0), jnp.where(sound, v, 0)
+    rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype), after=after)
+    return kv_cache.commit(cache, rows, None, starts, mesh), hidden
 
 
 @jax.named_scope("drafter/fill")
@@ -202,7 +237,8 @@ def fill(
 ) -> KVCache:
     """`extend` without hidden states: W more slots of sequences rows[r], from starts[r] on."""
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
-    _, y, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    x, embedded, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
+    y = attention_input(params, config, embedded, x, 0)
     k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
     return kv_cache.write(
         cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts
@@ -232,14 +268,22 @@ def step(
     layout.
     """
     first, rows = level * tokens.shape[1], ancestors.shape[2]
-    x, y, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
-    q, k, v = ops.by_node(*heads(params.layer, config.block, y, *angles, 0), tokens.shape[0])
-    keys = jax.lax.dynamic_update_slice_in_dim(scratch.keys[0], k, first, axis=3)
-    values = jax.lax.dynamic_update_slice_in_dim(scratch.values[0], v, first, axis=2)
+    x, embedded, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
+    q, k, v = node_heads(params, config, embedded, x, angles, tokens.shape[0], mesh)
+    (keys,), (values,) = scratch.keys, scratch.values
+    if cache_rows.runs(mesh, scratch.slots_last):
+        # Whoever read these rows before has contributed to `hidden`, and so to k.
+        start = jnp.asarray(first, jnp.int32)
+        keys, values = cache_rows.write(keys, values, k, v, None, start, start, mesh)
+    else:
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k, first, axis=3)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v, first, axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
     attended, _ = tree_attention.attend(q, *seen, ancestors, *past, mesh)
-    return scratch.replace(keys=(keys,), values=(values,)), nodes_out(params, config, x, attended)
+    return scratch.replace(keys=(keys,), values=(values,)), nodes_out(
+        params, config, x, attended, mesh
+    )
 
 
 @jax.named_scope("drafter/head")
@@ -330,8 +374,8 @@ def unroll(
         # No mesh, so in blocks: the libraries return no sums to merge own keys into, and the replay packs any number of
         # windows into a row.
         attended = packed_attention.attend(q, *first, segments, block, own=own)
-        attended = attended.reshape(*x.shape[:2], -1)
-        return rows(leave(params, config, x, attended, -1)), (k, v)
+        x = finish(params.layer, config.block, x, attended.reshape(*x.shape[:2], -1), -1)
+        return rows(leave(params, config, x, -1)), (k, v)
 
     params = cast(params, features.dtype)
     state, past, hidden = rows(features), (), []

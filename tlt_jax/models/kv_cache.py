@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tlt_jax.distributed.mesh import is_tpu, sharding
+from tlt_jax.kernels import cache_rows
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
@@ -43,12 +44,17 @@ class KVCache:
 
 @struct.dataclass
 class Scratch:
-    """Keys, values, features and states of tree nodes before `commit` selects some, or of the N tokens of whole prompts."""
+    """Keys, values, features and states of tree nodes before `commit` selects some, or of the N tokens of whole prompts.
+
+    `after`: a result of all that read the cache, where `cache_rows.write` commits keys and values; else None, and keys and
+    values depend on such a result.
+    """
 
     keys: tuple[Float[Array, "B K E N"], ...]
     values: tuple[Float[Array, "B K N E"], ...]
     features: Float[Array, "B N F"]
     states: Float[Array, "B N D"] | None = None
+    after: Float[Array, "_ _"] | None = None
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
@@ -106,11 +112,16 @@ def empty(
 @jax.named_scope("commit")
 @shaped
 def commit(
-    cache: KVCache, scratch: Scratch, path: Int[Array, "B M"] | None, lengths: Int[Array, " B"]
+    cache: KVCache,
+    scratch: Scratch,
+    path: Int[Array, "B M"] | None,
+    lengths: Int[Array, " B"],
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
-    Nodes past the accepted ones are written past the new length, where the next commit overwrites them.
+    Nodes past the accepted ones are written past the new length, where the next commit overwrites them. `mesh`: as for the
+    pass that made the scratch.
     """
 
     def write(name: str, rows: Array, nodes: Array) -> Array:
@@ -124,7 +135,14 @@ def commit(
 
         return jax.vmap(one)(rows, nodes, lengths)
 
-    return each(write, cache, scratch)
+    if scratch.after is None:
+        return each(write, cache, scratch)
+    nodes = path if scratch.keys[0].shape[3] > 1 else None
+    layers = zip(cache.keys, cache.values, scratch.keys, scratch.values, strict=True)
+    written = [cache_rows.write(*layer, nodes, lengths, scratch.after, mesh) for layer in layers]
+    keys, values = zip(*written, strict=True)
+    rest = each(write, cache.replace(keys=(), values=()), scratch.replace(keys=(), values=()))
+    return rest.replace(keys=keys, values=values)
 
 
 @shaped

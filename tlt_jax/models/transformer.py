@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels import packed_attention, tree_attention
+from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_attention
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import layers as ops
 from tlt_jax.models.architecture import (
@@ -143,9 +143,41 @@ def finish(
         x = x + ops.project(attended, layer.o, layer.o_bias, axis)
 
     with jax.named_scope("mlp"):
-        y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
-        gate, up = gate_up(layer, y, axis)
-        return x + ops.project(jax.nn.silu(gate) * up, layer.down, layer.down_bias, axis)
+        return x + ops.project(mlp_inner(layer, config, x, axis), layer.down, layer.down_bias, axis)
+
+
+def finish_nodes(
+    layer: Layer | JoinedLayer,
+    config: ModelConfig,
+    x: Float[Array, "D BN"],
+    attended: Float[Array, "HE BN"],
+    mesh: Mesh | None,
+) -> Float[Array, "D BN"]:
+    """`finish` of tree nodes, by kernels where `projections` has them."""
+
+    def add(x: Array, y: Array, weight: Array, bias: Array | None, arrivals: Array | None) -> Array:
+        found = projections.added(x, y, weight, bias, arrivals, mesh)
+        return x + ops.project(y, weight, bias, 0) if found is None else found
+
+    with jax.named_scope("attention"):
+        x = add(x, attended, layer.o, layer.o_bias, None)
+
+    with jax.named_scope("mlp"):
+        joined = isinstance(layer, JoinedLayer)
+        matrices = (layer.gate_up,) if joined else (layer.gate, layer.up)
+        biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
+        found = projections.gated(x, layer.mlp_norm, matrices, biases, config.rms_eps, mesh)
+        y, arrivals = (mlp_inner(layer, config, x, 0), None) if found is None else found
+        return add(x, y, layer.down, layer.down_bias, arrivals)
+
+
+def mlp_inner(
+    layer: Layer | JoinedLayer, config: ModelConfig, x: Float[Array, "*A D"], axis: int
+) -> Float[Array, "*A F"]:
+    """What the MLP's last projection reads."""
+    y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
+    gate, up = gate_up(layer, y, axis)
+    return jax.nn.silu(gate) * up
 
 
 def gate_up(
@@ -303,6 +335,24 @@ def prefill(
     return Scratch(tuple(keys), tuple(values), features, normed if captures_states else None)
 
 
+def node_heads(
+    layer: JoinedLayer,
+    config: ModelConfig,
+    x: Float[Array, "D BN"],
+    angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
+    batch: int,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where `projections` has one."""
+    K, J, E, _ = layer.qkv.shape
+    with jax.named_scope("attention"):
+        found = projections.heads(
+            (x,), (layer.attention_norm,), (layer.qkv,), (layer.qkv_bias,), (layer.q_norm, layer.k_norm), angles,
+            (K, J - 2, E), batch, config.rms_eps, mesh,
+        )  # fmt: skip
+    return ops.by_node(*qkv(layer, config, x, *angles, axis=0), batch) if found is None else found
+
+
 @jax.named_scope("layer")
 @shaped
 def tree_layer(
@@ -325,9 +375,9 @@ def tree_layer(
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
     on their last axis.
     """
-    q, k, v = ops.by_node(*qkv(layer, config, x, *angles, axis=0), ancestors.shape[0])
+    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], mesh)
     attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, mesh, arrivals)
-    return finish(layer, config, x, ops.by_feature(attended), axis=0), k, v, arrivals
+    return finish_nodes(layer, config, x, ops.by_feature(attended), mesh), k, v, arrivals
 
 
 @shaped
@@ -369,11 +419,12 @@ def tree_forward(
     )
 
     # Make the scratch depend on the end of the pass: XLA would copy a cache that may be written before it is read.
-    sound = (x[0] == x[0]).reshape(B, 1, 1, N)
-    scratch = Scratch(
-        keys=tuple(jnp.where(sound, k, 0) for k, _ in kept),
-        values=tuple(jnp.where(jnp.swapaxes(sound, 2, 3), v, 0) for _, v in kept),
-        features=features,
-        states=x.T.reshape(B, N, -1) if captures_states else None,
-    )
+    after = x.T if cache_rows.runs(mesh, cache.slots_last) else None
+    if after is None:
+        sound = (x[0] == x[0]).reshape(B, 1, 1, N)
+        still = jnp.swapaxes(sound, 2, 3)
+        kept = [(jnp.where(sound, k, 0), jnp.where(still, v, 0)) for k, v in kept]
+    keys, values = zip(*kept, strict=True)
+    states = x.T.reshape(B, N, -1) if captures_states else None
+    scratch = Scratch(keys, values, features, states, after)
     return scores.T.reshape(B, N, -1), scratch

@@ -196,7 +196,7 @@ def bind_target(
 
     return Target(
         forward=forward,
-        keep=kv_cache.commit,
+        keep=partial(kv_cache.commit, mesh=group_mesh),
         features=lambda cache: cache.features,
         prefill=prefill,
         insert=kv_cache.insert,

@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
@@ -211,7 +212,7 @@ def expand(
     hidden = jnp.broadcast_to(state.hidden[:, None], (B, k, state.hidden.shape[-1]))
     nodes = k * (depth - 1)
     carry = first, places, hidden, network.scratch(B, nodes), jnp.zeros((B, k, nodes), bool)
-    levels = jnp.arange(depth - 1, dtype=jnp.int32)
+    levels = np.arange(depth - 1, dtype=np.int32)  # constants of the unrolled levels
     _, rest = jax.lax.scan(grow, carry, levels, unroll=network.unrolls)
     rest = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(B, -1), rest)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, rest)

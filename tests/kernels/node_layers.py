@@ -1,0 +1,92 @@
+"""Layers over tree nodes by our kernels and by XLA, side by side; a script that does it on the device of this machine.
+
+As a script it reads a pickled list of arguments of `both`, and writes the platform, the capability for kernels, and results.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import projections, triton_support
+from tlt_jax.models import eagle, transformer
+from tlt_jax.models.transformer import ModelConfig
+
+SIZES = {"vocab_size": 64, "num_layers": 1, "max_positions": 64, "family": "qwen2"}
+POLICIES = {
+    "biases": ModelConfig(
+        hidden_size=192, num_heads=7, num_kv_heads=1, head_dim=64, mlp_dim=304,
+        qkv_bias=True, o_bias=True, mlp_bias=True, **SIZES,
+    ),
+    "head norms": ModelConfig(
+        hidden_size=160, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=288, qk_norm=True, **SIZES
+    ),
+    "split": ModelConfig(
+        hidden_size=64, num_heads=3, num_kv_heads=1, head_dim=64, mlp_dim=1600, **SIZES
+    ),
+}  # fmt: skip
+
+
+def noisy(tree, dtype: str):
+    """The pytree in this dtype, with noise on all, so that no norm is 1 and no bias 0."""
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    pairs = zip(leaves, keys, strict=True)
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in pairs]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), jax.tree.unflatten(structure, leaves))
+
+
+def layers(name: str, dtype: str):
+    """The policy's configuration and layer, and those of a drafter for it."""
+    config, mesh = POLICIES[name], make_mesh(1, 1)
+    drafter = eagle.for_policy(config, "eagle3")
+    params = noisy(transformer.init(config, mesh, jax.random.key(0), "float32"), dtype)
+    rollout = jax.jit(lambda params: transformer.to_rollout(params, config, mesh, dtype))(params)
+    drafts = noisy(eagle.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
+    return config, rollout.layers[0], drafter, drafts
+
+
+def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list[np.ndarray]]:
+    """Queries, keys, values and output of the policy's layer and of the drafter's: with the mesh, and without."""
+    config, layer, drafter, drafts = layers(name, dtype)
+    random, count = np.random.default_rng(0), batch * nodes
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    x, other, attended = (
+        normal(width, count)
+        for width in (config.hidden_size, config.hidden_size, config.num_heads * config.head_dim)
+    )
+    turns = 3 * random.normal(size=(config.head_dim // 2, count))
+    angles = jnp.asarray(np.cos(turns), dtype), jnp.asarray(np.sin(turns), dtype)
+
+    def results(mesh: Mesh | None) -> list[np.ndarray]:
+        heads = transformer.node_heads(layer, config, 3 * x, angles, batch, mesh)
+        drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, mesh)
+        ends = [
+            transformer.finish_nodes(one, of, x, attended, mesh)
+            for one, of in ((layer, config), (drafts.layer, drafter.block))
+        ]
+        return [*heads, *drafted, *ends]
+
+    return [[np.asarray(one) for one in results(form)] for form in (mesh, None)]
+
+
+def interpreted(name: str, dtype: str, batch: int, nodes: int) -> list[list[np.ndarray]]:
+    """`both`, with the kernels as if this machine had a GPU for them."""
+    projections.triton_support = SimpleNamespace(capability=lambda mesh: 90)
+    return both(name, dtype, batch, nodes, make_mesh(1, 1))
+
+
+if __name__ == "__main__":
+    mesh = make_mesh(1, 1)
+    found = [both(*case, mesh) for case in pickle.load(sys.stdin.buffer)]
+    pickle.dump((jax.default_backend(), triton_support.capability(mesh), found), sys.stdout.buffer)
