@@ -51,7 +51,9 @@ def job_inputs(monkeypatch, tmp_path):
 @pytest.mark.parametrize("section", sections.SECTIONS)
 def test_every_section_measures(section, job_inputs):
     rows = list(sections.SECTIONS[section](device()))
-    assert bool(rows) == (section not in ("graphs", "tune")), "CUDA graphs and Triton are a GPU's"
+    assert bool(rows) == (section not in ("graphs", "tune attention", "tune products")), (
+        "CUDA graphs and Triton are a GPU's"
+    )
     for row in rows:
         assert len(row) == len(sections.COLUMNS) - 1
         case, milliseconds, rate, *_ = row
@@ -87,7 +89,7 @@ def test_the_bound_of_decoding_is_weights_and_half_full_cache(monkeypatch):
 
 
 def test_without_triton_kernels_there_is_nothing_to_tune(capfd):
-    assert not list(tune.tune(device()))
+    assert not list(tune.tune(device(), tune.attention_cases))
     assert "there is nothing to tune" in capfd.readouterr().out
 
 
@@ -141,7 +143,7 @@ def test_attention_is_tuned_with_the_sizes_that_its_table_takes(monkeypatch, cap
     monkeypatch.setattr(triton_support, "capability", lambda mesh: 90)
     monkeypatch.setattr(tune, "NODES", (1,))
     monkeypatch.setattr(tune, "WIDTHS", (16,))
-    rows = list(tune.tune(device()))
+    rows = list(tune.tune(device(), tune.attention_cases))
     assert {row[0].partition(", Sizes")[0] for row in rows} == {
         "tree attention, 2 queries, width 16, 128 slots"
     }

@@ -21,7 +21,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels import attention_sizes, tree_attention, triton_support
 from tlt_jax.kernels.attention_sizes import SLOTS_PER_QUERY, Sizes
 
-SECONDS = 180.0  # of all cases together
+SECONDS = 180.0  # of the cases of a kernel
 TIMES = 16  # calls of a program that is timed, for each batch
 BATCHES = (1, 8)  # sizes do not depend on the batch: they are chosen for these together
 NODES, WIDTHS = (1, 8, 48), (128, 64)
@@ -59,12 +59,12 @@ class Case:
     line: Callable[[Any], str]
 
 
-def tune(device: Device) -> Iterator[Row]:
-    """A row for every candidate of every case; prints the fastest as code. Nothing without Triton kernels."""
+def tune(device: Device, make: Callable[[Device], list[Case]]) -> Iterator[Row]:
+    """A row for every candidate of the cases made; prints the fastest as code. Nothing without Triton kernels."""
     if triton_support.capability(device.mesh) is None:
         print("tune: no Triton kernel runs on this device, so there is nothing to tune")
         return
-    yield from measured(attention_cases(device), device)
+    yield from measured(make(device), device)
 
 
 def measured(cases: list[Case], device: Device) -> Iterator[Row]:

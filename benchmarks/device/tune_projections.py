@@ -6,29 +6,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
 
-from tlt_jax.distributed.mesh import device_kind
+from benchmarks.device import setup
+from benchmarks.device.setup import Device
+from benchmarks.device.tune import MOST, TIMES, Case
+from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels import projection_sizes, triton_support
-from tlt_jax.kernels.projection_sizes import ARRIVALS, TOKENS, Product, Sizes
+from tlt_jax.kernels.projection_sizes import ARRIVALS, Product, Sizes
 from tlt_jax.models import layers as ops
 
 # Width of the residual stream, of the MLP and of a layer's heads of Qwen2.5-0.5B and SmolLM2-135M.
 POLICIES = {"0.5b": (896, 4864, 2, 7, 64), "smollm2": (576, 1536, 3, 3, 64)}
+TRIED = (1, 8, 32)  # tokens
 DTYPE, EPS = jnp.bfloat16, 1e-6
+LITTLE = 1e-30  # of a result is added to the next call's tokens
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A product at one shape, as XLA computes it (`of_xla`) and as a kernel does with given sizes (`of_kernel`).
-
-    `read`: bytes of its matrix.
-    """
+class Made(NamedTuple):
+    """A product at one shape, as XLA computes it (`of_xla`) and as a kernel does with given `sizes` (`of_kernel`)."""
 
     name: str
     product: Product
@@ -36,51 +37,49 @@ class Case:
     of_xla: Callable[..., jax.Array]
     of_kernel: Callable[..., jax.Array]
 
-    @property
-    def candidates(self) -> list[Sizes | None]:
-        """Sizes to time; the first is the rule's. None: XLA's product."""
-        made = [
-            projection_sizes.rule(self.product),
-            None,
-            *projection_sizes.candidates(self.product),
-        ]
-        return list(dict.fromkeys(made))
 
-    @property
-    def read(self) -> int:
-        """Bytes of the matrix."""
-        return self.product.out * self.product.width * self.product.itemsize
-
-    def run(self, sizes: Sizes | None) -> Callable[[], jax.Array]:
-        """A call of the product with these sizes."""
-        given = self.of_xla if sizes is None else partial(self.of_kernel, sizes=sizes)
-        return partial(jax.jit(given), *self.arrays)
-
-    def reference(self) -> jax.Array:
-        """XLA's result."""
-        return self.run(None)()
-
-    def line(self, kind: str, sizes: Sizes | None) -> str:
-        """Code of the table's entry for this kind of device."""
-        one = self.product
-        return f"{(kind, one.kind, one.out, one.width, projection_sizes.rounded(one.tokens), one.itemsize)}: {sizes}"
+def cases(device: Device) -> list[Case]:
+    """The four products of a layer, for each policy and number of tokens."""
+    capability = triton_support.capability(device.mesh)
+    return [
+        case(made, meshes.device_kind(device.mesh))
+        for policy in POLICIES
+        for tokens in TRIED
+        for made in layer_products(policy, tokens, capability)
+    ]
 
 
-def cases(mesh: Mesh) -> Iterator[Case]:
-    """The four products of a layer, for each policy and number of tokens; none where no Triton kernel runs."""
-    capability = triton_support.capability(mesh)
-    if capability is not None:
-        for policy in POLICIES:
-            for tokens in TOKENS:
-                yield from layer_cases(policy, tokens, capability)
+def case(made: Made, kind: str) -> Case:
+    """The product as a case: timed in a loop in which each call reads tokens that depend on the result of the call before."""
+    name, one, arrays, of_xla, of_kernel = made
+    x, *rest = arrays
+
+    def run(sizes: Sizes | None) -> Callable[..., jax.Array]:
+        return of_xla if sizes is None else partial(of_kernel, sizes=sizes)
+
+    expected = np.asarray(jax.jit(of_xla)(*arrays), np.float32)
+
+    def error(sizes: Sizes | None) -> float:
+        found = np.asarray(jax.jit(run(sizes))(*arrays), np.float32)
+        return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+    def seconds(sizes: Sizes | None) -> float:
+        def step(x: jax.Array, *rest: jax.Array) -> jax.Array:
+            y = run(sizes)(x, *rest)
+            return y if y.shape == x.shape else x + LITTLE * y[:, : x.shape[1]]
+
+        return setup.seconds_each(step, x, *rest, times=TIMES)
+
+    tokens = projection_sizes.rounded(one.tokens)
+    key = kind, one.kind, one.out, one.width, tokens, one.itemsize
+    chosen = [projection_sizes.rule(one), None, *projection_sizes.candidates(one)]
+    return Case(
+        name, tuple(dict.fromkeys(chosen)), error, MOST, seconds, one.out * one.width * one.itemsize,
+        lambda sizes: f"{key!r}: {sizes!r}",
+    )  # fmt: skip
 
 
-def table(mesh: Mesh, best: dict[Case, Sizes | None]) -> str:
-    """The lines of projection_sizes.TABLE for the fastest sizes."""
-    return "\n".join(f"    {case.line(device_kind(mesh), sizes)}," for case, sizes in best.items())
-
-
-def layer_cases(policy: str, tokens: int, capability: int) -> Iterator[Case]:
+def layer_products(policy: str, tokens: int, capability: int) -> Iterator[Made]:
     """The products of a layer: heads, the output projection, gates, the MLP's last."""
     from tlt_jax.kernels import projections_triton
 
@@ -133,4 +132,4 @@ def layer_cases(policy: str, tokens: int, capability: int) -> Iterator[Case]:
         (product("added", D, F, True), (x, array(T, F), array(D, F, scale=F**-0.5), arrivals), added_in_xla, added),
     ]  # fmt: skip
     for one, *rest in made:
-        yield Case(f"{policy}, {one.kind} {one.out} x {one.width}, {T} tokens", one, *rest)
+        yield Made(f"{policy}, {one.kind} {one.out} x {one.width}, {T} tokens", one, *rest)

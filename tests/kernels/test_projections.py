@@ -237,17 +237,19 @@ def test_the_sweep_times_sizes_that_the_table_can_have(monkeypatch):
     pytest.importorskip("jax_triton", reason=triton_runs.REASON)
     from benchmarks.device import tune_projections
 
-    for case in tune_projections.layer_cases("smollm2", 8, 90):
-        wanted = case.reference()
+    for made in tune_projections.layer_products("smollm2", 8, 90):
+        case = tune_projections.case(made, "a GPU")
+        wanted = jax.eval_shape(made.of_xla, *made.arrays)
         assert case.candidates[0] is not None and len(case.candidates) == len({*case.candidates})
+        assert case.error(None) == 0 and case.seconds(None) > 0
         for tiles in filter(None, case.candidates):
-            call = partial(case.of_kernel, sizes=tiles)
-            (kernel,) = triton_runs.kernels(call, monkeypatch, *case.arrays)
-            found = jax.eval_shape(call, *case.arrays)
+            call = partial(made.of_kernel, sizes=tiles)
+            (kernel,) = triton_runs.kernels(call, monkeypatch, *made.arrays)
+            found = jax.eval_shape(call, *made.arrays)
             assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), kernel.name
-            line = eval("{" + case.line("a GPU", tiles) + "}", {"Sizes": Sizes})
+            line = eval("{" + case.line(tiles) + "}", {"Sizes": Sizes})
             monkeypatch.setattr(projection_sizes, "TABLE", line)
-            assert projection_sizes.sizes("a GPU", case.product) == tiles
+            assert projection_sizes.sizes("a GPU", made.product) == tiles
 
 
 @pytest.mark.parametrize(

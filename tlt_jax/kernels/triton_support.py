@@ -57,4 +57,4 @@ def numbers(version: str) -> tuple[int, ...]:
 @cache
 def say(reason: str) -> None:
     """Logs the reason, once in a process."""
-    log.warning("attention runs on XLA, without the Triton kernels: %s", reason)
+    log.warning("decoding runs on XLA alone, without the Triton kernels: %s", reason)
