@@ -5,8 +5,8 @@ OMP_WAIT_POLICY=PASSIVE python benchmarks/update.py --model DIR --answers 32 --r
 
 The answers have the lengths of GSM8K problems with answers of 170 tokens: prompts normal around 110, answers log-normal
 around 155, both cut at 256. Weights are random, or those of a model directory; tokens are random. FLOP are those of the
-products with weights, 6 for each weight and token that is not padding (the embedding of a tied head counts once, as the
-head); attention and recomputation are left out. Bound: the same products alone, with the tokens of one accumulation step.
+products with weights: 6 for each weight of a layer and token that is not padding, and for each weight of the head and answer
+token; attention and recomputation are left out. Bound: the same products alone, with the tokens of one accumulation step.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def examples(count: int, vocab: int, seed: int) -> list[Example]:
 
 
 def matrices(model: ModelConfig) -> list[tuple[int, int, int]]:
-    """(outputs, inputs, how many) of every matrix that a token is multiplied with."""
+    """(outputs, inputs, how many) of every matrix of the layers."""
     D, F, L = model.hidden_size, model.mlp_dim, model.num_layers
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return [(heads, D, L), (kv, D, 2 * L), (D, heads, L), (F, D, 2 * L), (D, F, L), (model.vocab_size, D, 1)]  # fmt: skip
+    return [(heads, D, L), (kv, D, 2 * L), (D, heads, L), (F, D, 2 * L), (D, F, L)]  # fmt: skip
 
 
-def products(model: ModelConfig, tokens: int) -> float:
-    """Processor seconds of the products of one accumulation step: forward, and both gradients."""
+def products(matrices: list[tuple[int, int, int]], tokens: int) -> float:
+    """Processor seconds of the products of so many tokens with these matrices: forward, and both gradients."""
     total = 0.0
-    for outputs, inputs, count in matrices(model):
+    for outputs, inputs, count in matrices:
         x, dy = jnp.ones((tokens, inputs)), jnp.ones((tokens, outputs))
         weight = jnp.ones((outputs, inputs))
         for subscripts, *operands in (
@@ -137,16 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     wall, work = (statistics.median(part) for part in zip(*later, strict=True))
 
     real, padded = int((packed.segments > 0).sum()), packed.segments.size
-    flop = 6 * sum(outputs * inputs * count for outputs, inputs, count in matrices(model))
-    bound = products(model, packed.segments[0].size) * len(batch)
     steps, rows, length = packed.segments.shape
+    answered, head = int(packed.answer_lengths.sum()), [(model.vocab_size, model.hidden_size, 1)]
+    layers = sum(outputs * inputs * count for outputs, inputs, count in matrices(model))
+    bound = products(matrices(model), rows * length) + products(head, -(-answered // steps))
+    bound *= steps
     what = f"update of {given.model or given.shape} on {given.answers} answers"
     table = results.ResultTable(COLUMNS, given.csv)
     table.row(what, f"{rows} x {length}", "now", real, wall, work, first[0] - wall)
     print(f"\n{steps} accumulation steps, fill {packed.fill:.3f}, {real / wall:.0f} tokens/s")
     print(f"losses {', '.join(f'{loss:.6f}' for loss in losses)}")
     for name, tokens in (("real", real), ("all", padded)):
-        print(f"{tokens * flop / wall / 1e9:.1f} GFLOP/s over {name} tokens")
+        flop = 6 * (tokens * layers + answered * model.vocab_size * model.hidden_size)
+        print(f"{flop / wall / 1e9:.1f} GFLOP/s over {name} tokens")
     print(f"its products {bound:.2f} s of processors, a share of {bound / work:.2f}")
     return 0
 

@@ -160,24 +160,6 @@ def test_scores_are_log_softmax_and_entropy_of_the_scaled_logits(temperature, x6
         assert jnp.isfinite(gradient).all() and bool(gradient.any()) == learns
 
 
-@pytest.mark.parametrize(("chunk", "tied"), [(1, True), (8, False), (24, True), (1000, False)])
-def test_chunks_of_any_size_give_the_scores_of_the_whole(chunk, tied, x64):
-    model, mesh = replace(MODEL, tied=tied), make_mesh(2, 2)
-    params = params_of(replace(recipe_of(data=2, model=2), model=model))
-    random = np.random.default_rng(1)
-    x, targets = (
-        jnp.asarray(random.normal(size=(4, 13, 16))),
-        jnp.asarray(random.integers(0, 11, (4, 13))),
-    )
-    found = jax.jit(
-        lambda params: scoring.token_scores(
-            params, model, mesh, x, targets, temperature=0.8, chunk=chunk, entropy_learns=False
-        )
-    )(params)
-    logits = np.asarray(transformer.logits(params, model, x))[..., :11]
-    assert_same(found, plain_scores(logits, np.asarray(targets), 0.8), rtol=1e-10)
-
-
 def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
     recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)

@@ -76,7 +76,10 @@ class Train:
         at_least=0,
     )
     logits_chunk: int = knob(
-        1024, "tokens per block of the update's logits, in each data group", at_least=1
+        1024,
+        "targets per chunk of the update's logits, in each data group, and at most a quarter of its tokens; in the "
+        "drafter's update tokens",
+        at_least=1,
     )
     attention_block: int = knob(
         128,

@@ -11,8 +11,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.shapes import shaped
 
 PyTree = Any
@@ -42,41 +40,6 @@ def score(
         shifted, total = jax.lax.stop_gradient((shifted, total))
     entropy = jnp.log(total) - jnp.sum(jnp.exp(shifted) * shifted, axis=-1) / total
     return logprobs, entropy
-
-
-@shaped
-def token_scores(
-    params: Params,
-    model: ModelConfig,
-    mesh: Mesh,
-    x: Float[Array, "R T D"],
-    targets: Int[Array, "R T"],
-    *,
-    temperature: float,
-    chunk: int,
-    entropy_learns: bool,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of the targets and entropy, from the last hidden states.
-
-    Each data group holds the logits of `chunk` tokens at once. With several chunks, the backward pass recomputes the
-    logits.
-    """
-    # One copy of the head per data group: its gradient is summed over chunks within the group, and only then over groups.
-    name = "embed" if params.head is None else "head"
-    axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
-    copies = group_copies(getattr(params, name), axes, mesh)
-
-    def group_logits(copy: Array, x: Array) -> Array:
-        return transformer.logits(params.replace(**{name: copy}), model, x)
-
-    def one(x: Array, targets: Array) -> tuple[Array, Array]:
-        logits = jax.vmap(group_logits)(copies, x)
-        logits = jax.lax.with_sharding_constraint(
-            logits, sharding(mesh, ("batch", None, None, "vocab"), "train")
-        )
-        return score(logits, targets, temperature, entropy_learns)
-
-    return in_chunks(one, (x, targets), mesh, chunk)
 
 
 @shaped

@@ -15,7 +15,7 @@ from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import eagle, targets, transformer
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
@@ -85,13 +85,14 @@ def budget(
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
     state = policy_update.abstract_state(recipe)
     vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
+    tokens = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
     kinds = {
         "weights": device_bytes(state.params),
         "optimizer": device_bytes(state.opt_state),
         "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
         **caches(config, shapes, capacity),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
-        "logits chunk": config.train.logits_chunk * vocab * 4,
+        "logits chunk": targets.chunk_length(tokens, config.train.logits_chunk) * vocab * 4,
     }
     if config.algorithm.kl_coef:
         kinds["reference"] = kinds["weights"]
@@ -108,9 +109,8 @@ def budget(
         copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
         kinds["drafter in training"] = device_bytes(copies)
         if config.drafter_training.share:
-            rows = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
             widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
-            kinds["drafter features"] = rows * widths * jnp.dtype(dtype).itemsize
+            kinds["drafter features"] = tokens * widths * jnp.dtype(dtype).itemsize
         if config.idle_training.replay_place == "device":
             kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
     return kinds

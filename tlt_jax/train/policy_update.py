@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from tlt_jax import optimizer
 from tlt_jax.config.learning import PPO
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.models import token_logprobs as scoring, transformer
+from tlt_jax.models import targets, token_logprobs as scoring, transformer
 from tlt_jax.models.transformer import Params
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import losses
@@ -57,14 +57,9 @@ def abstract_state(recipe: Recipe) -> PolicyState:
     return optimizer.abstract(recipe.adam, params, recipe.mesh)
 
 
-def token_scores(
-    params: Params, rows: Rows, recipe: Recipe, entropy_learns: bool
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Log-probability of each target, and entropy at its position, for one accumulation step.
-
-    `entropy_learns`: whether the entropy carries a gradient.
-    """
-    x, _ = transformer.hidden(
+def states(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T D"]:
+    """The last hidden states of one accumulation step."""
+    return transformer.hidden(
         params,
         recipe.model,
         rows.tokens,
@@ -75,27 +70,35 @@ def token_scores(
         block=recipe.attention_block,
         longest=recipe.longest,
         mesh=recipe.mesh,
-    )
-    return scoring.token_scores(
-        params,
-        recipe.model,
-        recipe.mesh,
-        x,
-        rows.targets,
-        temperature=recipe.objective.temperature,
-        chunk=recipe.logits_chunk,
-        entropy_learns=entropy_learns,
-    )
+    )[0]
 
 
 def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
     """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets."""
-    objective, mask = recipe.objective, rows.weights > 0
-    logprobs, entropy = token_scores(params, rows, recipe, objective.entropy_coef != 0)
+    return targets.target_loss(
+        params,
+        recipe.model,
+        recipe.mesh,
+        states(params, rows, recipe),
+        rows,
+        rows.weights > 0,
+        partial(group_loss, objective=recipe.objective),
+        chunk=recipe.logits_chunk,
+    )
+
+
+def group_loss(
+    logits: Float[Array, "G t V"], rows: Rows, objective: Objective
+) -> tuple[Float[Array, " G"], tuple[dict, dict]]:
+    """`loss` of some targets [G, t] of each data group, with its sums and maxima, from their logits."""
+    mask = rows.weights > 0
+    logprobs, entropy = scoring.score(
+        logits, rows.targets, objective.temperature, objective.entropy_coef != 0
+    )
     logprobs, entropy = jnp.where(mask, logprobs, 0), jnp.where(mask, entropy, 0)
 
     if objective.is_supervised:
-        return jnp.sum(rows.weights * -logprobs), ({}, {})
+        return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
     pg_loss, totals, maxima = policy_loss(objective, rows, logprobs, mask)
     token_loss = pg_loss - objective.entropy_coef * entropy
@@ -111,13 +114,13 @@ def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], 
         maxima["rollout_logprob_diff_max"] = difference
 
     sums = {
-        name: jnp.sum(jnp.where(mask, part, 0), dtype=token_loss.dtype)
+        name: jnp.sum(jnp.where(mask, part, 0), axis=-1, dtype=token_loss.dtype)
         for name, part in totals.items()
     }
-    sums["pg_loss"] = jnp.sum(rows.weights * pg_loss)
-    return jnp.sum(rows.weights * token_loss), (
+    sums["pg_loss"] = jnp.sum(rows.weights * pg_loss, axis=-1)
+    return jnp.sum(rows.weights * token_loss, axis=-1), (
         sums,
-        {name: jnp.max(jnp.where(mask, part, 0)) for name, part in maxima.items()},
+        {name: jnp.max(jnp.where(mask, part, 0), axis=-1) for name, part in maxima.items()},
     )
 
 
@@ -207,8 +210,17 @@ def check(rows: Rows, recipe: Recipe) -> None:
 
 def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, 0 elsewhere."""
-    scores, _ = token_scores(params, rows, recipe, entropy_learns=False)
-    return jnp.where(rows.weights > 0, scores, 0).astype(rows.weights.dtype)
+    scores = targets.target_logprobs(
+        params,
+        recipe.model,
+        recipe.mesh,
+        states(params, rows, recipe),
+        rows.targets,
+        rows.weights > 0,
+        temperature=recipe.objective.temperature,
+        chunk=recipe.logits_chunk,
+    )
+    return scores.astype(rows.weights.dtype)
 
 
 class UpdatePrograms(NamedTuple):

@@ -1,0 +1,243 @@
+"""The product with the vocabulary at target tokens alone: their log-probs, and a loss of their logits with its gradient.
+
+Shapes: R packed rows of T tokens on G data groups, N = R / G * T tokens of a group, M >= N slots for its targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.kernels.numerics import contract, masked, widen
+from tlt_jax.models import token_logprobs, transformer
+from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.shapes import shaped
+
+FEWEST = 4  # chunks that the tokens of a data group are divided into, at least
+
+PyTree = Any
+# Logits [G, length, V] and values of the same targets [G, length] to the loss of each group [G], and to sums and maxima [G].
+Rule = Callable[[Array, PyTree], tuple[Array, tuple[dict[str, Array], dict[str, Array]]]]
+
+
+class Targets(NamedTuple):
+    """The targets of packed rows, in order, in slots of their data group, and their division into chunks of `length` slots.
+
+    `places`: the token of each slot, N after the last target. `ranks`: the slot of each target, of other tokens any.
+    `chunks`: so many hold all targets of the group that has most.
+    """
+
+    is_target: Bool[Array, "R T"]
+    places: Int[Array, "G M"]
+    ranks: Int[Array, "G N"]
+    chunks: Int[Array, ""]
+    length: int
+
+    @classmethod
+    def of(cls, is_target: Bool[Array, "R T"], mesh: Mesh, chunk: int) -> Targets:
+        """The targets in chunks of `chunk_length` slots."""
+        flat = is_target.reshape(mesh.shape["data"], -1)
+        tokens = flat.shape[1]
+        length = chunk_length(tokens, chunk)
+        order = jnp.argsort(~flat, axis=1, stable=True).astype(jnp.int32)
+        counts = jnp.sum(flat, axis=1, dtype=jnp.int32)
+        places = jnp.where(jnp.arange(tokens) < counts[:, None], order, tokens)
+        places = jnp.pad(places, ((0, 0), (0, -tokens % length)), constant_values=tokens)
+        ranks = jnp.maximum(jnp.cumsum(flat, axis=1, dtype=jnp.int32) - 1, 0)
+        return cls(is_target, places, ranks, -(-jnp.max(counts) // length), length)
+
+    def gather(self, tree: PyTree) -> PyTree:
+        """Arrays [G, M, ...] of the values at targets, 0 after the last, from arrays [R, T, ...]."""
+
+        def of(array: Shaped[Array, "R T ..."]) -> Shaped[Array, "G M ..."]:
+            flat = array.reshape(len(self.places), -1, *array.shape[2:])
+            places = jnp.expand_dims(self.places, range(2, flat.ndim))
+            return jnp.take_along_axis(flat, places, axis=1, mode="fill", fill_value=0)
+
+        return jax.tree.map(of, tree)
+
+    def spread(self, values: Shaped[Array, "G M ..."]) -> Shaped[Array, "R T ..."]:
+        """The values at their tokens, 0 at tokens that are no target."""
+        ranks = jnp.expand_dims(self.ranks, range(2, values.ndim))
+        found = jnp.take_along_axis(values, ranks, axis=1, mode="clip")
+        found = found.reshape(*self.is_target.shape, *values.shape[2:])
+        return jnp.where(jnp.expand_dims(self.is_target, range(2, values.ndim)), found, 0)
+
+    def part(self, tree: PyTree, index: Int[Array, ""]) -> PyTree:
+        """Arrays [G, length, ...] of one chunk, from arrays [G, M, ...]."""
+
+        def of(array: Array) -> Array:
+            start = index * self.length
+            return jax.lax.dynamic_slice_in_dim(array, start, self.length, axis=1)
+
+        return jax.tree.map(of, tree)
+
+    def put(
+        self, values: Shaped[Array, "G M ..."], part: Array, index: Int[Array, ""]
+    ) -> Shaped[Array, "G M ..."]:
+        """The values, those of one chunk replaced."""
+        part = part.astype(values.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(values, part, index * self.length, axis=1)
+
+
+def chunk_length(tokens: int, chunk: int) -> int:
+    """Slots of a chunk, for `tokens` tokens of a data group: `chunk`, or as many as make FEWEST chunks.
+
+    Chunks without a target are left out. With one chunk of all tokens, no product would be.
+    """
+    return max(1, min(chunk, -(-tokens // FEWEST)))
+
+
+class Head(NamedTuple):
+    """The output embedding, and how it and the logits lie on the mesh."""
+
+    weight: Float[Array, "V D"]
+    axes: tuple[str | None, ...]
+    vocab_size: int
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, params: Params, model: ModelConfig, mesh: Mesh) -> Head:
+        """The output embedding of the policy in its "train" layout."""
+        name = "embed" if params.head is None else "head"
+        axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
+        return cls(getattr(params, name), axes, model.vocab_size, mesh)
+
+    def copies(self, weight: Float[Array, "V D"]) -> Float[Array, "G V D"]:
+        """The weight gathered once for each data group."""
+        return token_logprobs.group_copies(weight, self.axes, self.mesh)
+
+    def place(self, copies: Float[Array, "G V D"]) -> Float[Array, "G V D"]:
+        """Gradients of the copies, where these lie."""
+        return self.lay(copies, ("batch", *self.axes), "rollout")
+
+    def gradient(self, copies: Float[Array, "G V D"]) -> Float[Array, "V D"]:
+        """The weight's gradient, the sum of those of its copies."""
+        return self.lay(jnp.sum(copies, axis=0).astype(self.weight.dtype), self.axes, "train")
+
+    @jax.named_scope("head")
+    def logits(self, copies: Float[Array, "G V D"], x: Float[Array, "G t D"]) -> Array:
+        """Logits [G, t, V] in at least float32, those of the vocabulary's padding among them."""
+        return self.split(contract("gtd,gvd->gtv", x, copies))
+
+    def split(self, logits: Float[Array, "G t V"]) -> Float[Array, "G t V"]:
+        """Logits or their gradient, the vocabulary sharded over the mesh axis "model"."""
+        return self.lay(logits, ("batch", None, "vocab"), "train")
+
+    def visible(self, logits: Float[Array, "G t V"]) -> Float[Array, "G t V"]:
+        """The logits; those of the vocabulary's padding are the lowest number."""
+        return masked(logits, jnp.arange(logits.shape[-1]) < self.vocab_size)
+
+    def lay(self, array: Array, axes: tuple[str | None, ...], layout: str) -> Array:
+        return jax.lax.with_sharding_constraint(array, sharding(self.mesh, axes, layout))
+
+
+@shaped
+def target_logprobs(
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    x: Float[Array, "R T D"],
+    ids: Int[Array, "R T"],
+    is_target: Bool[Array, "R T"],
+    *,
+    temperature: float,
+    chunk: int,
+) -> Float[Array, "R T"]:
+    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
+    targets, head = Targets.of(is_target, mesh, chunk), Head.of(params, model, mesh)
+    copies, given = head.copies(head.weight.astype(x.dtype)), targets.gather((x, ids))
+
+    def one(index: Array, results: Array) -> Array:
+        part, chosen = targets.part(given, index)
+        logits = head.visible(head.logits(copies, part))
+        return targets.put(
+            results, token_logprobs.score(logits, chosen, temperature, False)[0], index
+        )
+
+    results = jnp.zeros(targets.places.shape, widen(x.dtype))
+    return targets.spread(jax.lax.fori_loop(0, targets.chunks, one, results))
+
+
+@shaped
+def target_loss(
+    params: Params,
+    model: ModelConfig,
+    mesh: Mesh,
+    x: Float[Array, "R T D"],
+    values: PyTree,
+    is_target: Bool[Array, "R T"],
+    rule: Rule,
+    *,
+    chunk: int,
+) -> tuple[Float[Array, ""], tuple[dict[str, Array], dict[str, Array]]]:
+    """The rule's loss summed over all targets, and its sums and maxima over them, from the last hidden states.
+
+    `values`: arrays [R, T]; the rule gets them at targets, and 0 in slots after the last, which must add nothing. Each data
+    group holds the logits of one chunk at once. A differentiated loss is computed together with its gradient, so that a
+    target takes three products and none is repeated. Only the loss has a gradient, in x and the head; maxima are at least 0.
+    """
+    targets, head = Targets.of(is_target, mesh, chunk), Head.of(params, model, mesh)
+    values = targets.gather(values)
+
+    def run(weight: Array, x: Array, learns: bool) -> tuple[PyTree, PyTree]:
+        """Results of all chunks, and with `learns` the gradients in the weight and in x."""
+        copies, states = head.copies(weight.astype(x.dtype)), targets.gather(x)
+
+        def one(index: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            results, grads = carry
+            part, given = targets.part((states, values), index)
+            logits = head.logits(copies, part)
+
+            def ruled(logits: Array) -> tuple[Array, tuple[dict, dict]]:
+                return rule(head.visible(logits), given)
+
+            if not learns:
+                return joined(results, ruled(logits)), None
+            loss, pull, extra = jax.vjp(ruled, logits, has_aux=True)
+            dlogits = head.split(pull(jnp.ones_like(loss))[0].astype(x.dtype))
+            dcopies, dstates = grads
+            dcopies += contract("gtv,gtd->gvd", dlogits, part)
+            dstates = targets.put(dstates, contract("gtv,gvd->gtd", dlogits, copies), index)
+            return joined(results, (loss, extra)), (head.place(dcopies), dstates)
+
+        shape = len(copies), targets.length, copies.shape[1]
+        logits = jax.ShapeDtypeStruct(shape, widen(x.dtype))
+        results = jax.eval_shape(lambda logits: rule(logits, targets.part(values, 0)), logits)
+        results = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
+        grads = None
+        if learns:
+            dcopies = jnp.zeros(copies.shape, widen(x.dtype))
+            grads = head.place(dcopies), jnp.zeros_like(states)
+        results, grads = jax.lax.fori_loop(0, targets.chunks, one, (results, grads))
+        loss, (sums, maxima) = results
+        results = jnp.sum(loss), (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.max, maxima))
+        if not learns:
+            return results, None
+        return results, (head.gradient(grads[0]), targets.spread(grads[1]))
+
+    @jax.custom_vjp
+    def total(weight: Array, x: Array) -> PyTree:
+        return run(weight, x, learns=False)[0]
+
+    def backward(grads: tuple[Array, Array], cotangents: PyTree) -> tuple[Array, ...]:
+        return tuple(grad * cotangents[0].astype(grad.dtype) for grad in grads)
+
+    total.defvjp(partial(run, learns=True), backward)
+    return total(head.weight, x)
+
+
+def joined(results: PyTree, more: PyTree) -> PyTree:
+    """Results of a rule for two chunks."""
+    (loss, (sums, maxima)), (one, (others, peaks)) = results, more
+    return loss + one, (
+        jax.tree.map(jnp.add, sums, others),
+        jax.tree.map(jnp.maximum, maxima, peaks),
+    )
