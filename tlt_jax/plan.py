@@ -43,7 +43,7 @@ from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.train import adaptive, policy_batch, policy_update
+from tlt_jax.train import adaptive, minibatches, policy_update
 from tlt_jax.train.memory import (
     GIB,
     RESIDENT,
@@ -105,16 +105,9 @@ def lower(
         "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy
     )
 
-    given = ("recorded",)
-    if config.algorithm.kl_coef:
-        given += ("reference",)
-    if config.algorithm.minibatches > 1:
-        given += ("old",)
-    rows = policy_batch.abstract_rows(
-        recipe.mesh, packing.rows(config), packing.row_tokens(config), given
-    )
+    rows = minibatches.abstract_rows(config, recipe)
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
-    if given != ("recorded",):
+    if rows.reference is not None or rows.old is not None:
         scores = partial(programs.score.lower, params, rows.replace(old=None, reference=None))
         yield PlannedProgram("log-probs", scores, recipe.mesh, resident)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,16 @@ def test_a_run_writes_scalars_histograms_texts_images_and_completions(config):
         "predicted": None, "measured": 100.0, "tokens": 3, "rounds": 16, "seconds": 0.5,
         "accepted": [4, 2, 1], "is_timed": True,
     }  # fmt: skip
+
+
+def test_the_metrics_do_not_import_an_installed_torch_which_others_can_import_later(tmp_path):
+    (tmp_path / "torch.py").write_text("Tensor = int")
+    code = "import sys, tlt_jax.metrics.tensorboard; print('torch' in sys.modules); import torch; print(torch.Tensor)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["False", "<class 'int'>"]
 
 
 def test_each_step_appears_once_after_resumes_from_a_checkpoint(config):

@@ -215,11 +215,16 @@ def test_a_group_loads_the_programs_of_another_and_they_compute_the_same():
     assert programs.compile_costs.alike.keys() == {compile_cost.kind(one) for one in compiled}
 
 
-def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(monkeypatch):
+def test_where_executables_cannot_be_loaded_for_other_devices_every_group_compiles(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(serialized, "PLATFORMS", ("cuda",))
     programs = executables(2, V)
-    toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
+    with caplog.at_level(logging.INFO, "tlt_jax"):
+        toys.play(programs, TABLE, PROMPTS, 3, RULES, capacity=3, batches=(3,))
     assert not any(one.is_loaded for one in programs.compiles)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert said.endswith("cannot be serialized, and is kept by JAX's cache alone: not on cpu")
 
 
 def test_a_later_run_loads_an_earlier_runs_programs_and_recompiles_damaged_ones(tmp_path):

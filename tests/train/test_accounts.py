@@ -20,7 +20,7 @@ from tlt_jax.train.accounts import COMPILATION, COMPILING, Span, Stopwatch, merg
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.minibatches import PolicyTraining
 
-TRACING, LOWERING, _ = COMPILING
+TRACING, LOWERING, *_ = COMPILING
 
 
 @pytest.fixture

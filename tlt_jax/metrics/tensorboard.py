@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.proto.summary_pb2 import SummaryMetadata
-from tensorboardX.record_writer import masked_crc32c
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.outputs import TENSORBOARD
 from tlt_jax.metrics import names
+
+
+@contextmanager
+def without(module: str) -> Iterator[None]:
+    """Context in which a module that was not imported yet cannot be."""
+    hides = module not in sys.modules
+    if hides:
+        sys.modules[module] = None
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules[module]
+
+
+# Where PyTorch is installed tensorboardX imports it, for a writer that is not used here: starting would take that much longer.
+with without("torch"):
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import SummaryMetadata
+    from tensorboardX.record_writer import masked_crc32c
 
 log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
+from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.compilation import Executables, log_compile
 from tlt_jax.rollout.executables.disk_cache import use_compile_cache
 from tlt_jax.rollout.executables.programs import GroupShapes
@@ -107,9 +108,8 @@ class Engine:
 
         dtype = config.model.compute_dtype
         reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=dtype)
-        self.reshard = jax.jit(
-            reshard, out_shardings=transformer.shardings(model_config, mesh, "rollout")
-        )
+        shardings = transformer.shardings(model_config, mesh, "rollout")
+        self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
             reshard = partial(eagle.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
             self.reshard_drafter = jax.jit(

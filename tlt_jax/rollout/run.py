@@ -16,6 +16,7 @@ from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import deterministic, driver
+from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
@@ -55,21 +56,14 @@ class RolloutRun:
         engine, request = self.engine, self.request
         payback = engine.payback[request.params]
         payback.begin(request.rollouts_left, len(request.keys))
-        slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
-        longest = max(
-            len(prompt) + limit
-            for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
-        )
+        local = engine.local_groups
 
         def planner() -> Planner:
-            return Planner(
-                engine.batches, slots, engine.tuner, self.tuner, payback, longest,
-                len(engine.local_groups), engine.cost_table,
-            )  # fmt: skip
+            return make_planner(engine, request, self.tuner, payback)
 
         if engine.cost_table:
-            return {index: planner() for index in engine.local_groups}
-        return dict.fromkeys(engine.local_groups, planner())
+            return {index: planner() for index in local}
+        return dict.fromkeys(local, planner())
 
     def make_queues(self) -> dict[int, Queue]:
         """The queue that each local group takes samples from."""
@@ -86,20 +80,11 @@ class RolloutRun:
         self, weights: Mapping[int, Weights], harvesters: Mapping[int, Harvester] | None
     ) -> list[GroupContext]:
         """What does not change of each local group while the rollout runs."""
-        engine, shapes = self.engine, self.engine.programs.shapes[0]
-        needs = {
-            name: Needs(
-                engine.ngram_memory.siblings
-                if jax.tree.leaves(one.host_context(1))
-                else no_context,
-                one.catch_up is not None,
-            )
-            for name, one in {"": shapes.drafter, **shapes.drafters}.items()
-        }
+        engine, remembers = self.engine, self.engine.programs.shapes[0].drafter.remembers
         return [
             GroupContext(
                 index, engine.programs, weights[index], self.request, self.queues[index], self.planners[index],
-                needs, shapes.drafter.remembers, harvesters[index] if harvesters else None,
+                needs(engine), remembers, harvesters[index] if harvesters else None,
                 engine.cost_table is not None,
             )
             for index in engine.local_groups
@@ -178,3 +163,29 @@ class RolloutRun:
         for measurement in result.measurements:  # all learn the same, in the same order
             tuner = engine.tuner.observe(tuner, measurement)
         return tuner
+
+
+def make_planner(
+    engine: RolloutEngine, request: RolloutRequest, tuner: TunerState, payback: Payback
+) -> Planner:
+    """A planner of the request's chunks."""
+    slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
+    longest = max(
+        len(prompt) + limit
+        for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
+    )
+    return Planner(
+        engine.batches, slots, engine.tuner, tuner, payback, longest, len(engine.local_groups), engine.cost_table
+    )  # fmt: skip
+
+
+def needs(engine: RolloutEngine) -> dict[str, Needs]:
+    """What the engine's drafters need from the host, by their names in strategies."""
+    shapes = engine.programs.shapes[0]
+    return {
+        name: Needs(
+            engine.ngram_memory.siblings if jax.tree.leaves(one.host_context(1)) else no_context,
+            one.catch_up is not None,
+        )
+        for name, one in {"": shapes.drafter, **shapes.drafters}.items()
+    }

@@ -1,7 +1,8 @@
-"""Seconds of the training loop by phase, and how many of them went into compiling; knows no device and no phase."""
+"""Seconds of the training loop by phase, and how many of them it waited for compiling; knows no device and no phase."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,13 +11,17 @@ from typing import NamedTuple
 
 from jax import monitoring
 
+from tlt_jax.rollout.executables.background import WAIT
+
 OTHER = "other"
-# Events that JAX reports for each program: tracing, lowering, and compilation by XLA or a read from the persistent cache.
+# Events that JAX reports for each program: tracing, lowering, and compilation by XLA or a read from the persistent cache; and
+# a wait for one of these in another thread.
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 COMPILING = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     COMPILATION,
+    WAIT,
 )
 
 
@@ -31,8 +36,9 @@ class Stopwatch:
     """Context that counts every second for one phase, and records every compilation of the process.
 
     Seconds of an inner phase do not count for the outer one; seconds outside of all phases count for
-    `other`. A lap is the time since the previous lap; `lapped` has the phases of the last one that ended, in order of
-    time. `tell` is called with every phase that starts.
+    `other`. Seconds of compiling are those of the thread that made it, and its waits for other threads. A lap is the time
+    since the previous lap; `lapped` has the phases of the last one that ended, in order of time. `tell` is called with every
+    phase that starts.
     """
 
     def __init__(
@@ -45,7 +51,7 @@ class Stopwatch:
         self.phases: list[tuple[str, Span]] = []
         self.lapped: list[tuple[str, Span]] = []
         self.compiling: list[Span] = []
-        self.programs = 0
+        self.programs, self.thread = 0, threading.get_ident()
 
     def __enter__(self) -> Stopwatch:
         monitoring.register_event_duration_secs_listener(self.on_event)
@@ -56,10 +62,10 @@ class Stopwatch:
 
     def on_event(self, event: str, seconds: float, **_) -> None:
         """JAX's listener: an event that took `seconds` has just ended."""
-        if event in COMPILING:
+        self.programs += event == COMPILATION
+        if event in COMPILING and threading.get_ident() == self.thread:
             now = self.clock()
             self.compiling.append(Span(now - seconds, now))
-            self.programs += event == COMPILATION
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from tlt_jax import run_folder
 from tlt_jax.checkpoint.store import Store
@@ -18,7 +18,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import minibatches, policy_update, startup
+from tlt_jax.train import minibatches, startup
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.startup import Machinery
@@ -87,6 +87,7 @@ def started(
     Raises CheckpointError; Interrupted, which is said, when the warm start was.
     """
     setup, config = parts.setup, parts.setup.config
+    programs = startup.update_programs(parts)
     state = startup.resume(parts, store)
     resumed = None if state is None else state.step
     evaluates = resumed is not None and startup.lacks_evaluation(
@@ -96,8 +97,11 @@ def started(
         Writer(config, parts.steps, resumed) if setup.job.is_first else NoWriter() as writer,
         Profiler(config) as profiler,
         Stopwatch(tell=watching.alive) as watch,
+        ExitStack() as ending,
     ):
+        ending.callback(parts.engine.programs.background.cancel)
         if state is None:
+            startup.begin_rollout(parts)
             watching.alive("warm_start")
             try:
                 state = startup.new_state(parts, writer, interrupted)
@@ -108,11 +112,11 @@ def started(
             log.info("%s resumes from step %d", config.run, resumed)
         if parts.drafter:
             parts.drafter.resume(state)
+        startup.begin_rollout(parts, state)
         source = run_folder.start_of(store.identity)
         reference = minibatches.kl_reference(
             parts.setup, state.policy.params, resumed is None, source
         )
-        programs = policy_update.programs(parts.recipe)
         policy = PolicyTraining(config, parts.recipe, programs, reference, watch)
         trainer = Trainer(
             setup, parts.steps, parts.engine, policy, parts.drafter, parts.drafter_params, store,

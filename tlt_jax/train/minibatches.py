@@ -204,6 +204,18 @@ def make_batch(
     ), packed.fill
 
 
+def abstract_rows(config: Config, recipe: Recipe) -> Rows:
+    """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation."""
+    is_given = {
+        "recorded": True,
+        "reference": config.algorithm.kl_coef != 0,
+        "old": config.algorithm.minibatches > 1,
+    }
+    given = tuple(name for name, is_one in is_given.items() if is_one)
+    sizes = packing.rows(config), packing.row_tokens(config)
+    return policy_batch.abstract_rows(recipe.mesh, *sizes, given)
+
+
 def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:
     """The batch with the log-probs under `params` stored in `field`."""
     logprobs = policy_update.token_logprobs(programs, params, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from tlt_jax.errors import DamagedCheckpoint
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config
 from tlt_jax.models.eagle import DrafterParams
+from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.disk_cache import sources
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
@@ -28,12 +31,15 @@ from tlt_jax.train import (
     evaluation,
     losses,
     memory,
+    minibatches,
     policy_update,
     run_state,
     sft,
 )
 from tlt_jax.train.drafter_learning import DrafterLearning
+from tlt_jax.train.policy_update import UpdatePrograms
 from tlt_jax.train.recipe import Recipe
+from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.acceptance import GUESS
@@ -86,6 +92,46 @@ def machinery(setup: Setup) -> Machinery:
     learning = DrafterLearning(config, engine, steps) if is_adaptive else None
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     return Machinery(setup, steps, recipe, engine, learning, drafter_params)
+
+
+def update_programs(parts: Machinery) -> UpdatePrograms:
+    """The programs of the update. They and the rollout's reshard begin to compile in the background, where cores are free."""
+    config, engine, recipe = parts.setup.config, parts.engine, parts.recipe
+    update = policy_update.programs(recipe)
+    if not first.compiles_early(engine):
+        return update
+    early = UpdatePrograms(*(Early(one, engine.programs.background) for one in update))
+    state, rows = policy_update.abstract_state(recipe), minibatches.abstract_rows(config, recipe)
+    sums = partial(policy_update.abstract_sums, recipe, rows)
+    engine.reshard.compile(lambda: (state.params,))
+    if rows.old is not None:
+        early.score.compile(lambda: (state.params, rows.replace(old=None, reference=None)))
+    if rows.reference is not None:
+        early.score.compile(lambda: (state.params, rows.replace(reference=None)))
+    early.empty.compile(lambda: (state.params, rows))
+    early.accumulate.compile(lambda: (sums(), state.params, rows))
+    early.apply.compile(lambda: (state, sums()))
+    return early
+
+
+def begin_rollout(parts: Machinery, state: RunState | None = None) -> None:
+    """Starts to compile for the rollout from this state, where cores are free; None: of a new run without its weights.
+
+    What a new run decodes first depends on them only where it has a drafter to start with.
+    """
+    setup, engine = parts.setup, parts.engine
+    if not first.compiles_early(engine):
+        return
+    if state is None:
+        if parts.drafter_params is not None or (parts.drafter and engine.tuner.has_fixed_policy):
+            return
+        if parts.drafter:
+            engine.use_learned(False)
+    step, tuner = (state.step, state.tuner) if state is not None else (0, engine.tuner.init())
+    if step < parts.steps:
+        prompts = setup.dataset.prompts(step)
+        request = training_request(setup, engine, prompts, step, parts.steps)
+        first.begin_compiling(engine, request, tuner)
 
 
 def facts(config: Config, dataset: Dataset) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config.schema import NONE
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
-from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rewards import Score, Scorer
@@ -25,7 +24,6 @@ from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.train import (
     drafting_words,
     evaluation,
@@ -40,6 +38,7 @@ from tlt_jax.train.drafting_words import DraftingWords
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health, failures
 from tlt_jax.train.minibatches import Learned, PolicyTraining
+from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 from tlt_jax.tuner.interface import State as TunerState
@@ -168,7 +167,7 @@ class Trainer:
 
         Data groups that have nothing left to decode train the drafter. Raises Interrupted.
         """
-        config, state, rollout = self.setup.config, self.state, self.setup.config.rollout
+        config, state = self.setup.config, self.state
         self.profiler.enter(state.step + 1)
         prompts, told = self.setup.dataset.prompts(state.step), {}
 
@@ -178,15 +177,7 @@ class Trainer:
             told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
 
         with self.watch.phase("rollout"):
-            request = self.engine.request(
-                [prompt.tokens for prompt in prompts],
-                rollout.samples,
-                Sampling.of(rollout),
-                rollout.max_new_tokens,
-                stream=TRAIN_STREAM,
-                step=state.step,
-                rollouts_left=self.steps - state.step - 1,
-            )
+            request = training_request(self.setup, self.engine, prompts, state.step, self.steps)
             background = {}
             wanted = partial(minibatches.needed, config, prompts, self.engine.local_groups)
             if self.drafter:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.rollout.executables import serialized
+from tlt_jax.rollout.executables import background, serialized
+from tlt_jax.rollout.executables.background import Background
 from tlt_jax.rollout.executables.compile_cost import CACHED, LOADING, CompileCosts
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
-from tlt_jax.rollout.executables.programs import Decode, GroupShapes, StateShape, of_group
+from tlt_jax.rollout.executables.programs import Admit, Decode, GroupShapes, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.executables.serialized import SerializationError, SerializedExecutable
 from tlt_jax.spec_decode.decode import Report
@@ -65,9 +68,9 @@ class Executables:
     `waited`: start and end of each time that the caller waited for a compilation, in seconds of time.perf_counter.
 
     Programs that another group or an earlier run (`kept`: the disk cache) has compiled are loaded
-    where the backend can do so. Others are compiled in the background, one at a time, on
-    accelerators, whose host is free, and on a CPU with more cores than devices; elsewhere compiling
-    takes the rollout's own cores, and the rollout waits.
+    where the backend can do so. Others are compiled in the `background`, several at a time on
+    accelerators, whose host is free, and one at a time on a CPU with more cores than devices;
+    elsewhere compiling takes the rollout's own cores, and the rollout waits.
     """
 
     def __init__(
@@ -87,26 +90,31 @@ class Executables:
             kept or ExecutableCache(),
         )
         self.serialized: dict[Program, SerializedExecutable] = {}  # of group 0's programs
-        self.waits = self.is_cpu and cores() <= jax.local_device_count()
+        self.spare_cores = cores() - (jax.local_device_count() if self.is_cpu else 0)
+        self.waits = self.spare_cores <= 0
         self.sizes = sizes_of(shapes[0])
         self.cache_keys: dict[tuple[Program, str], str] = {}  # of `cache_key`
-        self.thread = ThreadPoolExecutor(1, "compile")
+        self.background = Background(
+            1 if self.is_cpu else max(1, min(background.MOST_THREADS, cores() // 2))
+        )
         self.pending: dict[Program, Future] = {}
+        self.jobs: dict[Program, Callable[[], CompileResult]] = {}  # of `pending`
         self.changes = 0  # of `executables`
+        self.cannot_serialize = False  # and that was said
 
     def rebind(self, shapes: Sequence[GroupShapes]) -> None:
         """Drops all executables; new ones are compiled for these shapes."""
         for future in self.pending.values():
             future.cancel()
-        for cached in (self.executables, self.ran, self.serialized, self.pending):
+        for cached in (self.executables, self.ran, self.serialized, self.pending, self.jobs):
             cached.clear()
         self.shapes, self.sizes = tuple(shapes), sizes_of(shapes[0])
         self.changes += 1
 
     def close(self) -> None:
-        """Drops all executables, and ends the background thread."""
+        """Drops all executables, and ends the background threads."""
         self.rebind(self.shapes)
-        self.thread.shutdown(wait=False)
+        self.background.close()
 
     def rebinding(self, shapes: Sequence[GroupShapes]) -> float:
         """Expected seconds to compile the current executables for these shapes, except chunks that draft.
@@ -126,14 +134,15 @@ class Executables:
 
     def lower(self, program: Program) -> jax.stages.Lowered:
         """The program for the devices (or device descriptions) of its group's mesh."""
-        return program.lower(self.shapes[program.group], self.get)
+        with self.background.lowering:
+            return program.lower(self.shapes[program.group], self.get)
 
     def get(self, program: Program) -> Callable[..., Any]:
         """The executable; compiles it now, or waits for its background compilation, when it is missing."""
         if program not in self.executables:
             begin = time.perf_counter()
             if program in self.pending:
-                result = self.pending.pop(program).result()
+                result = background.result(self.pending.pop(program), self.jobs.pop(program))
             else:
                 result = self.load_shared(program) or self.make(program, self.lower(program))
             end = time.perf_counter()
@@ -185,15 +194,23 @@ class Executables:
         devices = self.devices(program)
         if found := self.disk_cache.get(lowered, self.options, devices):
             return CompileResult(*found, is_loaded=True)
-        hits = len(CACHE_HITS)
+        thread = threading.get_ident()
+        hits = CACHE_HITS.count(thread)
         executable, data = compile_now(lowered, self.options), None
-        if len(CACHE_HITS) > hits:
+        if CACHE_HITS.count(thread) > hits:
             return CompileResult(executable, is_loaded=True)
         try:
             data = serialized.serialize(executable, devices)
             self.disk_cache.put(lowered, self.options, data)
         except SerializationError as error:
-            log.debug("%s cannot be serialized: %s", program, error)
+            level = logging.DEBUG if self.cannot_serialize else logging.INFO
+            self.cannot_serialize = True
+            log.log(
+                level,
+                "%s cannot be serialized, and is kept by JAX's cache alone: %s",
+                program,
+                error,
+            )
         return CompileResult(executable, data)
 
     def cache_key(self, program: Program, sizes: str = "") -> str:
@@ -231,18 +248,29 @@ class Executables:
         return share * self.compile_costs.of(program) if earlier is None else CACHED * earlier
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles missing programs: now, or in the background, one program at a time."""
+        """Compiles missing programs: now, or in the background as far as threads are free."""
         for program in programs:
             if self.waits or self.is_shared(program):
                 self.get(program)
-            elif self.compile_cost(program) and all(
-                future.done() for future in self.pending.values()
-            ):
-                begin = time.perf_counter()
-                self.pending[program] = self.thread.submit(
-                    self.timed_make, program, self.lower(program)
-                )
-                self.waited.append((begin, time.perf_counter()))
+            elif self.background.running < self.background.threads:
+                self.begin(program)
+
+    def begin(self, program: Program) -> None:
+        """Starts to compile a program in the background, unless it is there, or must wait for another compilation.
+
+        It waits for that of the same program of another group, whose executable it may load, and for that of the program
+        whose shardings it reads.
+        """
+        if program in self.pending or not self.compile_cost(program):
+            return
+        running = {of_group(one, 0) for one, future in self.pending.items() if not future.done()}
+        source = program.source if isinstance(program, Admit) else program
+        if running.intersection((of_group(program, 0), of_group(source, 0))):
+            return
+        begin = time.perf_counter()
+        self.jobs[program] = partial(self.timed_make, program, self.lower(program))
+        self.pending[program] = self.background.submit(self.jobs[program])
+        self.waited.append((begin, time.perf_counter()))
 
     def timed_make(self, program: Program, lowered: jax.stages.Lowered) -> CompileResult:
         """`make`, with its seconds. The caller lowers: in this thread lowering would miss JAX's thread-local settings."""
@@ -265,7 +293,7 @@ class Executables:
     @property
     def compiling_alongside(self) -> bool:
         """Whether a background compilation takes cores from the devices."""
-        return self.is_cpu and not all(future.done() for future in self.pending.values())
+        return self.is_cpu and self.background.running > 0
 
     def memory_held(self, groups: Sequence[int]) -> dict[str, int]:
         """Stats of the compiled programs that draft: how many, and the most bytes that those of one of the groups hold.
@@ -308,13 +336,15 @@ def compile_now(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.
     return lowered.compile(compiler_options=dict(options) or None)
 
 
-CACHE_HITS: list[str] = []  # JAX's cache hits, whose executables cannot be serialized again
+CACHE_HITS: list[
+    int
+] = []  # threads of JAX's cache hits, whose executables cannot be serialized again
 
 
 def count_cache_hits(event: str, **_: Any) -> None:
     """Notes that JAX has loaded an executable instead of compiling it."""
     if event == "/jax/compilation_cache/cache_hits":
-        CACHE_HITS.append(event)
+        CACHE_HITS.append(threading.get_ident())
 
 
 jax.monitoring.register_event_listener(count_cache_hits)
