@@ -44,6 +44,8 @@ SMALL = {
     ),
 }  # fmt: skip
 MOST_OF_SMALL = 7
+# Most kernels of noise, filter and choice; of the head and selection, and the layer, of a level of a learned drafter.
+MOST_IN_END, MOST_IN_LEVEL = 6, 27
 
 
 def planned(*command: str) -> dict[str, str]:
@@ -98,6 +100,7 @@ def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache
         assert "the chunk is one CUDA graph, with the loop in it" in text, text
         assert "collectives  none" in text, text
         assert number(r"([\d.]+) a layer", text) <= MOST[name], text
+        assert 0 < number(r"(\d+) for noise, filter and choice", text) <= MOST_IN_END, text
         assert_no_cache_is_copied(text)
 
 
@@ -111,6 +114,17 @@ def test_a_layer_of_a_small_policy_is_a_kernel_a_product(name):
     assert "the chunk is one CUDA graph, with the loop in it" in text, text
     assert number(r"([\d.]+) a layer", text) <= MOST_OF_SMALL, text
     assert_no_cache_is_copied(text)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_a_level_of_a_learned_drafter_has_few_kernels():
+    drafter = "--speculation.drafter", "runs/nowhere", "--drafter_training.kind", "eagle3"
+    reports = planned("-c", CHUNKS, *SIZES, "--mesh.model", "1", "--topology", "h200:1", *drafter)
+    assert "the chunk is one CUDA graph, with the loop in it" in reports[TREE], reports[TREE]
+    for text in reports.values():
+        assert 0 < number(r"(\d+) for noise, filter and choice", text) <= MOST_IN_END, text
+    assert 0 < number(r"([\d.]+) a draft level", reports[TREE]) <= MOST_IN_LEVEL, reports[TREE]
 
 
 @pytest.mark.slow

@@ -67,13 +67,17 @@ TOPOLOGY = (
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs; `layers`: of a chunk's model."""
+    """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs.
+
+    `layers`: of a chunk's model; `levels`: of its draft trees.
+    """
 
     name: str
     lowering: Callable[[], jax.stages.Lowered]
     mesh: Mesh
     holds: dict[str, int]
     layers: int = 0
+    levels: int = 0
 
     @property
     def lowered(self) -> jax.stages.Lowered:
@@ -172,9 +176,11 @@ def lower_rollout(
         now = holds
         if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
             now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
-        layers = recipe.model.num_layers if isinstance(program, Decode) else 0
+        layers = levels = 0
+        if isinstance(program, Decode):
+            layers, levels = recipe.model.num_layers, program.strategy.depth
         lowering = partial(engine.programs.lower, program)
-        yield PlannedProgram(name, lowering, engine.groups[0], now, layers)
+        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels)
 
 
 def largest_programs(
@@ -279,9 +285,13 @@ def print_round(one_round: launches.Round, program: PlannedProgram, copied: int)
             f"  graphs       the host drives the loop: {one_round.graphs} CUDA graphs and {one_round.outside} kernels "
             f"outside of them a round, and {one_round.host_loops} loops in it"
         )
-    each, others = one_round.in_layers / program.layers, one_round.kernels - one_round.in_layers
+    parts, others = [f"{one_round.in_layers / program.layers:.1f} a layer"], one_round.kernels
+    if program.levels:
+        parts.append(f"{one_round.in_levels / program.levels:.1f} a draft level")
+    parts.append(f"{one_round.in_end} for noise, filter and choice")
+    others -= one_round.in_layers + one_round.in_levels + one_round.in_end
     print(
-        f"  kernels      {one_round.kernels} a round: {each:.1f} a layer, by the scopes of their last operations, and "
+        f"  kernels      {one_round.kernels} a round, by the scopes of their last operations: {', '.join(parts)}, and "
         f"{others} others"
     )
     keys = program.holds["cache"] / program.layers / 2

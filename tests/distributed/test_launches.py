@@ -80,6 +80,9 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
   %gemm_fusion_dot.1 = f32[4]{0} fusion(%p), calls=%dot, metadata={op_name="jit(f)/while/body/layer/mlp/dot"}
   %search = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/player/search"}
+  %drawn = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/verify/sample/max"}
+  %grown = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/draft/noise/max"}
+  %once = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/draft/drafter/extend/dot"}
   ROOT %gemm = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/commit/scatter"}
 }
 """
@@ -89,6 +92,14 @@ def test_a_chunk_that_is_one_graph_has_its_loop_in_it():
     found = launches.read_round(ONE_GRAPH, METADATA, NAMES)
     # A round runs 4, the condition and the body of the inner loop, and 8, without the condition of the chunk's own loop.
     assert found == launches.Round(4, 2, outside=0, graphs=0, host_loops=0, is_one_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "levels", "end"), [("drawn", 0, 1), ("grown", 1, 0), ("once", 0, 0), ("search", 0, 0)]
+)
+def test_kernels_of_draft_levels_and_of_the_end_are_told_by_their_scopes(name, levels, end):
+    found = launches.read_round(ONE_GRAPH, METADATA.replace('"search"', f'"{name}"'), NAMES)
+    assert (found.in_levels, found.in_end) == (levels, end)
 
 
 def test_steps_outside_the_graph_are_launched_by_the_host():

@@ -4,7 +4,7 @@ own law.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.spec_decode import decode as chunk, noise, tree_drafter
+from tlt_jax.spec_decode import decode as chunk, noise, one_pass, tree_drafter
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -252,6 +252,20 @@ def test_the_laws_hold_without_harm_also_through_every_mutant(monkeypatch):
 def test_the_laws_hold_where_small_loops_are_written_out(monkeypatch):
     decoder = spoiled(monkeypatch, [], harm=0)
     assert laws(decoder._replace(target=decoder.target._replace(unrolls=True))) == (True, True)
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_the_laws_hold_where_the_vocabulary_is_read_once(monkeypatch, is_at_once):
+    if not is_at_once:
+        monkeypatch.setattr(chunk, "LEVEL", -1)
+    decoder = spoiled(monkeypatch, [], harm=0)
+    choose = partial(one_pass.choose, is_sharded=False)
+    decoder = decoder._replace(target=decoder.target._replace(unrolls=True, choose=choose))
+    state = rounds.begin(
+        decoder, Weights(jnp.asarray(TABLE), jnp.asarray(NOISY)), PROMPTS, keys(), LIMIT
+    )
+    assert chunk.chooses_at_once(decoder, state) == is_at_once
+    assert laws(decoder) == (True, True)
 
 
 @pytest.mark.parametrize("mutant", VERIFICATION, ids=named)

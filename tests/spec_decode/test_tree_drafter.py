@@ -13,9 +13,8 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
+from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates, score_order
 from tlt_jax.spec_decode.interface import Context
-from tlt_jax.spec_decode.stats import score_order
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
 from tlt_jax.spec_decode.tree_drafter import Coupling
@@ -157,6 +156,8 @@ def test_random_candidates_never_leave_an_orphan():
     )
     for nodes in (2, 8, 16, 31):
         tree = rerank(candidates, jnp.zeros(count, jnp.int32), nodes)
+        unsorted = rerank(candidates, jnp.zeros(count, jnp.int32), nodes, counts=True)
+        jax.tree.map(np.testing.assert_array_equal, unsorted, tree)
         assert not references.orphans(tree).any()
         best = np.sort(np.array(scores), axis=1)[:, ::-1][:, : nodes - 1]
         np.testing.assert_allclose(np.sort(tree.scores[:, 1:], axis=1)[:, ::-1], best)

@@ -9,7 +9,7 @@ import references
 import rounds
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.spec_decode import admission, decode as chunk, tree
+from tlt_jax.spec_decode import admission, decode as chunk, tree, verify
 from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import BROKEN, RUNNING, STOPPED, TRUNCATED, Emitted, Report
 from tlt_jax.spec_decode.decode_state import DecodeState
@@ -54,12 +54,25 @@ def test_a_walk_is_that_of_a_loop(nodes, unrolls):
     unused = jnp.zeros(tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
     tree_of = DraftTree(*map(jnp.asarray, (tokens, parents, depths)), *unused)
     walk = rounds.match(tree_of, jnp.asarray(chosen), depth, unrolls)
+    rng = np.random.default_rng(3)
+    logprobs, broken = rng.normal(size=chosen.shape), rng.random(chosen.shape) < 0.5
+    choices = verify.Visit(*map(jnp.asarray, (chosen, logprobs, broken)))
+    seen = tree.ancestors(tree_of.parents)
+    at_once = verify.path_of(tree_of, seen, jnp.ones(300, bool), depth, choices)
+    np.testing.assert_array_equal(at_once.accepted, walk.accepted)
+    np.testing.assert_array_equal(at_once.path, walk.path)
+    asleep = verify.path_of(tree_of, seen, jnp.zeros(300, bool), depth, choices)
+    assert not asleep.accepted.any() and not asleep.path.any()
     for b in range(300):
         path, emitted = references.walk(tokens[b], parents[b], chosen[b], depth)
         accepted = int(walk.accepted[b])
         assert accepted == len(path) - 1
         assert walk.path[b, : accepted + 1].tolist() == path
-        assert walk.visits.tokens[b, : accepted + 1].tolist() == emitted
+        for visits in (walk.visits, at_once.visits):
+            assert visits.tokens[b, : accepted + 1].tolist() == emitted
+        for name, values in (("logprobs", logprobs), ("broken", broken)):
+            found = getattr(at_once.visits, name)[b, : accepted + 1]
+            np.testing.assert_array_equal(found, values[b, path].astype(found.dtype))
 
 
 UNUSED = dict.fromkeys(("resize", "empty", "padded_slots", "vocab", "params"))

@@ -20,6 +20,11 @@ CONTROL = (LOOP, "kConditional")
 # Thunks that run others, or wait for them.
 AROUND = (GRAPH, "kSequential", "kAsyncStart", "kAsyncDone", *CONTROL)
 SCOPES = ("layer", "commit")  # the name scopes of a layer, and of its cache commit
+DRAFT, ONCE = (
+    "draft",
+    ("extend", "rerank"),
+)  # of drafting, and of what it does once and not in every level
+END = ("noise", "filter", "sample")  # of the vocabulary-wide end of a round
 COPIES = ("copy", "copy-start", "transpose", "concatenate", "pad")
 
 THUNK = re.compile(r"( *)(\d+): (k\w+)")
@@ -45,10 +50,10 @@ class Thunk(NamedTuple):
 class Round:
     """What runs in one pass through the loop of a chunk; an inner loop counts as one pass.
 
-    `in_layers`: those `kernels` (with copies and collectives) whose last operation lies in one of
-    SCOPES; `outside`: those that the host launches singly, next to `graphs` CUDA graphs. `host_loops`:
-    inner loops and branches that the host drives. `is_one_graph`: the chunk is one CUDA graph that
-    contains the loop, and the host launches nothing else.
+    `in_layers`: those `kernels` (with copies and collectives) whose last operation lies in one of SCOPES; `in_levels`: in
+    DRAFT and not in ONCE; `in_end`: in END and not in DRAFT. `outside`: those that the host launches singly, next to
+    `graphs` CUDA graphs. `host_loops`: inner loops and branches that the host drives. `is_one_graph`: the chunk is one CUDA
+    graph that contains the loop, and the host launches nothing else.
     """
 
     kernels: int
@@ -57,6 +62,8 @@ class Round:
     graphs: int
     host_loops: int
     is_one_graph: bool
+    in_levels: int = 0
+    in_end: int = 0
 
 
 def compile_and_read(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Round]:
@@ -85,15 +92,22 @@ def read_round(thunks: str, metadata: str, hlo: str) -> Round:
         raise ValueError(f"the thunks of a chunk have {len(loops)} loops, not one")
     within = [step for step in steps if BODY in step.within]
     kernels = [step for step in within if step.kind not in AROUND]
-    layers = numbers_in_scopes(metadata, hlo)
+    scopes = scopes_of_numbers(metadata, hlo)
+
+    def count(inside: tuple[str, ...], outside: tuple[str, ...] = ()) -> int:
+        each = (scopes.get(step.number, frozenset()) for step in kernels)
+        return sum(not it.isdisjoint(inside) and it.isdisjoint(outside) for it in each)
+
     alone = [step for step in within if GRAPH not in step.within]
     return Round(
         kernels=len(kernels),
-        in_layers=sum(step.number in layers for step in kernels),
+        in_layers=count(SCOPES),
         outside=sum(step.kind not in AROUND for step in alone),
         graphs=sum(step.kind == GRAPH for step in alone),
         host_loops=sum(step.kind in CONTROL for step in alone),
         is_one_graph=GRAPH in loops[0].within and sum(not step.within for step in steps) == 1,
+        in_levels=count((DRAFT,), ONCE),
+        in_end=count(END, (DRAFT,)),
     )
 
 
@@ -113,18 +127,17 @@ def read_thunks(text: str) -> Iterator[Thunk]:
             around.append((len(thunk[1]), thunk[3]))
 
 
-def numbers_in_scopes(metadata: str, hlo: str) -> set[int]:
-    """Numbers of the thunks whose instruction's operation lies in one of SCOPES."""
-    inside = set()
+def scopes_of_numbers(metadata: str, hlo: str) -> dict[int, frozenset[str]]:
+    """The name scopes of the operation of each thunk's instruction, by the thunk's number."""
+    scopes, found = {}, {}
     for line in hlo.splitlines():
         instruction, operation = INSTRUCTION.match(line), OPERATION.search(line)
-        if instruction and operation and not set(SCOPES).isdisjoint(operation[1].split("/")):
-            inside.add(instruction[2])
-    found = set()
+        if instruction and operation:
+            scopes[instruction[2]] = frozenset(operation[1].split("/"))
     for block in metadata.split("thunk_metadata {"):
         name, number = ANNOTATION.search(block), NUMBER.search(block)
-        if name and number and name[1] in inside:
-            found.add(int(number[1]))
+        if name and number and name[1] in scopes:
+            found[int(number[1])] = scopes[name[1]]
     return found
 
 

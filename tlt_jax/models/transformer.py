@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from tlt_jax.distributed.mesh import sharding
+from tlt_jax.distributed.mesh import is_gpu, sharding
 from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_attention
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import layers as ops
@@ -412,8 +412,14 @@ def tree_forward(
 
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
     with jax.named_scope("head"):
-        scores = contract("vd,dt->vt", head(params), x)
-        scores = masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size)
+        # On GPUs XLA fuses more into reductions of the last axis.
+        if mesh is not None and is_gpu(mesh):
+            scores = contract("dt,vd->tv", x, head(params))
+            if config.vocab_size < scores.shape[1]:
+                scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
+        else:
+            scores = contract("vd,dt->vt", head(params), x)
+            scores = masked(scores, jnp.arange(scores.shape[0])[:, None] < config.vocab_size).T
     features = gathered(captures, [states[capture] for capture in captures], x, axis=0).T.reshape(
         B, N, -1
     )
@@ -427,4 +433,4 @@ def tree_forward(
     keys, values = zip(*kept, strict=True)
     states = x.T.reshape(B, N, -1) if captures_states else None
     scratch = Scratch(keys, values, features, states, after)
-    return scores.T.reshape(B, N, -1), scratch
+    return scores.reshape(B, N, -1), scratch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
-from tlt_jax.distributed.mesh import is_cpu
+from tlt_jax.distributed.mesh import is_cpu, is_gpu
 from tlt_jax.models import eagle, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import ngram_memory
-from tlt_jax.spec_decode import ngram
+from tlt_jax.spec_decode import ngram, one_pass
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
@@ -126,6 +126,7 @@ def network(config: DrafterConfig, target: Target, group_mesh: Mesh, dtype: str)
         hidden=jax.ShapeDtypeStruct((1, config.hidden_size), dtype, sharding=whole),
         top=partial(top_k, group_mesh=group_mesh),
         unrolls=not is_cpu(group_mesh),
+        survey=partial(survey, group_mesh=group_mesh) if is_gpu(group_mesh) else None,
     )
 
 
@@ -146,6 +147,22 @@ def top_k(values: jax.Array, k: int, group_mesh: Mesh) -> tuple[jax.Array, jax.A
     )
     best, chosen = jax.lax.top_k(best, k)
     return best, jnp.take_along_axis(places, chosen, axis=-1)
+
+
+def survey(values: jax.Array, k: int, group_mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`top_k` and the logsumexp: in one pass while k is small."""
+    if k > one_pass.MOST:
+        return *top_k(values, k, group_mesh), jax.nn.logsumexp(values, axis=-1)
+
+    def whole(found: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Gathered in one array of floats, in which indices are exact up to 2**24."""
+        joined = jnp.stack([array.astype(values.dtype) for array in found], axis=-2)
+        joined = jax.lax.with_sharding_constraint(
+            joined, NamedSharding(group_mesh, PartitionSpec())
+        )
+        return [joined[..., n, :].astype(array.dtype) for n, array in enumerate(found)]
+
+    return one_pass.top_k(values, k, whole if group_mesh.shape["model"] > 1 else list)
 
 
 SCRATCH_SLOTS = 8  # cache slots past the bucket: a round may commit this many tokens
@@ -207,4 +224,7 @@ def bind_target(
         params=transformer.abstract(config, group_mesh, "rollout", dtype),
         states=(lambda cache: cache.states) if captures_states else None,
         unrolls=not is_cpu(group_mesh),
+        choose=partial(one_pass.choose, is_sharded=group_mesh.shape["model"] > 1)
+        if is_gpu(group_mesh)
+        else None,
     )

@@ -58,3 +58,15 @@ class NoiseAhead:
     def places(self, positions: Int32[Array, " B"]) -> Int32[Array, " B"]:
         """The indices of `values` at one position of each row."""
         return jnp.arange(self.ends.shape[0], dtype=jnp.int32) * self.count + positions % self.count
+
+
+def score_order(scores: Float[Array, "B N"]) -> Int32[Array, "B N"]:
+    """Rank of every node by score, 0 for the highest; of equal scores the earlier node comes first.
+
+    The root, whose score is 0, has rank 0.
+    """
+    earlier = jnp.arange(scores.shape[1])[None, :] < jnp.arange(scores.shape[1])[:, None]
+    better = (scores[:, None, :] > scores[:, :, None]) | (
+        (scores[:, None, :] == scores[:, :, None]) & earlier
+    )
+    return better.sum(axis=-1, dtype=jnp.int32)

@@ -103,13 +103,22 @@ class Insert(Protocol):
     ) -> PyTree: ...
 
 
+class Choose(Protocol):
+    """Id of the largest perturbed value, its scaled logit, and the logsumexp of the scaled logits, NaN where one is."""
+
+    def __call__(
+        self, scaled: Float[Array, "*A V"], perturbed: Float[Array, "*A V"], /
+    ) -> tuple[Int32[Array, "*A"], Float[Array, "*A"], Float[Array, "*A"]]: ...
+
+
 class Target(NamedTuple):
     """The model that decides, as pure functions; caches and prefills are pytrees that only the target understands.
 
     padded_slots(slots): slots of a cache for `slots` committed tokens, scratch included. `vocab`: width of the logits.
     `params`: ShapeDtypeStructs with shardings of the weights. `states`: None when not captured, or when the features are
     these states. `unrolls`: small loops within a round are unrolled, for accelerators, where every iteration of a loop
-    waits for the host; a CPU compiles loops faster and leaves them early.
+    waits for the host; a CPU compiles loops faster and leaves them early. `choose`: tokens are chosen in one pass over the
+    vocabulary, and at all nodes of a small tree at once: for GPUs, where kernels cost more than arithmetic.
     """
 
     forward: Forward
@@ -124,6 +133,7 @@ class Target(NamedTuple):
     params: PyTree
     states: States | None = None
     unrolls: bool = False
+    choose: Choose | None = None
 
 
 class Draft(Protocol):
@@ -290,12 +300,21 @@ class Top(Protocol):
     ) -> Sequence[Shaped[Array, "... k"]]: ...
 
 
+class Survey(Protocol):
+    """`Top`, and the logsumexp along the axis, NaN where a value is: the others are any there."""
+
+    def __call__(
+        self, values: Float[Array, "... U"], k: int, /
+    ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"], Float[Array, ...]]: ...
+
+
 class Network(NamedTuple):
     """A learned drafter's network, as pure functions of all weights, its own and the target's.
 
     Slot t of its cache comes from (features of token t, token t + 1), at rotary position t. scratch(batch, rows): zeros.
     `params`: ShapeDtypeStructs with shardings of its own weights; `hidden`: that of hidden[1, Z]. `unrolls`: the levels
     of a tree are unrolled, which takes longer to compile, and runs on accelerators without waiting for the host.
+    `survey`: in place of `top`, for GPUs, where kernels cost more than their arithmetic.
     """
 
     extend: ExtendCache
@@ -310,3 +329,4 @@ class Network(NamedTuple):
     hidden: jax.ShapeDtypeStruct
     top: Top = jax.lax.top_k
     unrolls: bool = False
+    survey: Survey | None = None

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32
 
-from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.draft_tree import ABSENT, DraftTree
+from tlt_jax.spec_decode.draft_tree import ABSENT, DraftTree, score_order
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 BINS = 10  # of the reliability diagram of scores
@@ -78,16 +77,3 @@ def measure(
         promised=jnp.where(here, chance[..., None], 0).sum((0, 1)),
         accepted=(here & accepted[..., None]).sum((0, 1), dtype=jnp.int32),
     )
-
-
-@shaped
-def score_order(scores: Float[Array, "B N"]) -> Int32[Array, "B N"]:
-    """Rank of every node by score, 0 for the highest; of equal scores the earlier node comes first.
-
-    The root, whose score is 0, has rank 0.
-    """
-    earlier = jnp.arange(scores.shape[1])[None, :] < jnp.arange(scores.shape[1])[:, None]
-    better = (scores[:, None, :] > scores[:, :, None]) | (
-        (scores[:, None, :] == scores[:, :, None]) & earlier
-    )
-    return better.sum(axis=-1, dtype=jnp.int32)

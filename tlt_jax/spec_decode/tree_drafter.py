@@ -19,6 +19,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode import one_pass
 from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import Context, Drafter, Network, PyTree
 from tlt_jax.spec_decode.strategy import Strategy
@@ -111,6 +112,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
             temperature=temperature or 1.0,
             k=strategy.topk,
             top=network.top,
+            survey=network.survey,
         )
         candidates = expand(network, guess, weights, state, context, strategy)
         knows = (context.lengths > 0)[:, None]  # the first token has no features before it
@@ -202,7 +204,8 @@ def expand(
         found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
         candidates = grown(beams, index, *found, level + 2)
 
-        best = jax.lax.top_k(candidates.scores, k)[1]
+        is_small = network.survey is not None and k <= one_pass.MOST
+        best = (one_pass.top_k if is_small else jax.lax.top_k)(candidates.scores, k)[1]
         row, index = best // k, k + level * k * k + best
         hidden, seen = (
             jnp.take_along_axis(leaf, row[:, :, None], axis=1) for leaf in (hidden, seen)
@@ -243,6 +246,7 @@ def children(
     temperature: float,
     k: int,
     top: Callable[[Array, int], tuple[Array, Array]] = jax.lax.top_k,
+    survey: Callable[[Array, int], tuple[Array, Array, Array]] | None = None,
 ) -> tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]:
     """Tokens of the k best children of w nodes, and their log-probabilities given the parent.
 
@@ -251,6 +255,13 @@ def children(
     the draft vocabulary; None: 0, 1, ...
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if survey is not None:  # the first log_softmax below shifts the second
+        value = wide / temperature + (0 if noise is None else coupling.strength * noise)
+        best, places, total = survey(coupling.sharpness * value, k)
+        value = best - total[..., None]
+        scores = jnp.where(jnp.isnan(value), -jnp.inf, jnp.minimum(value, 0))
+        return (places if ids is None else ids[places]).astype(jnp.int32), scores
+
     value = jax.nn.log_softmax(wide / temperature, axis=-1)
     if noise is not None:
         value = value + coupling.strength * noise

@@ -37,6 +37,32 @@ class Walk:
 
 @jax.named_scope("verify")
 @shaped
+def path_of(
+    tree: DraftTree,
+    ancestors: Bool[Array, "B N N"],
+    live: Bool[Array, " B"],
+    depth: int,
+    choices: Visit,
+) -> Walk:
+    """`walk` from the choices at all nodes [B, N], without a loop: a node is accepted when it and its ancestors are chosen."""
+    nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
+    wanted = jnp.take_along_axis(choices.tokens, tree.parents, axis=1, mode="promise_in_bounds")
+    is_chosen = (tree.tokens == wanted) | (nodes == 0)
+    follows = jnp.all(is_chosen[:, None] | ~ancestors, axis=2)
+    follows &= live[:, None] | (nodes == 0)
+    is_above = tree.depths[:, None] <= jnp.arange(depth + 1)[:, None]
+    path = jnp.max(jnp.where(follows[:, None] & is_above, nodes, 0), axis=2)
+    here = follows[:, None] & (tree.depths[:, None] == jnp.arange(depth + 1)[:, None])
+    visits = Visit(
+        jnp.max(jnp.where(here, choices.tokens[:, None], 0), axis=2),
+        jnp.sum(jnp.where(here, choices.logprobs[:, None], 0), axis=2),
+        jnp.any(here & choices.broken[:, None], axis=2),
+    )
+    return Walk(path, visits, jnp.sum(follows[:, 1:], axis=1, dtype=jnp.int32))
+
+
+@jax.named_scope("verify")
+@shaped
 def walk(
     tree: DraftTree,
     live: Bool[Array, " B"],
