@@ -57,7 +57,8 @@ def plan_of(*overrides, captures_states=False):
     model, mesh = plan.sizes(settings), make_mesh(2, 2)
     drafter = from_config.drafter_config(settings, model)
     engine = Engine(settings, model, mesh, drafter=drafter, captures_states=captures_states)
-    return settings, Recipe.of(settings, model, mesh, 1), engine
+    recipe = Recipe.of(settings, model, mesh, 1)
+    return settings, memory.within(settings, recipe, drafter, memory.device_memory(mesh)), engine
 
 
 def budget(settings, recipe, engine) -> dict[str, int]:

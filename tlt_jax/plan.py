@@ -33,7 +33,7 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.models import from_config, hf, transformer
+from tlt_jax.models import from_config, hf, remat as remats, transformer
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
@@ -55,6 +55,7 @@ from tlt_jax.train.memory import (
     device_memory,
     pick,
     spell,
+    within,
 )
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner import make
@@ -339,10 +340,11 @@ def report(config: Config, model: ModelConfig, found: topology.Topology) -> list
         wanted = f"the {drafter.kind} drafter of `drafter_training`"
         print(f"{config.speculation.drafter} does not exist: planning for {wanted}")
 
-    recipe, knobs = Recipe.of(config, model, mesh, 1), config
+    limit = found.memory or device_memory(mesh)
+    recipe = within(config, Recipe.of(config, model, mesh, 1), drafter, limit)
+    knobs = config
     captures = knobs.speculation.drafter == ADAPTIVE and not knobs.rollout.deterministic
     engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures)
-    limit = found.memory or device_memory(mesh)
     kinds = budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
     shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"
@@ -350,6 +352,7 @@ def report(config: Config, model: ModelConfig, found: topology.Topology) -> list
     print(f"{mesh.size} x {meshes.device_kind(mesh)}, {shape}, {limit / GIB:.1f} GiB each{share}")
     for kind, size in kinds.items():
         print(f"  {kind:<17} {size / GIB:9.3f} GiB a device")
+    print(f"  {'remat':<17} {remats.spell(recipe.remat)} (model.remat {config.model.remat})")
     programs = list(lower(config, recipe, engine, kinds))
     bandwidth = found.bandwidth or traffic.BANDWIDTHS.get(meshes.device_kind(mesh))
     outcomes = []

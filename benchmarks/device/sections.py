@@ -34,7 +34,7 @@ from tlt_jax.rollout.draft_timing import time_draft
 from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import parse
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.recipe import Recipe
 
 COLUMNS = ("section", "case", "ms", "rate", "unit", "share", "of", "aim")
@@ -164,12 +164,13 @@ def update_seconds(
     """Seconds of an accumulation step with one example a row, and its FLOP."""
     prompt = tokens // 4
     config = Config(
-        model=replace(Config().model, compute_dtype=device.dtype, remat=True),
+        model=replace(Config().model, compute_dtype=device.dtype),
         train=Train(steps=100, rows=rows, row_tokens=tokens, attention_block=512),
         data=Data(max_prompt_tokens=prompt),
         rollout=Rollout(max_new_tokens=tokens - prompt),
     )
     recipe = Recipe.of(config, model, device.mesh, 100)
+    recipe = memory.within(config, recipe, None, memory.device_memory(device.mesh))
     random = np.random.default_rng(0).integers(0, model.vocab_size, (rows, tokens))
     made = [Example(uid, row[:prompt], row[prompt:]) for uid, row in enumerate(random)]
     packed = packing.pack(made, tokens, rows)

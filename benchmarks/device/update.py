@@ -32,7 +32,7 @@ from tlt_jax.data.packing import Example, Packed
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import hf, transformer
 from tlt_jax.models.transformer import ModelConfig, Params
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.policy_update import PolicyState
@@ -122,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rollout=Rollout(max_new_tokens=ANSWER),
     )
     model, params = policy(given, mesh)
-    recipe = Recipe.of(config, model, mesh, 100)
+    recipe = memory.within(
+        config, Recipe.of(config, model, mesh, 100), None, memory.device_memory(mesh)
+    )
     packed, batch = packed_batch(given, config, recipe)
     programs, state = policy_update.programs(recipe), policy_update.create(params, recipe)
     losses = []

@@ -293,6 +293,20 @@ def test_the_config_of_an_older_version_is_read_with_the_current_names(write, tm
         read_resolved(path)
 
 
+@pytest.mark.parametrize(("old", "new"), [("true", "full"), ("false", "none"), ("auto", "auto")])
+def test_remat_of_an_older_configuration_or_run_folder_is_read_by_its_new_name(
+    write, tmp_path, old, new
+):
+    arguments = write()
+    file = Path(arguments[-1])
+    file.write_text(file.read_text().replace("model: {", f"model: {{remat: {old}, ", 1))
+    assert parse(arguments).model.remat == new
+    path = tmp_path / "resolved.yaml"
+    path.write_text(to_yaml(parse(write())).replace("remat: auto", f"remat: {old}"))
+    assert read_resolved(path).model.remat == new
+    assert changes.changes(parse(write()), read_resolved(path)) == [], "any run may change it"
+
+
 def test_a_knob_that_became_a_constant_is_read_with_the_constants_value_only(write, tmp_path):
     got, path = parse(write()), tmp_path / "resolved.yaml"
     tree = yaml.safe_load(to_yaml(got))

@@ -251,7 +251,10 @@ def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directo
         assert np.isfinite(packed).all()
 
 
-def test_remat_and_blocks_leave_gradients_alone(directories, x64):
+@pytest.mark.parametrize(
+    "remat", [("full",) * 2, ("attention",) * 2, ("products",) * 2, ("products", "full")]
+)
+def test_remat_and_blocks_leave_gradients_alone(directories, x64, remat):
     config, params = load(directories("llama_bias"), meshes.make_mesh(1, 1))
     tokens = jnp.asarray(model_cases.TOKENS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -264,7 +267,7 @@ def test_remat_and_blocks_leave_gradients_alone(directories, x64):
         return jax.jit(jax.grad(total))(params)
 
     for one, other in zip(
-        *map(jax.tree.leaves, (gradient(), gradient(remat=True, block=4))), strict=True
+        *map(jax.tree.leaves, (gradient(), gradient(remat=remat, block=4))), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 

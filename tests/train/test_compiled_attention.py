@@ -43,7 +43,7 @@ def compiled(topology: str, data: int, model: int):
     """The program of an accumulation step with a row for every data group."""
     mesh = make_mesh(data, model, describe(topology).devices)
     recipe = Recipe(
-        MODEL, mesh, Adam(1e-3, 10), Objective(), "float32", "bfloat16", remat=True, logits_chunk=512,
+        MODEL, mesh, Adam(1e-3, 10), Objective(), "float32", "bfloat16", ("full",) * MODEL.num_layers, logits_chunk=512,
         attention_block=BLOCK,
     )  # fmt: skip
     rows = policy_batch.abstract_rows(mesh, data, T, ("recorded",))

@@ -31,7 +31,7 @@ from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.trainer import Trainer
 
 KNOBS = {
-    "model.param_dtype": "float64", "model.compute_dtype": "float64", "model.remat": True,
+    "model.param_dtype": "float64", "model.compute_dtype": "float64", "model.remat": "full",
     "model.init": observed.TINY["model.init"] | {"initializer_range": 0.5},
     "rollout.prompts": 4, "rollout.samples": 3, "rollout.temperature": 0.8, "rollout.top_k": 7,
     "rollout.top_p": 0.9, "rollout.max_new_tokens": 10, "rollout.stop": ["=", "::"],
@@ -124,7 +124,7 @@ OF_UPDATES = [
     (Recipe, "of", reading(algorithm__entropy_coef=0.0), check_losses),
     (Recipe, "of", reading(**SWAPPED), check_losses),
     (Recipe, "of", reading(optim__grad_clip=0.0), check_clipping),
-    (Recipe, "of", reading(model__remat=False), check_remat),
+    (Recipe, "of", reading(model__remat="none"), check_remat),
 ]
 
 

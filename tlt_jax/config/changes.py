@@ -9,9 +9,9 @@ from tlt_jax.config import parse as parsing
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
-# Knobs that a resumed run may always change: they affect devices, speed, length and output of the run, but no token and no
-# update of a step.
-FREE = ("run", "override", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
+# Knobs that a resumed run may always change: they affect devices, memory, speed, length and output of the run, but, apart from
+# rounding, no token and no update of a step.
+FREE = ("run", "override", "model.remat", "mesh.", "log.", "profile.", "processes.", "eval.", "checkpoint.", "speculation.",
         "idle_training.", "drafter_training.share", "rollout.slots", "rollout.batch_buckets", "rollout.cache_buckets",
         "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
         "reward.environment", "data.max_too_long", "train.steps", "train.epochs")  # fmt: skip

@@ -10,6 +10,7 @@ from tlt_jax.config.knobs import knob
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
 DROP = "drop"  # value of data.duplicates
+AUTO_REMAT = "auto"  # value of model.remat
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,12 @@ class Model:
         "jax_default_matmul_precision: default | high | highest",
         one_of=("default", "high", "highest"),
     )
-    remat: bool = knob(
-        False,
-        "gradient checkpointing: recompute each layer in the backward pass (less memory, a third more time)",
+    remat: str = knob(
+        AUTO_REMAT,
+        "gradient checkpointing: what a layer computes again in the backward pass of the policy update. none: nothing | full: "
+        "everything (least memory, up to a third more time) | auto: layer by layer as little as the memory of the devices "
+        "allows",
+        one_of=("none", "full", AUTO_REMAT),
     )
 
 

@@ -139,7 +139,7 @@ def tree_of(name: str) -> dict[str, Any]:
     """The mapping in a configuration file, or in the shipped one of this name. Raises ConfigError."""
     tree = read_yaml(shipped(name))
     older.refuse([*map(str, tree), *parsing.unknown(Config, tree)])
-    return tree
+    return older.renamed(tree)
 
 
 def of_run(overrides: Sequence[tuple[str, str]]) -> Config:

@@ -1,4 +1,4 @@
-"""Names in configurations of older versions: renamed sections, and knobs that became constants."""
+"""Configurations of older versions: renamed sections, values with new names, and knobs that became constants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
 RENAMED = {"warmup": "drafter_training"}  # sections: old name -> new name
+# Values with new names: knob -> old value -> new value.
+VALUES: dict[str, dict[Any, Any]] = {"model.remat": {True: "full", False: "none"}}
 # Knobs that became constants: name -> value of the constant, which was the knob's default.
 CONSTANTS: dict[str, Any] = {
     "rollout.in_flight": 2,
@@ -51,8 +53,23 @@ def refuse(names: Iterable[str]) -> None:
             raise ConfigError(f"{name} is a constant now, {CONSTANTS[name]!r}: remove it")
 
 
+def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping of a configuration with the new names of its values."""
+
+    def section(name: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
+        return {knob: value(f"{name}.{knob}", one) for knob, one in knobs.items()}
+
+    def value(name: str, one: Any) -> Any:
+        return VALUES[name].get(one, one) if name in VALUES and isinstance(one, bool) else one
+
+    return {
+        name: section(name, knobs) if isinstance(knobs, Mapping) else value(name, knobs)
+        for name, knobs in tree.items()
+    }
+
+
 def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """The mapping of an older run folder's config.yaml under the names of this version, without constants.
+    """The mapping of an older run folder's config.yaml with the names and values of this version, without constants.
 
     Raises ConfigError, with their names, for constants with another value and for knobs that no longer exist.
     """
@@ -76,4 +93,4 @@ def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
             f"{path}: the run was made by an older version of tlt_jax, with {', '.join(missing)}, "
             "which this version does not have: continue it with that version, or start another run folder"
         )
-    return updated
+    return renamed(updated)

@@ -12,9 +12,11 @@ import math
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Int32
 
 from tlt_jax.data.segments import most_segments
+from tlt_jax.kernels.numerics import KEPT
 from tlt_jax.shapes import shaped
 
 HOPPER = 9, 0  # the first CUDA capability for which cuDNN has packed rows
@@ -70,7 +72,8 @@ def fused(q: Array, k: Array, v: Array, segments: Array) -> Array:
 def forward(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, tuple]:
     given = operands(q, k, v, segments)
     mixed, sums = cudnn._dot_product_attention_fwd_p.bind(*given, **options(q), is_training=True)
-    mixed = at_tokens(mixed, segments)
+    sums = checkpoint_name(sums, KEPT[1])
+    mixed = checkpoint_name(at_tokens(mixed, segments), KEPT[2])
     return mixed, (q, k, v, segments, sums, mixed)
 
 

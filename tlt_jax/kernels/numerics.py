@@ -1,4 +1,4 @@
-"""Products and masks in at least float32."""
+"""Products and masks in at least float32, and names of what attention keeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
+
+# Checkpoint names of the results that attention needs in its backward pass; the rest is recomputed.
+KEPT = "top of scores", "sum of weights", "weighted values"
 
 
 def widen(dtype: DTypeLike) -> jnp.dtype:

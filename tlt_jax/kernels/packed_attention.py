@@ -14,12 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.distributed.mesh import cuda_capability, is_tpu, partition
 from tlt_jax.kernels import cudnn_attention
-from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.kernels.numerics import KEPT, contract, masked
 from tlt_jax.shapes import shaped
-
-# Names of the residuals that attention saves for its backward pass; the rest is recomputed.
-KEPT = "top of scores", "sum of weights", "weighted values"
-
 
 CUDNN, SPLASH, BLOCKS = "cudnn", "splash", "blocks"
 
@@ -52,7 +48,7 @@ def attend(
     else:
         from tlt_jax.kernels import splash_attention  # Pallas takes time to import
 
-        library = partial(splash_attention.attend, longest=longest)
+        library = partial(splash_attention.attend, longest=longest, kept=KEPT[2])
     rows, heads = partition(("batch",), "train"), partition(("batch", None, "kv_heads"), "train")
     specs = {"in_specs": (heads, heads, heads, rows), "out_specs": heads}
     return jax.shard_map(library, mesh=mesh, **specs, check_vma=False)(q, k, v, segments)

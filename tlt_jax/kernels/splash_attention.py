@@ -25,8 +25,11 @@ def attend(
     segments: Int[Array, "B T"],
     longest: int | None = None,
     interpret: bool = False,
+    kept: str | None = None,
 ) -> Float[Array, "B T K G E"]:
     """As packed_attention.attend; padding attends to padding. `interpret`: as JAX operations, on any device.
+
+    `kept`: the checkpoint name of what the backward pass needs.
 
     Blocks of keys that no query of the block may see (later ones, or more than `longest` tokens back) are skipped.
     """
@@ -41,7 +44,7 @@ def attend(
     # Splash takes scaled queries. A factor rounded to bfloat16 would bias all scores alike.
     scaled = (q.astype(widen(q.dtype)) / math.sqrt(E)).astype(q.dtype)
     padded = jnp.pad(segments, [(0, 0), (0, rows - T)])
-    attention = kernel(K * G, rows, block, longest, interpret)
+    attention = kernel(K * G, rows, block, longest, interpret, kept)
     mixed = jax.vmap(attention)(
         *map(by_head, (scaled, k, v)), splash.SegmentIds(q=padded, kv=padded)
     )
@@ -49,7 +52,7 @@ def attend(
 
 
 def kernel(
-    heads: int, rows: int, block: int, longest: int | None, interpret: bool
+    heads: int, rows: int, block: int, longest: int | None, interpret: bool, kept: str | None
 ) -> Callable[..., Array]:
     """Causal attention of q [H, T, E] to k, v [K, T, E] with segments [T], T = rows, H = heads."""
     if longest is None or longest >= rows:
@@ -61,4 +64,5 @@ def kernel(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(places, block)),
         interpret=interpret,
+        residual_checkpoint_name=kept,
     )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from tlt_jax.distributed.mesh import is_gpu, sharding
 from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_attention
 from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import layers as ops
+from tlt_jax.models import layers as ops, remat as remats
 from tlt_jax.models.architecture import (
     NORMED,
     Captures,
@@ -106,6 +106,7 @@ def keys_values(
     """Rotated keys, and values, as of `heads`."""
     k = by_head(ops.project(x, layer.k, layer.k_bias, axis), config, axis)
     v = by_head(ops.project(x, layer.v, layer.v_bias, axis), config, axis)
+    v = remats.named(v, remats.HEADS)
     return rotated(k, layer.k_norm, config, cos, sin, axis), v
 
 
@@ -127,6 +128,7 @@ def rotated(
 ) -> Float[Array, "*A H E"]:
     """Queries or keys, normed if the policy has that norm, then rotated."""
     width = 1 if axis == 0 else -1
+    x = remats.named(x, remats.HEADS)  # before the norm, whose backward pass needs it
     x = x if norm is None else ops.rms_norm(x, norm, config.rms_eps, width)
     return ops.rotate(x, cos, sin, width)
 
@@ -140,7 +142,7 @@ def finish(
 ) -> Float[Array, "*A D"]:
     """The layer's output: the projection of attention's result is added, then the MLP."""
     with jax.named_scope("attention"):
-        x = x + ops.project(attended, layer.o, layer.o_bias, axis)
+        x = remats.named(x + ops.project(attended, layer.o, layer.o_bias, axis), remats.ATTENDED)
 
     with jax.named_scope("mlp"):
         return x + ops.project(mlp_inner(layer, config, x, axis), layer.down, layer.down_bias, axis)
@@ -190,7 +192,8 @@ def gate_up(
     """
     if isinstance(layer, Layer):
         gate = ops.project(y, layer.gate, layer.gate_bias, axis)
-        return gate, ops.project(y, layer.up, layer.up_bias, axis)
+        up = ops.project(y, layer.up, layer.up_bias, axis)
+        return remats.named(gate, remats.MLP), remats.named(up, remats.MLP)
     if axis == 0:
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
         return gate, up
@@ -236,7 +239,7 @@ def hidden(
     segments: Int[Array, "B T"],
     *,
     compute_dtype: DTypeLike,
-    remat: bool = False,
+    remat: remats.Remat = (),
     block: int = 512,
     longest: int | None = None,
     mesh: Mesh | None = None,
@@ -246,7 +249,7 @@ def hidden(
 
     A token attends to itself and to the earlier tokens of its segment; segment 0 is padding. No segment has more than
     `longest` tokens. `params`: "train" layout. With a mesh, rows stay sharded over `data`, and weights are gathered layer
-    by layer.
+    by layer. `remat`: what each layer keeps for the backward pass.
     """
 
     def rows(x: Array) -> Array:
@@ -268,13 +271,21 @@ def hidden(
             ],
         ), None
 
+    def at_depth(carry: tuple[Array, list[Array]], depth: Array):
+        """`body` on the layer at this depth, read in its place: a slice of some layers would be a copy of their weights."""
+        return body(carry, (depth, jax.tree.map(lambda leaf: leaf[depth - 1], params.layers)))
+
     angles = packed_angles(config, positions, compute_dtype)
     with jax.named_scope("embed"):
         x = rows(params.embed[tokens].astype(compute_dtype))
-    layers = (jnp.arange(1, config.num_layers + 1), params.layers)
-    (x, kept), _ = jax.lax.scan(
-        jax.checkpoint(body) if remat else body, (x, [x] * len(captures)), layers
-    )
+    depths, carry = jnp.arange(1, config.num_layers + 1), (x, [x] * len(captures))
+    for level, first, count in remats.spans(remat, config.num_layers):
+        if count == config.num_layers:
+            carry, _ = jax.lax.scan(remats.keeping(level, body), carry, (depths, params.layers))
+        else:
+            part = depths[first : first + count]
+            carry, _ = jax.lax.scan(remats.keeping(level, at_depth), carry, part)
+    x, kept = carry
     x = ops.rms_norm(x, params.final_norm.astype(compute_dtype), config.rms_eps)
     return x, gathered(captures, kept, x, axis=-1)
 

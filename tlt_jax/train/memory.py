@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tlt_jax import optimizer
 from tlt_jax.config import Config, schema, validate
+from tlt_jax.config.inputs import AUTO_REMAT
 from tlt_jax.data import packing
+from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
@@ -19,7 +23,7 @@ from tlt_jax.models import eagle, targets, transformer
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
-from tlt_jax.train import policy_update
+from tlt_jax.train import remat
 from tlt_jax.train.recipe import Recipe
 
 GIB = 2**30
@@ -52,9 +56,9 @@ KNOBS = {
     "replay": "idle_training.replay_mib, or idle_training.replay_place host",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
-    "gradients": "mesh.data (gradients are sharded over it)",
+    "gradients": "mesh.data (their sums are sharded over it)",
     "logits chunk": "train.logits_chunk",
-    "temporaries": "train.rows, model.remat true, train.attention_block or train.logits_chunk in the update; rollout.slots "
+    "temporaries": "train.rows, model.remat full, train.attention_block or train.logits_chunk in the update; rollout.slots "
     "or the nodes of speculation.strategies in the rollout",
 }
 
@@ -83,37 +87,60 @@ def budget(
     `shapes`: of a data group that decodes at most `capacity` sequences at once.
     """
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
-    state = policy_update.abstract_state(recipe)
+    kinds = {
+        **learning(config, recipe, drafter),
+        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
+        **caches(config, shapes, capacity),
+    }
+    if drafter:
+        kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
+    if drafter and config.speculation.drafter == schema.ADAPTIVE:
+        copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
+        kinds["drafter in training"] = device_bytes(copies)
+        if config.idle_training.replay_place == "device":
+            kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
+    return kinds
+
+
+def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> dict[str, int]:
+    """The kinds of `budget` that exist during the policy update. "gradients" are the sums over accumulation steps."""
+    model, mesh = recipe.model, recipe.mesh
+    params = transformer.abstract(model, mesh, "train", recipe.param_dtype)
+    state = optimizer.abstract(recipe.adam, params, mesh)
     vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
     tokens = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
     kinds = {
         "weights": device_bytes(state.params),
         "optimizer": device_bytes(state.opt_state),
-        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
-        **caches(config, shapes, capacity),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": targets.chunk_length(tokens, config.train.logits_chunk) * vocab * 4,
     }
     if config.algorithm.kl_coef:
         kinds["reference"] = kinds["weights"]
     if drafter:
-        state = drafter_recipe.abstract_state(
-            drafter_recipe.Recipe.of(config, model, drafter, mesh)
-        )
-        kinds["drafter"], kinds["drafter optimizer"] = (
-            device_bytes(state.params),
-            device_bytes(state.opt_state),
-        )
-        kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
-    if drafter and config.speculation.drafter == schema.ADAPTIVE:
-        copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
-        kinds["drafter in training"] = device_bytes(copies)
-        if config.drafter_training.share:
-            widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
-            kinds["drafter features"] = tokens * widths * jnp.dtype(dtype).itemsize
-        if config.idle_training.replay_place == "device":
-            kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
+        drafting = drafter_recipe.Recipe.of(config, model, drafter, mesh)
+        state = drafter_recipe.abstract_state(drafting)
+        kinds["drafter"] = device_bytes(state.params)
+        kinds["drafter optimizer"] = device_bytes(state.opt_state)
+    is_adaptive = config.speculation.drafter == schema.ADAPTIVE
+    if drafter and is_adaptive and config.drafter_training.share:
+        widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
+        kinds["drafter features"] = tokens * widths * jnp.dtype(config.model.compute_dtype).itemsize
     return kinds
+
+
+def fitted(config: Config, recipe: Recipe, drafter: DrafterConfig | None, job: Job) -> Recipe:
+    """The recipe of a run on its devices, as `within`; the same in all processes, which all call this."""
+    return within(config, recipe, drafter, int(job.told(device_memory(recipe.mesh))))
+
+
+def within(config: Config, recipe: Recipe, drafter: DrafterConfig | None, limit: int) -> Recipe:
+    """The recipe; with model.remat auto its layers keep what `limit` bytes of a device allow (`remat.chosen`)."""
+    if config.model.remat != AUTO_REMAT:
+        return recipe
+    kinds = learning(config, recipe, drafter)
+    held = sum(pick(kinds, *RESIDENT, *UPDATE).values())
+    return replace(recipe, remat=remat.chosen(config, recipe, held, limit))
 
 
 def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:

@@ -157,10 +157,17 @@ def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
 def accumulate(
     sums: Sums, params: Params, rows: Rows, recipe: Recipe
 ) -> tuple[Sums, Float[Array, ""]]:
-    """The sums after another accumulation step, and the loss of that step."""
-    grad = jax.value_and_grad(partial(loss, recipe=recipe), has_aux=True)
-    (value, (totals, maxima)), grads = grad(params, rows)
-    grads = jax.tree.map(jnp.add, sums.grads, optimizer.widen(grads))
+    """The sums after another accumulation step, and the loss of that step.
+
+    The backward pass adds the gradient of each layer to its place in the donated sums, so no second tree of gradients
+    exists.
+    """
+    value, backward, (totals, maxima) = jax.vjp(
+        partial(loss, rows=rows, recipe=recipe), params, has_aux=True
+    )
+    grads = jax.tree.map(jax.new_ref, sums.grads)
+    backward.with_refs(grads)(jnp.ones_like(value))
+    grads = jax.tree.map(jax.freeze, grads)
     shardings = transformer.shardings(recipe.model, recipe.mesh, "train")
     return Sums(
         jax.lax.with_sharding_constraint(grads, shardings),

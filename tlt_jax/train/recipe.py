@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.config.learning import PPO
 from tlt_jax.data import packing
+from tlt_jax.models.remat import Remat
 from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
 
@@ -42,7 +43,7 @@ class Recipe:
     objective: Objective
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = ()
     logits_chunk: int = 1024
     attention_block: int = 128
     longest: int | None = None  # tokens of the longest example; None: the row length
@@ -51,7 +52,8 @@ class Recipe:
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
         """The recipe of a run of `total_steps` optimizer steps.
 
-        Log-probs are at the temperature of the rollout.
+        Log-probs are at the temperature of the rollout. With model.remat auto, `memory.fitted` chooses the levels, without
+        which programs with a backward pass cannot be made.
         """
         algorithm = config.algorithm
         objective = Objective(
@@ -60,6 +62,6 @@ class Recipe:
         )  # fmt: skip
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,
-            config.model.param_dtype, config.model.compute_dtype, config.model.remat,
+            config.model.param_dtype, config.model.compute_dtype, (config.model.remat,) * model.num_layers,
             config.train.logits_chunk, config.train.attention_block, packing.longest(config),
         )  # fmt: skip

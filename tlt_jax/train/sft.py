@@ -26,7 +26,7 @@ from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.optimizer import WEIGHT_DECAY, Adam
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.recipe import Objective, Recipe
@@ -55,6 +55,7 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
         log.info("warm start: read from %s", cache)
         return hf.load(cache, model, mesh, config.model.param_dtype)
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
+    recipe = memory.fitted(config, recipe, None, setup.job)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
     programs, progress = policy_update.programs(recipe), Progress(config.sft.steps, writer)
     for step in range(config.sft.steps):

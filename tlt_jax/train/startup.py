@@ -19,7 +19,7 @@ from tlt_jax.data.dataset import Dataset
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import DamagedCheckpoint
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import from_config
+from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.eagle import DrafterParams
 from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
@@ -85,6 +85,9 @@ def machinery(setup: Setup) -> Machinery:
     steps = total_steps(config, setup.dataset)
     recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
+    recipe = memory.fitted(config, recipe, drafter, setup.job)
+    if setup.job.is_first:
+        log.info("model.remat %s: %s", config.model.remat, remats.spell(recipe.remat))
     is_adaptive = config.speculation.drafter == ADAPTIVE
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
