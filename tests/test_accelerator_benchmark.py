@@ -69,14 +69,17 @@ def test_the_main_job_says_what_it_was_not_given(monkeypatch, capsys):
 
 
 def test_the_operations_of_an_update_are_those_of_its_products(monkeypatch):
-    """By hand: tiny has matrices of 64 x (64 + 2 * 32 + 64 + 3 * 128) in 2 layers, norms and biases, and a head of 256 x 64."""
+    """By hand: tiny has matrices of 64 x (64 + 2 * 32 + 64 + 3 * 128) in 2 layers, norms and biases, and a head of 256 x 64.
+
+    A quarter of the 128 tokens of a row are a prompt, without a product with the head.
+    """
     monkeypatch.setattr(setup, "seconds", lambda call: 1.0)
     one = device()
     _, flop = sections.update_seconds(one, one.model(), 2, 128)
-    matrices = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128) + 256 * 64
-    vectors = 2 * (2 * 64 + 64 + 2 * 32) + 64
+    matrices = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128)
+    vectors = 2 * (2 * 64 + 64 + 2 * 32)
     causal = 2 * 64 * 128  # layers, width of the heads, tokens
-    assert flop == 6 * 2 * 128 * (matrices + vectors + causal)
+    assert flop == 6 * 2 * (128 * (matrices + vectors + causal) + 96 * 256 * 64)
 
 
 def test_the_bound_of_decoding_is_weights_and_half_full_cache(monkeypatch):
