@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode import noise
 from tlt_jax.spec_decode.decoding_params import Sampling

@@ -11,8 +11,8 @@ import numpy as np
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import eagle, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, eagle
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import admission, decode as chunk, verify
 from tlt_jax.spec_decode.admission import Admission
@@ -107,10 +107,10 @@ def tiny(
     target = bindings.bind_target(model, group, dtype, own.captures, strategy.path)
     drafter = bindings.bind_drafter(Speculation(drafter="a directory"), own, target, group, dtype)
     params = (
-        transformer.init(model, mesh, jax.random.key(0), dtype),
+        architecture.init(model, mesh, jax.random.key(0), dtype),
         eagle.init(own, mesh, jax.random.key(7), dtype),
     )
-    reshard = (transformer.to_rollout, model), (eagle.to_rollout, own)
+    reshard = (architecture.to_rollout, model), (eagle.to_rollout, own)
     parts = [
         jax.jit(partial(change, config=config, mesh=mesh, dtype=dtype))(part)
         for (change, config), part in zip(reshard, params, strict=True)

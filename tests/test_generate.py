@@ -22,8 +22,8 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.inference import chat
 from tlt_jax.inference.model import TextStream
-from tlt_jax.models import hf, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, hf
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 
 # A chat template in the letters of the generated task: a turn of the user ends with ":", one of the policy with ",".
@@ -56,7 +56,7 @@ def models(tmp_path_factory):
         eos_ids=eos_ids,
     )
     mesh = meshes.make_mesh(1, 1)
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
+    params = architecture.init(config, mesh, jax.random.key(0), "float32")
     folder = tmp_path_factory.mktemp("models")
     hf.save(params, config, folder / "text", mesh, tokenizer, "float32")
     hf.save(params, config, folder / "ids", mesh, None, "float32")

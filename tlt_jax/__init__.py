@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tlt_jax.inference.model import Model
     from tlt_jax.inference.rollout_model import RolloutModel
     from tlt_jax.metrics.run import Run
-    from tlt_jax.models.transformer import ModelConfig, Params
+    from tlt_jax.models.architecture import ModelConfig, Params
 
 __all__ = ["load_config", "open_engine", "open_model", "open_run", "run_training"]
 

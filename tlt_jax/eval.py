@@ -21,7 +21,7 @@ from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import evaluations
 from tlt_jax.metrics.evaluations import KINDS, Judged, Row
 from tlt_jax.models import from_config
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import saved

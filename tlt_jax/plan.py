@@ -33,8 +33,8 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.models import from_config, hf, remat as remats, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, from_config, hf, remat as remats
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
@@ -104,7 +104,7 @@ def lower(
     """The largest programs of a step: prefill, rollout chunks, reshards, updates."""
     resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
     yield from lower_rollout(config, recipe, engine, rollout)
-    params = transformer.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
+    params = architecture.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
     copy = resident | pick(kinds, "rollout copy")
     yield PlannedProgram(
         "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import eagle, hf, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, eagle, hf
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.spec_decode.decode_state import Weights
@@ -62,7 +62,7 @@ def random_engine(
         ids = np.arange(vocab) if draft_vocab else None
         params = eagle.init(drafter, mesh, jax.random.key(1), dtype, ids)
     engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures_states)
-    policy = transformer.init(model, mesh, jax.random.key(0), dtype)
+    policy = architecture.init(model, mesh, jax.random.key(0), dtype)
     return engine, jax.block_until_ready(engine.publish(policy, params)[0])
 
 

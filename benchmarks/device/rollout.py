@@ -39,7 +39,7 @@ from tlt_jax.config.schema import NONE, Speculation
 from tlt_jax.data.dataset import tokenizer
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
-from tlt_jax.models import hf, transformer
+from tlt_jax.models import architecture, hf
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.decoding_params import Sampling
 
@@ -147,7 +147,7 @@ class Theirs:
 def model_directory(shape: Shape) -> Iterator[Path]:
     """A random model of this shape as a Hugging Face directory, which is deleted at the end."""
     model, mesh = model_of(shape.init), meshes.make_mesh(1, 1)
-    params = transformer.init(model, mesh, jax.random.key(0), "float32")
+    params = architecture.init(model, mesh, jax.random.key(0), "float32")
     with TemporaryDirectory() as folder:
         hf.save(params, model, Path(folder), mesh, None, "float32")
         yield Path(folder)

@@ -28,8 +28,8 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes, process
 from tlt_jax.kernels import tree_attention
-from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.draft_timing import time_draft
 from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -177,7 +177,7 @@ def update_seconds(
     recorded = [np.full(length, -1.0) for length in packed.answer_lengths]
     given = np.ones(rows), np.ones(rows), recorded
     (batch,) = policy_batch.make_batch(packed, device.mesh, recipe.longest, *given)
-    params = transformer.init(model, device.mesh, jax.random.key(0), recipe.param_dtype)
+    params = architecture.init(model, device.mesh, jax.random.key(0), recipe.param_dtype)
     programs = policy_update.programs(recipe)
     sums = programs.empty(params, batch)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from benchmarks.common.engines import FullRows, model_of, random_engine, sizes
 from benchmarks.common.timing import clocked
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import Sampling

@@ -30,8 +30,8 @@ from tlt_jax.config.schema import Data, Rollout, Train
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example, Packed
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import hf, transformer
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models import architecture, hf
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
@@ -85,7 +85,7 @@ def policy(given: argparse.Namespace, mesh: Mesh) -> tuple[ModelConfig, Params]:
         model = hf.read_config(given.model)
         return model, hf.load(given.model, model, mesh, "float32")
     model = model_of(SHAPES[given.shape])
-    return model, transformer.init(model, mesh, jax.random.key(0), "float32")
+    return model, architecture.init(model, mesh, jax.random.key(0), "float32")
 
 
 def packed_batch(given: argparse.Namespace, config: Config, recipe: Recipe) -> tuple[Packed, Batch]:

@@ -25,7 +25,7 @@ from benchmarks.common import results
 from benchmarks.common.engines import FullRows, model_of, random_engine, sizes
 from benchmarks.common.timing import clocked, interleaved
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import transformer
+from tlt_jax.models import architecture, transformer
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
@@ -58,7 +58,7 @@ def captured(chunks: Sequence[FullRows], strategy: Strategy, turns: int) -> list
     ]
 
 
-def prefilled(turns: int, model: transformer.ModelConfig, params: Any, batch: int) -> list[object]:
+def prefilled(turns: int, model: architecture.ModelConfig, params: Any, batch: int) -> list[object]:
     """A row: the prefill of as many texts as a window is long."""
     states = partial(transformer.prefill, config=model, captures_states=True)
     tokens = jnp.zeros((min(batch, 4), WINDOW), jnp.int32)

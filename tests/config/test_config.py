@@ -33,7 +33,7 @@ from tlt_jax.drafter import idle_training, recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import eagle_config
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import engine, ngram_memory
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.tree_drafter import Coupling

@@ -22,10 +22,10 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import architecture, eagle
 from tlt_jax.optimizer import Adam
 
-MODEL = transformer.ModelConfig(
+MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
     max_positions=32, qkv_bias=True, tied=False, init_std=0.4,
 )  # fmt: skip
@@ -58,8 +58,8 @@ def drawn(target, seed: int):
     return jax.device_put(numbers, jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
-def policy_of(recipe: Recipe) -> transformer.Params:
-    return drawn(transformer.abstract(MODEL, recipe.mesh, "train", recipe.param_dtype), seed=0)
+def policy_of(recipe: Recipe) -> architecture.Params:
+    return drawn(architecture.abstract(MODEL, recipe.mesh, "train", recipe.param_dtype), seed=0)
 
 
 def params_of(recipe: Recipe, seed: int = 1) -> eagle.DrafterParams:
@@ -89,7 +89,7 @@ def batch_of(recipe: Recipe) -> Batch:
     )
 
 
-def observed(recipe: Recipe, policy: transformer.Params, batch: Batch) -> Batch:
+def observed(recipe: Recipe, policy: architecture.Params, batch: Batch) -> Batch:
     return jax.jit(lambda policy, batch: drafter_update.observe(policy, batch, recipe))(
         policy, batch
     )
@@ -169,7 +169,7 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
 
 
 def plain_loss(
-    recipe: Recipe, policy: transformer.Params, batch: Batch, hidden, logits
+    recipe: Recipe, policy: architecture.Params, batch: Batch, hidden, logits
 ) -> dict[str, float]:
     """Loss and metrics from the drafter's hidden states [J, R, T, Z] and logits [J, R, T, U], slot by slot."""
     eagle1, kept = (
@@ -331,7 +331,7 @@ def test_update_never_holds_the_logits_of_all_tokens():
         )
 
     batch = Batch(rows(jnp.int32), rows(jnp.int32), rows(jnp.int32), rows(bool))
-    policy = transformer.abstract(model, recipe.mesh, "train", "float32")
+    policy = architecture.abstract(model, recipe.mesh, "train", "float32")
     state = drafter_recipe.abstract_state(recipe)
     memory = drafter_update.program(recipe).lower(state, policy, batch).compile().memory_analysis()
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
@@ -348,9 +348,9 @@ def test_stored_features_give_the_same_update_as_computed_ones(x64):
     policy, batch, update = policy_of(recipe), batch_of(recipe), drafter_update.program(recipe)
     expected = update(state_of(recipe), policy, batch)
     stored = observed(recipe, policy, batch)
-    rollout = jax.jit(lambda policy: transformer.to_rollout(policy, MODEL, recipe.mesh, "float64"))(
-        policy
-    )
+    rollout = jax.jit(
+        lambda policy: architecture.to_rollout(policy, MODEL, recipe.mesh, "float64")
+    )(policy)
     assert_same(update(state_of(recipe), rollout, stored), expected, rtol=1e-9, atol=1e-12)
 
 

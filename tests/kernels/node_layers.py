@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import projections, triton_support
-from tlt_jax.models import eagle, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, decoder_layer, eagle
+from tlt_jax.models.architecture import ModelConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "max_positions": 64, "family": "qwen2"}
 POLICIES = {
@@ -47,8 +47,8 @@ def layers(name: str, dtype: str):
     """The policy's configuration and layer, and those of a drafter for it."""
     config, mesh = POLICIES[name], make_mesh(1, 1)
     drafter = eagle.for_policy(config, "eagle3")
-    params = noisy(transformer.init(config, mesh, jax.random.key(0), "float32"), dtype)
-    rollout = jax.jit(lambda params: transformer.to_rollout(params, config, mesh, dtype))(params)
+    params = noisy(architecture.init(config, mesh, jax.random.key(0), "float32"), dtype)
+    rollout = jax.jit(lambda params: architecture.to_rollout(params, config, mesh, dtype))(params)
     drafts = noisy(eagle.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
     return config, rollout.layers[0], drafter, drafts
 
@@ -69,10 +69,10 @@ def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list
     angles = jnp.asarray(np.cos(turns), dtype), jnp.asarray(np.sin(turns), dtype)
 
     def results(mesh: Mesh | None) -> list[np.ndarray]:
-        heads = transformer.node_heads(layer, config, 3 * x, angles, batch, mesh)
+        heads = decoder_layer.node_heads(layer, config, 3 * x, angles, batch, mesh)
         drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, mesh)
         ends = [
-            transformer.finish_nodes(one, of, x, attended, mesh)
+            decoder_layer.finish_nodes(one, of, x, attended, mesh)
             for one, of in ((layer, config), (drafts.layer, drafter.block))
         ]
         return [*heads, *drafted, *ends]

@@ -13,7 +13,7 @@ import pytest
 from pairwise import matrix
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, hf, kv_cache, layers as ops, transformer
+from tlt_jax.models import architecture, decoder_layer, hf, kv_cache, layers as ops, transformer
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
@@ -83,9 +83,9 @@ def last(params, config, line):
 
 def rollout(params, config, mesh, dtype="float64"):
     """The weights of the last data group."""
-    shardings = transformer.shardings(config, mesh, "rollout")
+    shardings = architecture.shardings(config, mesh, "rollout")
     reshard = jax.jit(
-        partial(transformer.to_rollout, config=config, mesh=mesh, dtype=dtype),
+        partial(architecture.to_rollout, config=config, mesh=mesh, dtype=dtype),
         out_shardings=shardings,
     )
     group = meshes.data_group(mesh, mesh.shape["data"] - 1)
@@ -225,9 +225,9 @@ def test_features_are_the_captured_hidden_states_in_every_forward(directories, s
     np.testing.assert_array_equal(normed, hidden)
     x = params.embed[arrays[0]]
     layer = jax.tree.map(lambda leaf: leaf[0], params.layers)
-    angles = transformer.packed_angles(config, positions, "float64")
+    angles = decoder_layer.packed_angles(config, positions, "float64")
     np.testing.assert_allclose(
-        first, transformer.packed_layer(layer, config, x, angles, ones, 512)[0], atol=1e-12
+        first, decoder_layer.packed_layer(layer, config, x, angles, ones, 512)[0], atol=1e-12
     )
     np.testing.assert_allclose(
         ops.rms_norm(last, params.final_norm, config.rms_eps), normed, atol=1e-12
@@ -275,15 +275,15 @@ def test_remat_and_blocks_leave_gradients_alone(directories, x64, remat):
 def test_padded_vocabulary_is_never_chosen(directories):
     config, params = load(directories("qwen2"), meshes.make_mesh(1, 1), "float32")
     logits = transformer.logits(params, config, jnp.ones((2, config.hidden_size)))
-    assert logits.shape == (2, transformer.padded_vocab(config, 1)) == (2, 64)
+    assert logits.shape == (2, architecture.padded_vocab(config, 1)) == (2, 64)
     assert (logits[:, 37:] == jnp.finfo(jnp.float32).min).all()
     assert (logits[:, :37] > -1e3).all()
 
 
 def test_new_weights_are_the_same_on_every_mesh():
     config = hf.new_config(SMALL | {"tie_word_embeddings": False}, 37, ())
-    one = transformer.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32")
-    other = transformer.init(config, meshes.make_mesh(2, 4), jax.random.key(3), "float32")
+    one = architecture.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32")
+    other = architecture.init(config, meshes.make_mesh(2, 4), jax.random.key(3), "float32")
     jax.tree.map(np.testing.assert_array_equal, one, other)
     assert other.layers.gate.sharding.spec == jax.sharding.PartitionSpec(None, "model", "data")
     assert np.std(one.layers.gate) == pytest.approx(0.02, rel=0.05)
@@ -322,7 +322,7 @@ def test_bfloat16_is_computed_with_float32_logits(directories):
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(shape, sizes, message):
     config = hf.new_config(SMALL | sizes, 37, ())
     with pytest.raises(ValueError, match=message):
-        transformer.abstract(config, meshes.make_mesh(*shape), "train", "float32")
+        architecture.abstract(config, meshes.make_mesh(*shape), "train", "float32")
 
 
 def test_impossible_heads_are_refused():

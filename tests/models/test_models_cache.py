@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import hf, kv_cache, transformer
+from tlt_jax.models import architecture, hf, kv_cache, transformer
 from tlt_jax.models.kv_cache import Scratch
 
 SMALL = {
@@ -45,7 +45,7 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
         return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
 
     cache = kv_cache.abstract(config, batch, slots, 0, "float32", mesh)
-    weights = transformer.abstract(config, mesh, "rollout", "float32")
+    weights = architecture.abstract(config, mesh, "rollout", "float32")
     integers = (
         jax.ShapeDtypeStruct((batch, nodes), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
@@ -62,8 +62,8 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
 def test_values_with_their_slots_last_decode_alike(nodes):
     config = hf.new_config(SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
-    params = transformer.init(config, mesh, jax.random.key(0), "float32")
-    reshard = jax.jit(partial(transformer.to_rollout, config=config, mesh=mesh, dtype="float32"))
+    params = architecture.init(config, mesh, jax.random.key(0), "float32")
+    reshard = jax.jit(partial(architecture.to_rollout, config=config, mesh=mesh, dtype="float32"))
     params = reshard(params)
     forward = jax.jit(partial(transformer.tree_forward, params, config))
     prompts = jax.random.randint(jax.random.key(1), (2, 4), 0, 37)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import model_cases
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import eagle, hf, kv_cache, transformer
+from tlt_jax.models import architecture, eagle, hf, kv_cache, transformer
 
 
 def array(*shape, dtype="int32"):
@@ -34,8 +34,8 @@ def assert_named(found, *wanted):
 def test_the_policy_names_its_parts():
     config, mesh = hf.from_hf_config(model_cases.raw_config("llama")), meshes.make_mesh(1, 1)
     layer, rows = ("layer/attention", "layer/mlp"), array(2, 4)
-    train = transformer.abstract(config, mesh, "train", "float32")
-    weights = transformer.abstract(config, mesh, "rollout", "float32")
+    train = architecture.abstract(config, mesh, "train", "float32")
+    weights = architecture.abstract(config, mesh, "rollout", "float32")
     cache = kv_cache.abstract(config, 2, 8, 0, "float32", mesh)
 
     def score(params, *rows):

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed.mesh import make_mesh, sharding
-from tlt_jax.models import targets, token_logprobs, transformer
+from tlt_jax.models import architecture, targets, token_logprobs
 
 V, D, R, T = 11, 16, 4, 13
 TEMPERATURE, ENTROPY = 0.8, 0.3
 
 
-def model_of(tied: bool, vocab: int = V) -> transformer.ModelConfig:
-    return transformer.ModelConfig(
+def model_of(tied: bool, vocab: int = V) -> architecture.ModelConfig:
+    return architecture.ModelConfig(
         family="qwen2", vocab_size=vocab, hidden_size=D, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4,
         mlp_dim=24, max_positions=32, qkv_bias=True, tied=tied, init_std=0.4,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def expected(head: np.ndarray, x, ids, weights, is_target):
 def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64"):
     """The same by `target_loss` and `target_logprobs`, with the metrics, and the head as NumPy has it."""
     model, (x, ids, weights, is_target) = model_of(tied), given()
-    params = transformer.init(model, mesh, jax.random.key(0), parameters)
+    params = architecture.init(model, mesh, jax.random.key(0), parameters)
     params = params.replace(head=None if tied else -params.embed)
     rows = [jax.device_put(array, sharding(mesh, ("batch",), "train")) for array in given()]
     x, ids, weights, is_target = rows[0].astype(dtype), *rows[1:]
@@ -76,8 +76,8 @@ def found(tied: bool, mesh, chunk: int, dtype: str, parameters: str = "float64")
         partial(targets.target_logprobs, temperature=TEMPERATURE, chunk=chunk),
         static_argnums=(1, 2),
     )(params, model, mesh, x, ids, is_target)
-    head = np.asarray(transformer.head(params) if tied else params.head)[:V]
-    dhead = transformer.head(gradient)
+    head = np.asarray(architecture.head(params) if tied else params.head)[:V]
+    dhead = architecture.head(gradient)
     assert dhead.dtype == parameters and dx.dtype == dtype
     return (value, (np.asarray(dhead)[:V], dx), logprobs), metrics, head
 
@@ -107,7 +107,7 @@ def test_bfloat16_states_give_the_gradient_up_to_their_rounding(x64):
 def test_chunks_without_a_target_are_not_computed():
     """As many chunks as hold the targets, wherever they lie; with one more target, one more."""
     model, mesh, calls = model_of(True), make_mesh(1, 1), []
-    params = transformer.init(model, mesh, jax.random.key(0), "float32")
+    params = architecture.init(model, mesh, jax.random.key(0), "float32")
     x, ids = jnp.ones((2, 16, D)), jnp.zeros((2, 16), jnp.int32)
 
     def counted(logits, values):
@@ -139,7 +139,7 @@ def test_a_chunk_is_at_most_a_quarter_of_the_tokens():
 def test_no_collective_moves_states_between_data_groups():
     """Each group takes its own targets: only the head is gathered, and sums and gradients of the head are added."""
     model, mesh = model_of(True, vocab=64), make_mesh(4, 1)
-    params = transformer.abstract(model, mesh, "train", "float32")
+    params = architecture.abstract(model, mesh, "train", "float32")
 
     def array(*shape, dtype="float32"):
         place = sharding(mesh, ("batch",), "train")

@@ -17,7 +17,7 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import architecture, eagle, transformer
 from tlt_jax.rollout.events import Emitted
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.spec_decode import decode
@@ -100,7 +100,7 @@ def slots(cache, row: int, count: int) -> dict[str, list[np.ndarray]]:
 
 def fresh(texts: list[list[int]]) -> np.ndarray:
     """The features of whole texts, by the training forward."""
-    params = transformer.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    params = architecture.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text

@@ -43,7 +43,7 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import architecture, eagle, transformer
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
@@ -133,7 +133,7 @@ SHAPES = [  # they differ in all that may not matter; the first refills rows and
 ]
 
 
-def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
+def placed(params: architecture.Params, engine: Engine) -> architecture.Params:
     """The same weights on another mesh, where the vocabulary may be padded; cheaper than drawing them anew."""
 
     def place(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -141,7 +141,7 @@ def placed(params: transformer.Params, engine: Engine) -> transformer.Params:
         return jax.device_put(np.pad(leaf, more), target.sharding)
 
     return jax.tree.map(
-        place, params, transformer.abstract(engine.model_config, engine.mesh, "train", "float32")
+        place, params, architecture.abstract(engine.model_config, engine.mesh, "train", "float32")
     )
 
 

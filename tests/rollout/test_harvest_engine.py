@@ -16,7 +16,7 @@ from tlt_jax import plan
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import architecture, eagle, transformer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Ended, Harvested
 from tlt_jax.rollout.executables.programs import (
@@ -73,7 +73,7 @@ def roll_out(engine: Engine, weights: list, **rest):
 @cache
 def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
     """States and features of the texts by the training forward."""
-    params = transformer.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    params = architecture.init(tiny.MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     tokens = np.zeros((len(texts), SIZE), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text

@@ -26,8 +26,8 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.recipe import Objective, Recipe
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import eagle, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, eagle
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -63,7 +63,7 @@ def trained() -> eagle.DrafterParams:
         tiny.MODEL, own, mesh, Adam(2e-2, UPDATES), Objective(unroll=3), param_dtype="float64", compute_dtype="float64",
         logits_chunk=128, attention_block=32,
     )  # fmt: skip
-    policy = transformer.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
+    policy = architecture.init(tiny.MODEL, mesh, jax.random.key(0), "float64")
     state, random = (
         drafter_recipe.create(drafter_of("eagle3", mesh), recipe),
         np.random.default_rng(0),

@@ -19,8 +19,8 @@ from tlt_jax.config.schema import Rollout, Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, transformer
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode import noise
@@ -77,7 +77,7 @@ def small_pool():
 
 
 def params_of(engine: Engine, seed: int = 0):
-    return transformer.init(
+    return architecture.init(
         engine.model_config, engine.mesh, jax.random.key(seed), engine.config.model.param_dtype
     )
 
@@ -124,7 +124,7 @@ def answers(result) -> list[tuple[int, list[int], str]]:
 @cache
 def reference(setting: Sampling) -> tuple[list[tuple[int, list[int], str]], list[list[float]]]:
     """The rollout by the training forward over each whole prefix, sequence by sequence, in float64."""
-    params = transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
+    params = architecture.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(0), "float64")
     keys = jnp.asarray(sequence_keys(0, TRAIN_STREAM, 0, np.arange(len(PROMPTS) * SAMPLES)))
     size = 32
 

@@ -12,7 +12,7 @@ import rounds
 
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import eagle
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import Strategy

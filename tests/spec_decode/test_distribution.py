@@ -20,8 +20,8 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -137,7 +137,7 @@ def test_in_bfloat16_speculation_has_the_distribution_of_one_forward():
     distribution. The probabilities are those of the training forward in bfloat16, which rounds differently too.
     """
     strategy = Strategy(depth=2, topk=3, nodes=8)
-    params = transformer.init(POLICY, meshes.make_mesh(1, 1), jax.random.key(0), "bfloat16")
+    params = architecture.init(POLICY, meshes.make_mesh(1, 1), jax.random.key(0), "bfloat16")
     rows = np.array([[*BFLOAT_PROMPT, v] for v in range(8)], np.int32)
     logits = np.asarray(identity.forward(params, rows, POLICY, "bfloat16"), np.float64)
     first, second = (

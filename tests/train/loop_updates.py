@@ -15,7 +15,7 @@ import toy_rewards
 from observed import Run
 
 from tlt_jax.data import dataset as datasets
-from tlt_jax.models import from_config, transformer
+from tlt_jax.models import architecture, from_config, transformer
 
 BETA1 = 0.9
 REMAT = "checkpoint", "remat2"  # its primitive, by version of JAX
@@ -26,14 +26,14 @@ WIDTH = 16  # tokens of the longest prompt and answer
 
 @cache
 def programs(
-    model: transformer.ModelConfig,
+    model: architecture.ModelConfig,
     temperature: float,
     clips: tuple[float, float],
     entropy_coef: float,
 ):
     """logits(params, tokens) of whole rows, and the value and gradient of `loss` in params."""
 
-    def logits(params: transformer.Params, tokens: jax.Array) -> jax.Array:
+    def logits(params: architecture.Params, tokens: jax.Array) -> jax.Array:
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, _ = transformer.hidden(
             params, model, tokens, at, jnp.ones_like(tokens), compute_dtype="float64"
@@ -125,7 +125,7 @@ def check_batches(run: Run) -> None:
             np.testing.assert_allclose(judged, [*(advantage * is_target), 0], rtol=0, atol=1e-12)
 
 
-def references_of(run: Run) -> Iterator[tuple[float, transformer.Params]]:
+def references_of(run: Run) -> Iterator[tuple[float, architecture.Params]]:
     """Loss and gradient of every minibatch, computed at once."""
     _, loss = programs_of(run)
     per_step = run.config.algorithm.minibatches

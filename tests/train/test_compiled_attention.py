@@ -12,8 +12,8 @@ from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.distributed.topology import describe
 from tlt_jax.kernels import packed_attention
-from tlt_jax.models import transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, transformer
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.recipe import Objective, Recipe
@@ -94,7 +94,7 @@ def test_without_the_library_scores_are_held_and_take_memory(topology, data, mod
 @pytest.mark.parametrize(("topology", "data", "model"), PLACES)
 def test_prefill_calls_the_library_and_gathers_nothing(topology, data, model):
     mesh = make_mesh(1, model, describe(topology).devices)
-    params = transformer.abstract(MODEL, mesh, "rollout", "bfloat16")
+    params = architecture.abstract(MODEL, mesh, "rollout", "bfloat16")
     place = sharding(mesh, ("batch",), "rollout")
     tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=place)
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=place)

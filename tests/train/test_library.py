@@ -20,8 +20,8 @@ import tlt_jax
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import COUNT
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.models import hf, transformer
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models import architecture, hf
+from tlt_jax.models.architecture import ModelConfig
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 MODEL = ModelConfig(
@@ -42,8 +42,8 @@ def compile_cache(monkeypatch, tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def weights(seed: int) -> transformer.Params:
-    return transformer.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(seed), "float32")
+def weights(seed: int) -> architecture.Params:
+    return architecture.init(MODEL, meshes.make_mesh(1, 1), jax.random.key(seed), "float32")
 
 
 def opened(seed: int = 0, **changes):

@@ -11,13 +11,13 @@ import pytest
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import hf, transformer
+from tlt_jax.models import architecture, hf
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.recipe import Objective, Recipe
 
-MODEL = transformer.ModelConfig(
+MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
     max_positions=64, qkv_bias=True, tied=True, init_std=0.4,
 )  # fmt: skip
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_those_of_torch(case, tmp_path, x64):
     (rows,) = batch
     if given:
         rows = rows.replace(old=packed.place(given[0])[0], reference=packed.place(given[1])[0])
-    params = transformer.init(MODEL, mesh, jax.random.key(0), "float64")
+    params = architecture.init(MODEL, mesh, jax.random.key(0), "float64")
     loss = partial(policy_update.loss, rows=rows, recipe=recipe)
     (total, _), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 

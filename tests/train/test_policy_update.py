@@ -17,7 +17,7 @@ from tlt_jax.config.learning import Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import token_logprobs as scoring, transformer
+from tlt_jax.models import architecture, token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import losses, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
@@ -25,7 +25,7 @@ from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState
 from tlt_jax.train.recipe import Objective, Recipe
 
-MODEL = transformer.ModelConfig(
+MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
     max_positions=32, qkv_bias=True, tied=True, init_std=0.4,
 )  # fmt: skip
@@ -76,7 +76,7 @@ def update(recipe: Recipe, state: PolicyState, batch: Batch) -> tuple[PolicyStat
     return policy_update.update(policy_update.programs(recipe), state, batch)
 
 
-def logprobs_of(recipe: Recipe, params: transformer.Params, batch: Batch) -> list[jax.Array]:
+def logprobs_of(recipe: Recipe, params: architecture.Params, batch: Batch) -> list[jax.Array]:
     return policy_update.token_logprobs(policy_update.programs(recipe), params, batch)
 
 
@@ -85,10 +85,10 @@ def compiles(recipe: Recipe) -> int:
     return sum(program._cache_size() for program in policy_update.programs(recipe))
 
 
-def params_of(recipe: Recipe, seed: int = 0) -> transformer.Params:
+def params_of(recipe: Recipe, seed: int = 0) -> architecture.Params:
     """Random weights, the same on every mesh; made on the host, without compiling."""
     random = np.random.default_rng(seed)
-    target = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
+    target = architecture.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     drawn = jax.tree.map(
         lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), target
     )
@@ -109,11 +109,11 @@ def full_rows(recipe: Recipe, logprobs: np.ndarray) -> Rows:
 
 
 def whole_scores(
-    recipe: Recipe, rows: Rows, params: transformer.Params
+    recipe: Recipe, rows: Rows, params: architecture.Params
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and entropies of one accumulation step, from all its logits at once."""
 
-    def forward(params: transformer.Params) -> jax.Array:
+    def forward(params: architecture.Params) -> jax.Array:
         x, _ = transformer.hidden(
             params, MODEL, rows.tokens, rows.positions, rows.segments, compute_dtype="float64"
         )

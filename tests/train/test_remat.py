@@ -14,9 +14,9 @@ from loop_updates import equations
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Mesh, Model, Rollout, Train
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.models import remat as remats, transformer
+from tlt_jax.models import architecture, remat as remats
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS
-from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import memory, policy_batch, policy_update, remat
 from tlt_jax.train.recipe import Objective, Recipe
@@ -64,7 +64,7 @@ def rows_of(recipe: Recipe) -> policy_batch.Rows:
 
 def start_of(recipe: Recipe):
     """Random weights, and sums with other numbers in them."""
-    params = transformer.init(recipe.model, recipe.mesh, jax.random.key(1), recipe.param_dtype)
+    params = architecture.init(recipe.model, recipe.mesh, jax.random.key(1), recipe.param_dtype)
     sums = policy_update.programs(recipe).empty(params, rows_of(recipe))
     return params, sums.replace(grads=jax.tree.map(lambda leaf: leaf + 0.25, sums.grads))
 

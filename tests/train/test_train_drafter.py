@@ -26,7 +26,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
-from tlt_jax.models import eagle, from_config, hf, hf_drafter, transformer
+from tlt_jax.models import architecture, eagle, from_config, hf, hf_drafter
 from tlt_jax.train import drafter
 
 STEPS = 4
@@ -59,12 +59,12 @@ def shared(tmp_path_factory):
     """A folder for all tests, with a policy whose next token depends on all earlier ones and is nearly certain."""
     root = tmp_path_factory.mktemp("drafter")
     tokenizer = tasks.make("fold", TASK).tokenizer()
-    model = transformer.ModelConfig(
+    model = architecture.ModelConfig(
         family="qwen2", vocab_size=len(tokenizer), hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
         mlp_dim=48, max_positions=64, qkv_bias=True, init_std=0.2, eos_ids=(tokenizer.eos_token_id,),
     )  # fmt: skip
     mesh = meshes.make_mesh(1, 1)
-    params = transformer.init(model, mesh, jax.random.key(0), "float32")
+    params = architecture.init(model, mesh, jax.random.key(0), "float32")
     hf.save(
         params.replace(head=20 * params.head), model, root / "policy", mesh, tokenizer, "float32"
     )

@@ -22,7 +22,7 @@ from tlt_jax.data.packing import Example
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import DataError, Interrupted
 from tlt_jax.keys import DRAFTER_STREAM
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.decoding_params import Sampling
 

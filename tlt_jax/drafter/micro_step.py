@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool
 from tlt_jax.drafter import batch as drafter_batch, merge, update
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
-from tlt_jax.models.transformer import Params
+from tlt_jax.models.architecture import Params
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.rollout.executables.protocols import Program

@@ -22,7 +22,7 @@ from tlt_jax.drafter import update
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.investment import Investment, Worth
 from tlt_jax.drafter.recipe import DrafterState, Recipe, scaled
-from tlt_jax.models.transformer import Params
+from tlt_jax.models.architecture import Params
 
 log = logging.getLogger(__name__)
 

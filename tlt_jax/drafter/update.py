@@ -24,8 +24,8 @@ from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe, abstract_state
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import eagle, token_logprobs as scoring, transformer
+from tlt_jax.models.architecture import Params
 from tlt_jax.models.eagle import DrafterParams, Shared
-from tlt_jax.models.transformer import Params
 from tlt_jax.shapes import shaped
 
 # Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).

@@ -23,7 +23,7 @@ from tlt_jax.drafter.batch import Batch, make_batch
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Look

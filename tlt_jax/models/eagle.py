@@ -20,6 +20,14 @@ from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_atte
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
+from tlt_jax.models.decoder_layer import (
+    finish,
+    finish_nodes,
+    heads,
+    keys_values,
+    packed_angles,
+    queries,
+)
 from tlt_jax.models.eagle_config import (
     DrafterConfig,
     DrafterParams,
@@ -37,14 +45,6 @@ from tlt_jax.models.eagle_config import (
     weights,
 )
 from tlt_jax.models.kv_cache import KVCache, Scratch
-from tlt_jax.models.transformer import (
-    finish,
-    finish_nodes,
-    heads,
-    keys_values,
-    packed_angles,
-    queries,
-)
 from tlt_jax.shapes import shaped
 
 __all__ = [

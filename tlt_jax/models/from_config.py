@@ -15,9 +15,9 @@ from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, hf, hf_drafter, hf_drafter_config, transformer
+from tlt_jax.models import architecture, eagle, hf, hf_drafter, hf_drafter_config
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.transformer import ModelConfig, Params
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512
@@ -63,7 +63,7 @@ def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
     if config.model.path:
         return hf.load(policy_directory(config), model, mesh, config.model.param_dtype)
     init_key = keys.stream_key(config.train.seed, keys.POLICY_WEIGHTS)
-    return transformer.init(model, mesh, init_key, config.model.param_dtype)
+    return architecture.init(model, mesh, init_key, config.model.param_dtype)
 
 
 def policy_directory(config: Config) -> Path:
@@ -177,11 +177,11 @@ def placed(params: Params, model: ModelConfig, mesh: Mesh) -> Params:
 
     A leaf that is no jax.Array is an array that every process has whole.
     """
-    wanted = transformer.abstract(model, mesh, "train", "float32")
+    wanted = architecture.abstract(model, mesh, "train", "float32")
     if jax.tree.structure(params) != jax.tree.structure(wanted):
         raise ConfigError(
             f"the weights are a {type(params).__name__} that does not fit the model: give Params of "
-            'tlt_jax.models.transformer in the "train" layout, like `params` of open_engine'
+            'tlt_jax.models.architecture in the "train" layout, like `params` of open_engine'
         )
     for (path, leaf), target in zip(
         jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels.numerics import contract, masked, widen
-from tlt_jax.models import token_logprobs, transformer
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models import architecture, token_logprobs
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.shapes import shaped
 
 FEWEST = 4  # chunks that the tokens of a data group are divided into, at least
@@ -107,7 +107,7 @@ class Head(NamedTuple):
     def of(cls, params: Params, model: ModelConfig, mesh: Mesh) -> Head:
         """The output embedding of the policy in its "train" layout."""
         name = "embed" if params.head is None else "head"
-        axes = getattr(transformer.weights(model, mesh.shape["model"]), name).axes
+        axes = getattr(architecture.weights(model, mesh.shape["model"]), name).axes
         return cls(getattr(params, name), axes, model.vocab_size, mesh)
 
     def copies(self, weight: Float[Array, "V D"]) -> Float[Array, "G V D"]:

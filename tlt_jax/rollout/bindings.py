@@ -12,11 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu, is_gpu
-from tlt_jax.models import eagle, kv_cache, transformer
-from tlt_jax.models.architecture import NORMED, Captures
+from tlt_jax.models import architecture, eagle, kv_cache, transformer
+from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
-from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.spec_decode import ngram, one_pass
 from tlt_jax.spec_decode.decode_state import Weights
@@ -220,8 +219,8 @@ def bind_target(
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, padded_slots(slots)),
         empty=empty,
         padded_slots=padded_slots,
-        vocab=transformer.padded_vocab(config, group_mesh.shape["model"]),
-        params=transformer.abstract(config, group_mesh, "rollout", dtype),
+        vocab=architecture.padded_vocab(config, group_mesh.shape["model"]),
+        params=architecture.abstract(config, group_mesh, "rollout", dtype),
         states=(lambda cache: cache.states) if captures_states else None,
         unrolls=not is_cpu(group_mesh),
         choose=partial(one_pass.choose, is_sharded=group_mesh.shape["model"] > 1)

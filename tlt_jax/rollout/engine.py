@@ -22,9 +22,9 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import eagle, transformer
+from tlt_jax.models import architecture, eagle
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
@@ -107,8 +107,8 @@ class Engine:
         self.payback: dict[DecodingParams, Payback] = defaultdict(Payback)
 
         dtype = config.model.compute_dtype
-        reshard = partial(transformer.to_rollout, config=model_config, mesh=mesh, dtype=dtype)
-        shardings = transformer.shardings(model_config, mesh, "rollout")
+        reshard = partial(architecture.to_rollout, config=model_config, mesh=mesh, dtype=dtype)
+        shardings = architecture.shardings(model_config, mesh, "rollout")
         self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
             reshard = partial(eagle.to_rollout, config=drafter, mesh=mesh, dtype=dtype)

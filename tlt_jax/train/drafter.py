@@ -30,8 +30,8 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import eagle, from_config, hf_drafter, hf_drafter_config
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.eagle import DrafterConfig, DrafterParams
-from tlt_jax.models.transformer import ModelConfig, Params
 from tlt_jax.train import run_state, sft
 from tlt_jax.train.health import MAX_NONFINITE
 from tlt_jax.train.run_state import RunState

@@ -19,7 +19,7 @@ from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle, targets, transformer
+from tlt_jax.models import architecture, eagle, targets
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
@@ -89,7 +89,7 @@ def budget(
     model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
     kinds = {
         **learning(config, recipe, drafter),
-        "rollout copy": device_bytes(transformer.abstract(model, mesh, "rollout", dtype)),
+        "rollout copy": device_bytes(architecture.abstract(model, mesh, "rollout", dtype)),
         **caches(config, shapes, capacity),
     }
     if drafter:
@@ -105,9 +105,9 @@ def budget(
 def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> dict[str, int]:
     """The kinds of `budget` that exist during the policy update. "gradients" are the sums over accumulation steps."""
     model, mesh = recipe.model, recipe.mesh
-    params = transformer.abstract(model, mesh, "train", recipe.param_dtype)
+    params = architecture.abstract(model, mesh, "train", recipe.param_dtype)
     state = optimizer.abstract(recipe.adam, params, mesh)
-    vocab = transformer.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
+    vocab = architecture.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
     tokens = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
     kinds = {
         "weights": device_bytes(state.params),

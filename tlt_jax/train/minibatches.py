@@ -19,7 +19,7 @@ from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
-from tlt_jax.models.transformer import Params
+from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.train import policy_batch, policy_update

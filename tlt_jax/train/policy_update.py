@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float
 from tlt_jax import optimizer
 from tlt_jax.config.learning import PPO
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.models import targets, token_logprobs as scoring, transformer
-from tlt_jax.models.transformer import Params
+from tlt_jax.models import architecture, targets, token_logprobs as scoring, transformer
+from tlt_jax.models.architecture import Params
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import losses
 from tlt_jax.train.policy_batch import Batch, Rows, rows_sharding
@@ -30,7 +30,7 @@ from tlt_jax.train.recipe import Objective, Recipe
 IN_FLIGHT = 8
 
 
-PolicyState = TrainState  # with params of type transformer.Params
+PolicyState = TrainState  # with params of type architecture.Params
 
 
 @struct.dataclass
@@ -53,7 +53,7 @@ def create(params: Params, recipe: Recipe) -> PolicyState:
 
 def abstract_state(recipe: Recipe) -> PolicyState:
     """ShapeDtypeStructs with shardings of the state, to restore a checkpoint or to compile."""
-    params = transformer.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
+    params = architecture.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params, recipe.mesh)
 
 
@@ -168,7 +168,7 @@ def accumulate(
     grads = jax.tree.map(jax.new_ref, sums.grads)
     backward.with_refs(grads)(jnp.ones_like(value))
     grads = jax.tree.map(jax.freeze, grads)
-    shardings = transformer.shardings(recipe.model, recipe.mesh, "train")
+    shardings = architecture.shardings(recipe.model, recipe.mesh, "train")
     return Sums(
         jax.lax.with_sharding_constraint(grads, shardings),
         sums.loss + value,
@@ -251,7 +251,7 @@ def programs(recipe: Recipe) -> UpdatePrograms:
     Sums and state come out with the shardings they went in with, so each program compiles once.
     """
     everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    weights = transformer.shardings(recipe.model, recipe.mesh, "train")
+    weights = architecture.shardings(recipe.model, recipe.mesh, "train")
     sums = Sums(weights, everywhere, everywhere, everywhere)
     state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
     return UpdatePrograms(

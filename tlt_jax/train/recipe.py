@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.config.learning import PPO
 from tlt_jax.data import packing
+from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.remat import Remat
-from tlt_jax.models.transformer import ModelConfig
 from tlt_jax.optimizer import Adam
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.models import architecture, remat as remats, transformer
+from tlt_jax.models import architecture, decoder_layer, remat as remats
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS, Remat
 from tlt_jax.train.recipe import Recipe
 
@@ -78,11 +78,11 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
     )
     x = jax.ShapeDtypeStruct((rows, tokens, model.hidden_size), recipe.compute_dtype)
 
-    def body(x: jax.Array, layer: transformer.Layer) -> jax.Array:
+    def body(x: jax.Array, layer: architecture.Layer) -> jax.Array:
         ids = jnp.zeros((rows, tokens), jnp.int32)
-        angles = transformer.packed_angles(part, ids, x.dtype)
-        block = recipe.attention_block
-        return transformer.packed_layer(layer, part, x, angles, ids, block, recipe.longest, mesh)[0]
+        angles = decoder_layer.packed_angles(part, ids, x.dtype)
+        given = angles, ids, recipe.attention_block, recipe.longest, mesh
+        return decoder_layer.packed_layer(layer, part, x, *given)[0]
 
     def size(level: str) -> int:
         saved = jax.eval_shape(
@@ -96,7 +96,7 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
 
 def weight_bytes(recipe: Recipe) -> int:
     """Bytes of a layer's gathered weights in the compute dtype, and of its gradient in float32 before it is added."""
-    stacked = transformer.weights(recipe.model, 1).layers
+    stacked = architecture.weights(recipe.model, 1).layers
     count = sum(int(jnp.prod(jnp.array(weight.shape[1:]))) for weight in jax.tree.leaves(stacked))
     return count // recipe.mesh.shape["model"] * (jnp.dtype(recipe.compute_dtype).itemsize + 4)
 
@@ -104,6 +104,6 @@ def weight_bytes(recipe: Recipe) -> int:
 def head_bytes(recipe: Recipe) -> int:
     """Bytes of a copy of the head in the compute dtype, its gradient in float32, and two more arrays of logits of a chunk."""
     parts = recipe.mesh.shape["model"]
-    vocab = transformer.padded_vocab(recipe.model, parts) // parts
+    vocab = architecture.padded_vocab(recipe.model, parts) // parts
     copy = vocab * recipe.model.hidden_size * (jnp.dtype(recipe.compute_dtype).itemsize + 4)
     return copy + 2 * recipe.logits_chunk * vocab * 4

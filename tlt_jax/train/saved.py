@@ -16,7 +16,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 

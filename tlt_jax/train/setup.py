@@ -13,7 +13,7 @@ from tlt_jax.data.dataset import Dataset
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.models import from_config
-from tlt_jax.models.transformer import ModelConfig
+from tlt_jax.models.architecture import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tlt_jax.data.packing import Example
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
-from tlt_jax.models.transformer import ModelConfig, Params
+from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.optimizer import WEIGHT_DECAY, Adam
 from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
