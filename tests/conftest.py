@@ -34,6 +34,7 @@ gc.set_threshold(100_000, 20, 50)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 MOST_MAPS = 25_000  # beyond it JAX segfaults some time later, in a compilation
 FILE_SECONDS: dict[str, float] = defaultdict(float)
@@ -53,6 +54,20 @@ def room_for_programs():
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache():
+    """JAX's compile cache, which engines and runs turn on, is off after each file."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path_factory):
+    """The home folder, where the default compile cache is, is one of this session."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture

@@ -25,6 +25,15 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 3,
 }
+# A policy without goldens.
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import tlt_jax
 from tlt_jax import generate
@@ -74,13 +73,7 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_home(monkeypatch, tmp_path_factory):
-    """The default compile cache is a folder of this session."""
-    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def run(capsys, *words: object) -> dict:

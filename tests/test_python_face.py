@@ -8,9 +8,7 @@ import shlex
 import subprocess
 import sys
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import tlt_jax
 from tlt_jax import generate
@@ -28,12 +26,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def compile_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_changes_are_those_of_the_command_line():

@@ -15,9 +15,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from tensorboard import program
 from test_python_face import SMALL
 
@@ -139,8 +137,6 @@ def undone(tmp_path, monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def words_of(command: str, *more: str, **places: str) -> list[str]:

@@ -52,6 +52,7 @@ from tlt_jax.train.memory import (
     budget,
     cache_slots,
     caches,
+    device_bytes,
     device_memory,
     pick,
     spell,
@@ -136,7 +137,7 @@ def lower(
                 recipe.mesh, packing.rows(config), packing.row_tokens(config)
             )
             update = partial(drafter_update.program(drafting).lower, state, params, batch)
-            held = resident | pick(kinds, "drafter optimizer")
+            held = resident | {"drafter optimizer": device_bytes(state.opt_state)}
             yield PlannedProgram("drafter update", update, recipe.mesh, held)
 
 
@@ -149,7 +150,7 @@ def lower_idle_training(
     """
     training = drafter_recipe.Recipe.while_idle(config, recipe.model, engine.drafter, recipe.mesh)
     programs, copies = merge.programs(training), merge.abstract_copies(training)
-    held = pick(kinds, *RESIDENT, "drafter optimizer", "drafter in training")
+    held = pick(kinds, *RESIDENT, "drafter in training")
     spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
     yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
     piece = MicroStep(0, 1, MOST_TOKENS, training)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from kernels.devices import on_device
 from kernels.triton_runs import REASON, compiled, kernels, resource_usage
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels.projection_sizes import Product, sizes
 from tlt_jax.models import eagle, hf
 
-HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
 # (D, F, K, G, E) of Qwen2.5-0.5B, SmolLM2-135M and Qwen3-0.6B; the last norms heads.
 POLICIES = {
     "0.5b": (896, 4864, 2, 7, 64),
@@ -145,21 +140,6 @@ def test_a_level_of_a_draft_is_a_kernel_a_product():
     assert launches.largest_copy(compiled.as_text()) < 1 << 20
 
 
-def on_device(cases: list[tuple]) -> list[list[list[np.ndarray]]]:
-    """`node_layers.both` of the cases on the GPU of this machine."""
-    environment = {name: os.environ[name] for name in os.environ if name not in HIDES_DEVICES}
-    script = Path(__file__).with_name("node_layers.py")
-    done = subprocess.run(
-        [sys.executable, script], input=pickle.dumps(cases), capture_output=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    platform, capability, results = pickle.loads(done.stdout)
-    if platform != "gpu":
-        pytest.skip(f"the device is a {platform}, the kernels are for GPUs")
-    assert capability is not None, done.stderr.decode()
-    return results
-
-
 @pytest.mark.device
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-3), ("bfloat16", 3e-2)])
 def test_on_a_gpu_layers_by_kernels_equal_those_of_xla(dtype, tolerance):
@@ -167,7 +147,7 @@ def test_on_a_gpu_layers_by_kernels_equal_those_of_xla(dtype, tolerance):
     policies = ("biases", "head norms", "split")
     trees = [(1, 1), (5, 3)] if dtype == "float32" else [(1, 1), (5, 1), (11, 3), (8, 8)]
     cases = [(policy, dtype, *tree) for policy in policies for tree in trees]
-    for case, (ours, xla) in zip(cases, on_device(cases), strict=True):
+    for case, (ours, xla) in zip(cases, on_device("node_layers.py", cases), strict=True):
         for one, other in zip(ours, xla, strict=True):
             one, other = one.astype(float), other.astype(float)
             assert np.abs(one - other).max() < tolerance * np.abs(other).max(), case
@@ -176,7 +156,7 @@ def test_on_a_gpu_layers_by_kernels_equal_those_of_xla(dtype, tolerance):
 @pytest.mark.device
 def test_on_a_gpu_a_layer_by_kernels_repeats_bit_for_bit():
     """Whichever program of a product with splits comes last."""
-    first, *others = on_device([("split", "bfloat16", 8, 8)] * 5)
+    first, *others = on_device("node_layers.py", [("split", "bfloat16", 8, 8)] * 5)
     for again in others:
         assert all(
             one.tobytes() == two.tobytes() for one, two in zip(first[0], again[0], strict=True)

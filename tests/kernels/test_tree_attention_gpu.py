@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from kernels.devices import on_device
 from kernels.tree_cases import Arguments, Case, arguments, attend
 from kernels.triton_runs import REASON, Kernel, compiled, kernels, resource_usage
 from pairwise import matrix
@@ -27,7 +24,6 @@ from tlt_jax.kernels.attention_sizes import Sizes
 ROWS = [(7, 1, 1), (7, 4, 4), (7, 8, 8), (7, 12, 12), (7, 24, 24), (7, 48, 48), (1, 1, 9)]
 DTYPES = ["bfloat16", "float32"]
 REGISTERS, SHARED = 65536, 227 << 10  # of a multiprocessor of an H200; bytes
-HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
 
 
 def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
@@ -147,24 +143,6 @@ def test_no_device_gathers_the_heads_of_others():
     assert "all-gather" not in hlo and "all-to-all" not in hlo
 
 
-def on_device(cases: list[Arguments]) -> list[np.ndarray]:
-    """The cases on the GPU of this machine."""
-    environment = {name: os.environ[name] for name in os.environ if name not in HIDES_DEVICES}
-    script, given = (
-        Path(__file__).with_name("tree_attention_on_device.py"),
-        pickle.dumps([*map(tuple, cases)]),
-    )
-    done = subprocess.run(
-        [sys.executable, script], input=given, capture_output=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    platform, capability, results = pickle.loads(done.stdout)
-    if platform != "gpu":
-        pytest.skip(f"the device is a {platform}, the kernels are for GPUs")
-    assert capability is not None, done.stderr.decode()
-    return results
-
-
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_on_a_gpu_are_attention(dtype):
@@ -173,7 +151,7 @@ def test_the_kernels_on_a_gpu_are_attention(dtype):
     ]
     given = [arguments(case) for case in cases]
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
-    for one, result in zip(given, on_device(given), strict=True):
+    for one, result in zip(given, on_device("tree_attention_on_device.py", given), strict=True):
         np.testing.assert_allclose(result.astype(float), attend(one), rtol=0, atol=tolerance)
 
 
@@ -182,6 +160,6 @@ def test_the_kernels_on_a_gpu_are_attention(dtype):
 def test_on_a_gpu_a_row_does_not_depend_on_its_neighbours(dtype):
     given = arguments(Case(4, 7, 8, 128, 8, 4224, dtype, (0, 1, 63, 64, 65, 2000, 4096, 4224)))
     alone = [Arguments(*(array[b : b + 1] for array in given)) for b in range(8)]
-    together, *rows = on_device([given, *alone])
+    together, *rows = on_device("tree_attention_on_device.py", [given, *alone])
     for b, row in enumerate(rows):
         assert together[b].tobytes() == row[0].tobytes()

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import model_cases
 import numpy as np
 import pytest
 
@@ -13,20 +14,11 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, hf, kv_cache, transformer
 from tlt_jax.models.kv_cache import Scratch
 
-SMALL = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-}
-
 
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2)])
 def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
-    config = hf.new_config(SMALL | {"head_dim": 32}, 37, ())
+    config = hf.new_config(model_cases.SMALL | {"head_dim": 32}, 37, ())
     mesh = meshes.make_mesh(*shape)
     batch, slots = 4, 512
     seen = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
@@ -60,7 +52,7 @@ def test_a_decoding_loop_updates_the_donated_cache_in_place(shape, nodes):
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_values_with_their_slots_last_decode_alike(nodes):
-    config = hf.new_config(SMALL, 37, ())
+    config = hf.new_config(model_cases.SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     params = architecture.init(config, mesh, jax.random.key(0), "float32")
     reshard = jax.jit(partial(architecture.to_rollout, config=config, mesh=mesh, dtype="float32"))
@@ -93,7 +85,7 @@ def test_values_with_their_slots_last_decode_alike(nodes):
 
 
 def test_insert_fans_rows_out_and_resize_gathers_them():
-    config = hf.new_config(SMALL, 37, ())
+    config = hf.new_config(model_cases.SMALL, 37, ())
     mesh = meshes.make_mesh(1, 1)
     cache = kv_cache.empty(config, 3, 6, 2, "float32", mesh)
     cache = jax.tree.map(lambda leaf: leaf + jnp.arange(leaf.size).reshape(leaf.shape), cache)
@@ -124,7 +116,7 @@ def test_insert_fans_rows_out_and_resize_gathers_them():
 
 
 def test_prefill_beyond_the_cache_is_refused_by_its_shape():
-    config = hf.new_config(SMALL, 37, ())
+    config = hf.new_config(model_cases.SMALL, 37, ())
     cache = kv_cache.empty(config, 1, 2, 0, "float32", meshes.make_mesh(1, 1))
     prefill = Scratch(
         (jnp.ones((1, 2, 8, 4)),) * 3, (jnp.ones((1, 2, 4, 8)),) * 3, jnp.ones((1, 4, 0))

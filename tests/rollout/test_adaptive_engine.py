@@ -30,7 +30,6 @@ from tlt_jax.train import speculation_metrics
 from tlt_jax.tuner import interface
 from tlt_jax.tuner.interface import Choice, Tuner
 
-compile_cache = tiny.compile_cache
 small_pool = tiny.small_pool
 pytestmark = pytest.mark.usefixtures("small_pool")
 SETTINGS = Speculation(drafter="adaptive", strategies=["2_1_3", "3_2_7"])

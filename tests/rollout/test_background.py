@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_engine
 from tiny_engine import PLAIN, PROMPTS, SAMPLES, engine_of, params_of
 
 from tlt_jax.keys import TRAIN_STREAM
@@ -20,7 +19,6 @@ from tlt_jax.rollout.executables import background, compilation
 from tlt_jax.rollout.executables.background import WAIT, Background, Early
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode
 
-compile_cache = tiny_engine.compile_cache  # for the tests of this file
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_engine
 from tiny_engine import (
     CACHE,
     COLD,
@@ -54,7 +53,6 @@ from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.train.run_state import resumed_tuner
 
-compile_cache = tiny_engine.compile_cache  # for the tests of this file
 FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")
 CASES = [  # every pair of values of these factors occurs; cache buckets and look-ahead come along
     (1, 1, 0, "one", 16, PLAIN, [], 2), (1, 2, 1, "one", 3, COLD, [32], 2), (1, 1, 5, "two", 1, NUCLEUS, [20, 32], 1),

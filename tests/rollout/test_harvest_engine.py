@@ -31,7 +31,6 @@ from tlt_jax.rollout.executables.programs import (
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode.strategy import Strategy
 
-compile_cache = tiny.compile_cache
 WIDTH, SIZE = 8, 32
 SHAPE = {"slots": 5, "chunk": 3, "cache_buckets": [32]}
 

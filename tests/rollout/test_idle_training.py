@@ -28,7 +28,6 @@ from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.executables import compile_cost
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 
-compile_cache = tiny.compile_cache
 ADAM = Adam(learning_rate=1e-2, total_steps=1)
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -9,8 +9,6 @@ import test_harvest_engine as harvests
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 
-compile_cache = harvests.compile_cache
-
 
 @pytest.mark.parametrize("kind, data, model, place", [
     ("eagle3", 1, 2, "device"), ("eagle", 2, 1, "host"),

@@ -36,7 +36,6 @@ from tlt_jax.tuner import interface
 from tlt_jax.tuner.arms import parse_arms
 from tlt_jax.tuner.interface import Choice, Tuner
 
-compile_cache = tiny.compile_cache
 small_pool = tiny.small_pool
 pytestmark = pytest.mark.usefixtures("small_pool")
 IDS = np.array([0, 1, 2, 3, 5, 7, 8, 11, 13, 14, 20, 21, 30, 36])

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax.config import Config
 from tlt_jax.config.inputs import Data, Model as ModelSection
@@ -58,14 +57,6 @@ def engine_of(
         speculation=Speculation("none"),
     )
     return Engine(config, policy, meshes.make_mesh(data, model), stop_tokens(STOPS))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_cache():
-    """Turns the cache folder off again for later tests."""
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from training_runs import KNOBS, TASK
 
 from tlt_jax.config import Config, load as configuration
@@ -23,10 +21,7 @@ def shared(tmp_path_factory):
     task.tokenizer().save_pretrained(root / "tokenizer")
     rows = [{"prompt": row.prompt, "answer": row.answer} for row in task.rows(0, range(5), "train")]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    compilation_cache.reset_cache()
-    yield root
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    return root
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration
@@ -36,6 +34,7 @@ TINY = {
     "checkpoint.export": False,
     "log.progress": False,
     "sft.cache": "off",
+    "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
 }  # fmt: skip
 
 
@@ -94,15 +93,6 @@ def configure(run: Path, knobs: dict[str, Any]) -> Config:
     return configuration.build({}, pairs)
 
 
-@contextmanager
-def compiled_once() -> Iterator[dict[str, str]]:
-    """Context of knobs with which runs find the programs of earlier ones in the compile cache."""
-    compilation_cache.reset_cache()
-    yield {"rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"]}
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
 def copied(tree: Any) -> Any:
     """Copies of the arrays: the update donates the state."""
     return jax.tree.map(np.array, tree)
@@ -127,7 +117,8 @@ def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
 
     def update(programs, state, batch):
         before, sums = copied(state), programs.empty.eval_shape(state.params, batch[0])
-        jaxpr = programs.accumulate.trace(sums, state.params, batch[0]).jaxpr
+        program = getattr(programs.accumulate, "program", programs.accumulate)
+        jaxpr = program.trace(sums, state.params, batch[0]).jaxpr
         after, metrics = build(programs, state, batch)
         numbers = {name: float(value) for name, value in metrics.items()}
         rows = jax.tree.map(lambda *steps: np.stack(steps), *batch)

@@ -12,11 +12,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import toy_rewards
-from jax.experimental.compilation_cache import compilation_cache
 
 import tlt_jax
 from tlt_jax import cli, run_folder
@@ -39,13 +37,6 @@ TINY = {
     "checkpoint.every": 1, "checkpoint.export": False, "speculation.drafter": "ngram", "log.progress": False,
     "rollout.compile_cache": os.environ["TLT_JAX_TEST_PROGRAMS"],
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def compile_cache():
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def in_this_file(name: str):
@@ -248,7 +239,7 @@ def needs_one(one):
      "data.train 'test_callables:needs_one' is called with 0 arguments, and takes others: missing a required"),
     ({"data.train": int, "reward.terms": {"exact": 1.0}}, "data.train 'builtins:int' gave a int: return or yield"),
     ({"speculation.tuner": lambda: None}, "has no name"),
-    ({"speculation.tuner": compile_cache}, "speculation.tuner"),
+    ({"speculation.tuner": needs_one}, "speculation.tuner"),
     ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' does not take logprobs"),
     ({"data.task": needs_one}, "data.task_args {} do not fit 'test_callables:needs_one': missing"),
 ])  # fmt: skip

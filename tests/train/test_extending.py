@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from training_runs import events, state_of
 
 import tlt_jax
@@ -50,8 +49,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def command(run: str) -> list[str]:

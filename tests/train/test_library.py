@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jobs import PATIENCE_S, address, free_port
 from library_process import PROMPTS, use
 
@@ -34,12 +33,7 @@ KNOBS = {
 LEARNED = {"speculation.drafter": "adaptive", "speculation.strategies": ["learned:2_1_3"]}
 
 
-@pytest.fixture(autouse=True)
-def compile_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("HOME", str(tmp_path_factory.getbasetemp()))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def weights(seed: int) -> architecture.Params:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import loop_mutants
@@ -35,18 +35,11 @@ ARMED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cached() -> Iterator[dict[str, str]]:
-    """Knobs with which all runs here share their compiled programs."""
-    with observed.compiled_once() as knobs:
-        yield knobs
-
-
 # The noise
 
 
 @pytest.fixture(scope="module")
-def still(tmp_path_factory, cached) -> Callable[..., Run]:
+def still(tmp_path_factory) -> Callable[..., Run]:
     """still(folder, seed) -> a run with a given policy that never changes, and one prompt."""
     root = tmp_path_factory.mktemp("still")
     config = observed.configure(root, STILL)
@@ -61,7 +54,7 @@ def still(tmp_path_factory, cached) -> Callable[..., Run]:
     given["data.duplicates"] = "keep"  # a prompt in both shows whether the noise is the same
 
     def run(folder: Path, seed: int = 0) -> Run:
-        knobs = STILL | cached | given | {"train.seed": seed}
+        knobs = STILL | given | {"train.seed": seed}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PolicyTraining, "update", nothing_learned)
             return observed.watched(observed.configure(folder, knobs))
@@ -143,12 +136,12 @@ def check_reward_rises(run: Run) -> None:
     assert before < 0.7 and after > 0.9
 
 
-def test_reward_rises(cached, tmp_path):
-    check_reward_rises(observed.watched(observed.configure(tmp_path, ARMED | cached)))
+def test_reward_rises(tmp_path):
+    check_reward_rises(observed.watched(observed.configure(tmp_path, ARMED)))
 
 
-def test_a_flipped_sign_is_caught(cached, tmp_path, monkeypatch):
+def test_a_flipped_sign_is_caught(tmp_path, monkeypatch):
     plant(monkeypatch, minibatches, "group_advantages", loop_mutants.flipped)
-    spoiled = observed.watched(observed.configure(tmp_path, ARMED | cached))
+    spoiled = observed.watched(observed.configure(tmp_path, ARMED))
     with pytest.raises(AssertionError):
         check_reward_rises(spoiled)

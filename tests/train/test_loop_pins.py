@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import loop_mutants
 import observed
@@ -53,23 +52,16 @@ CHECKS = [
 
 
 @pytest.fixture(scope="module")
-def knobs() -> Iterator[dict[str, Any]]:
-    """The knobs of all runs here, which share their compiled programs."""
-    with observed.compiled_once() as cached:
-        yield KNOBS | cached
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, knobs) -> Run:
+def run(tmp_path_factory) -> Run:
     """A recorded run."""
-    return observed.watched(observed.configure(tmp_path_factory.mktemp("run"), knobs))
+    return observed.watched(observed.configure(tmp_path_factory.mktemp("run"), KNOBS))
 
 
 @pytest.fixture
-def replay(run, knobs, tmp_path) -> Callable[..., Run]:
+def replay(run, tmp_path) -> Callable[..., Run]:
     """replay({knob: value}) -> the run again with its answers, through the planted mutant."""
     return lambda changes=None: observed.watched(
-        observed.configure(tmp_path, knobs | (changes or {})), run.rollouts
+        observed.configure(tmp_path, KNOBS | (changes or {})), run.rollouts
     )
 
 

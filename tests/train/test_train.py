@@ -55,6 +55,12 @@ DRAFTED = {
     "speculation.tuner": "beg_mab",
     "speculation.strategies": ["2_2_4"],
 }
+WIDE = {
+    "model.param_dtype": "float64",
+    "model.compute_dtype": "float64",
+    "train.steps": 2,
+    "eval.every": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -365,31 +371,19 @@ def test_a_run_resumes_on_another_mesh(whole, tmp_path):
 
 
 def test_tokens_are_the_same_on_every_mesh_in_float64(configure, tmp_path, x64):
-    wide = {
-        "model.param_dtype": "float64",
-        "model.compute_dtype": "float64",
-        "train.steps": 2,
-        "eval.every": 0,
-    }
     runs = []
     for shape in ((1, 1), (2, 2)):
         knobs = {"mesh.data": shape[0], "mesh.model": shape[1], "checkpoint.every": 0}
-        runs.append(configure(tmp_path / f"{shape}", wide | knobs))
+        runs.append(configure(tmp_path / f"{shape}", WIDE | knobs))
         assert loop.train(runs[-1]) == cli.DONE
     assert completions(runs[0]) == completions(runs[1])
     assert len(completions(runs[0])) == 2
 
 
 def test_speculation_changes_no_bit_of_a_run(configure, tmp_path, x64):
-    wide = {
-        "model.param_dtype": "float64",
-        "model.compute_dtype": "float64",
-        "train.steps": 2,
-        "eval.every": 0,
-    }
     timed = DRAFTED | {"speculation.time_drafting": True}
     plain, speculated = (
-        configure(tmp_path / str(len(knobs)), wide | knobs) for knobs in ({}, timed)
+        configure(tmp_path / str(len(knobs)), WIDE | knobs) for knobs in ({}, timed)
     )
     assert loop.train(plain) == loop.train(speculated) == cli.DONE
     assert completions(plain) == completions(speculated)

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from training_runs import assert_equal, events, preempt, raise_at, saved_steps
 
 from tlt_jax import cli
@@ -68,10 +67,7 @@ def shared(tmp_path_factory):
     hf.save(
         params.replace(head=20 * params.head), model, root / "policy", mesh, tokenizer, "float32"
     )
-    compilation_cache.reset_cache()
-    yield root
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    return root
 
 
 @pytest.fixture(scope="module")

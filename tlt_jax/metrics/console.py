@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn
@@ -19,8 +20,8 @@ COMPILES_EVERY_S = 20.0  # seconds between two lines about compilations without 
 class Progress:
     """Shows a line for each step and each evaluation, and with `live` on a terminal a bar below them.
 
-    While it is open, records of the package's loggers are printed too. Records below INFO are printed only with
-    `details`; without it compilations (records with `compile_seconds`) are summarized. No text is read as markup.
+    While it is open, records of the package's loggers are printed too, as `Messages` says; compilations are summarized. No
+    text is read as markup.
     """
 
     def __init__(
@@ -32,12 +33,9 @@ class Progress:
         details: bool = False,
     ):
         self.console = console or Console(soft_wrap=True)
-        self._details = details
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
-        self._total, self._widths = total_steps, [0] * 10  # of the columns so far
-        self._durations: deque[float] = deque(maxlen=RECENT)
-        self._last = time.monotonic()
+        self._pace, self._widths = Pace(total_steps, first_step), [0] * 10  # of the columns so far
 
         self._bar = None
         if live and self.console.is_terminal:
@@ -53,26 +51,21 @@ class Progress:
             )
             self._bar.start()
 
-        self._messages = Messages(self)
+        self._messages = Messages(self, details)
 
     def step(self, step: int, values: Mapping[str, float]) -> str:
         """Shows a finished step; its line, as wide as where there is no terminal."""
-        now = time.monotonic()
-        self._durations.append(values.get("timing_s/step", now - self._last))
-        self._last = now
-
+        self._pace.add(step, values)
         self._say_compiles()
-        per_step = sum(self._durations) / len(self._durations)
-        left = f"{clock(per_step * (self._total - step))} to go"
-        cells = self._aligned([f"step {step}/{self._total}", *columns(values, per_step, left)])
+        cells = self._aligned([self._pace.place(step), *columns(values, self._pace)])
         self.say(fitted(cells, self._width))
         if self._bar:
-            self._bar.update(self._task, completed=step, status=left)
+            self._bar.update(self._task, completed=step, status=self._pace.left)
         return fitted(cells, WIDTH)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> str:
         """Shows an evaluation; its line, as wide as where there is no terminal."""
-        cells = [f"step {step}/{self._total}", "evaluation:", *scores(values)]
+        cells = [self._pace.place(step), "evaluation:", *scores(values)]
         self.say(fitted(cells, self._width))
         return fitted(cells, WIDTH)
 
@@ -87,17 +80,13 @@ class Progress:
         ]
         return [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=True) if width]
 
-    def hear(self, record: logging.LogRecord, text: str) -> None:
-        """Shows a log record, or adds it to the summary of compilations."""
-        seconds = getattr(record, "compile_seconds", None)
-        if self._details or record.levelno >= logging.INFO:
-            self.say(text)
-        elif seconds is not None:
-            self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
-            if self._bar:
-                self._bar.update(self._task, status=self._compiles())
-            elif time.monotonic() - self._compiles_said > COMPILES_EVERY_S:
-                self._say_compiles()
+    def compiled(self, seconds: float) -> None:
+        """Adds a program to the summary of compilations."""
+        self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
+        if self._bar:
+            self._bar.update(self._task, status=self._compiles())
+        elif time.monotonic() - self._compiles_said > COMPILES_EVERY_S:
+            self._say_compiles()
 
     def _compiles(self) -> str:
         programs = f"{self._programs} program{'s' if self._programs > 1 else ''}"
@@ -122,12 +111,25 @@ class Progress:
             self._bar = None
 
 
-class Messages(logging.Handler):
-    """Passes the records of the package's loggers to a progress display, until it is closed."""
+class Display(Protocol):
+    """What shows the messages of a run."""
 
-    def __init__(self, progress: Progress):
+    def say(self, text: str) -> None:
+        """Shows a message."""
+
+    def compiled(self, seconds: float) -> None:
+        """Counts a program that was compiled in so many seconds."""
+
+
+class Messages(logging.Handler):
+    """Passes the records of the package's loggers to a display, until it is closed.
+
+    Those below INFO are messages only with `details`; without it compilations (records with `compile_seconds`) are counted.
+    """
+
+    def __init__(self, display: Display, details: bool):
         super().__init__()
-        self._progress, logger = progress, logging.getLogger("tlt_jax")
+        self._display, self._details, logger = display, details, logging.getLogger("tlt_jax")
         self._before = logger.level, logger.propagate
         logger.addHandler(self)
         logger.setLevel(logging.DEBUG)
@@ -142,10 +144,42 @@ class Messages(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._progress.hear(record, self.format(record))
+        if self._details or record.levelno >= logging.INFO:
+            self._display.say(self.format(record))
+        elif (seconds := getattr(record, "compile_seconds", None)) is not None:
+            self._display.compiled(seconds)
 
 
-def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str]:
+class Pace:
+    """How far a run of `total` steps is, of which `done` are done, and how fast its latest steps are."""
+
+    def __init__(self, total: int, done: int):
+        self.total, self.done = total, done
+        self.durations: deque[float] = deque(maxlen=RECENT)
+        self._last = time.monotonic()
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Notes a finished step: its seconds are its metric, or else those since the last one."""
+        now = time.monotonic()
+        self.durations.append(values.get("timing_s/step", now - self._last))
+        self._last, self.done = now, step
+
+    @property
+    def per_step(self) -> float:
+        """Mean seconds of the latest steps."""
+        return sum(self.durations) / len(self.durations)
+
+    @property
+    def left(self) -> str:
+        """The expected time to the last step."""
+        return f"{clock(self.per_step * (self.total - self.done))} to go"
+
+    def place(self, step: int) -> str:
+        """`step 3/10`."""
+        return f"step {step}/{self.total}"
+
+
+def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
     """The columns after the step, the most important first; "" for those that the step has no value for.
 
     Reward, length, loss and agreement (of a drafter's training), speed, seconds per step, what is left, accept length,
@@ -168,8 +202,8 @@ def columns(values: Mapping[str, float], per_step: float, left: str) -> list[str
         cell("loss {:.3f}", "drafter/loss"),
         cell("agreement {:.3f}", "drafter/agreement@1"),
         "" if speed is None else f"{short(speed)} tokens/s",
-        f"{per_step:.{1 if per_step < 9.95 else 0}f} s/step",
-        left,
+        f"{pace.per_step:.{1 if pace.per_step < 9.95 else 0}f} s/step",
+        pace.left,
         accept,
         idle,
     ]

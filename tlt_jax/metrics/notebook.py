@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import logging
 import sys
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tlt_jax.metrics import console
-from tlt_jax.metrics.console import RECENT, Messages, clock
+from tlt_jax.metrics.console import Messages, Pace
 
 SHOWN = 200  # latest rows: the whole table is sent again at each step
 REDRAW_S = 1.0  # least seconds between two times that compilations are shown
@@ -46,8 +45,8 @@ def display() -> Callable[[str], None]:
 class Table:
     """Shows steps and messages in a table that grows. Takes the place of console.Progress.
 
-    `show` replaces the HTML of the output. While it is open, records of the package's loggers are messages: those below
-    INFO only with `details`; without it compilations are summarized in the line below the table.
+    `show` replaces the HTML of the output. While it is open, records of the package's loggers are messages, as
+    console.Messages says; compilations are summarized in the line below the table.
     """
 
     def __init__(
@@ -58,55 +57,37 @@ class Table:
         show: Callable[[str], None] | None = None,
         details: bool = False,
     ):
-        self._show, self._details = show or display(), details
-        self._total, self._done = total_steps, first_step
+        self._show, self._pace = show or display(), Pace(total_steps, first_step)
         self._rows: deque[Mapping[str, float] | str] = deque(maxlen=SHOWN)
         self._count = 0  # of rows, with those that are no longer shown
-        self._durations: deque[float] = deque(maxlen=RECENT)
-        self._last = self._drawn = time.monotonic()
+        self._drawn = time.monotonic()
         self._programs, self._compile_s = 0, 0.0
-        self._messages = Messages(self)
+        self._messages = Messages(self, details)
         self.draw()
 
     def step(self, step: int, values: Mapping[str, float]) -> str:
         """Adds the row of a finished step; its line, as a console without a terminal has it."""
-        now = time.monotonic()
-        self._durations.append(values.get("timing_s/step", now - self._last))
-        self._last, self._done = now, step
+        self._pace.add(step, values)
         self.add({"step": step, **{name: values[name] for _, name, _ in COLUMNS if name in values}})
-        cells = console.columns(values, self.per_step, self.left)
-        return console.fitted([f"step {step}/{self._total}", *filter(None, cells)], console.WIDTH)
+        cells = filter(None, console.columns(values, self._pace))
+        return console.fitted([self._pace.place(step), *cells], console.WIDTH)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> str:
         """Adds a row about an evaluation; its line, as a console without a terminal has it."""
-        cells = [f"step {step}/{self._total}", "evaluation:", *console.scores(values)]
+        cells = [self._pace.place(step), "evaluation:", *console.scores(values)]
         line = console.fitted(cells, console.WIDTH)
         self.add(line)
         return line
-
-    @property
-    def per_step(self) -> float:
-        """Mean seconds of the latest steps."""
-        return sum(self._durations) / len(self._durations)
-
-    @property
-    def left(self) -> str:
-        """The expected time to the last step."""
-        return f"{clock(self.per_step * (self._total - self._done))} to go"
 
     def say(self, text: str) -> None:
         """Adds a row with a message."""
         self.add(text)
 
-    def hear(self, record: logging.LogRecord, text: str) -> None:
-        """Adds a log record, or counts it among the compilations."""
-        seconds = getattr(record, "compile_seconds", None)
-        if self._details or record.levelno >= logging.INFO:
-            self.say(text)
-        elif seconds is not None:
-            self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
-            if time.monotonic() - self._drawn > REDRAW_S:
-                self.draw()
+    def compiled(self, seconds: float) -> None:
+        """Adds a program to the compilations in the line below the table."""
+        self._programs, self._compile_s = self._programs + 1, self._compile_s + seconds
+        if time.monotonic() - self._drawn > REDRAW_S:
+            self.draw()
 
     def add(self, row: Mapping[str, float] | str) -> None:
         self._rows.append(row)
@@ -119,7 +100,7 @@ class Table:
         steps = [row for row in self._rows if not isinstance(row, str)]
         columns = [one for one in COLUMNS if any(one[1] in row for row in steps)]
         head = "".join(f"<th>{title}</th>" for title in ("step", *(one[0] for one in columns)))
-        body = "".join(row_of(row, columns, self._total) for row in self._rows)
+        body = "".join(row_of(row, columns, self._pace.total) for row in self._rows)
         earlier = self._count - len(self._rows)
         more = f"<p>{earlier} earlier rows are not shown</p>" if earlier else ""
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -127,9 +108,9 @@ class Table:
 
     def status(self) -> str:
         """The line below the table: how far the run is, the time left, and what was compiled."""
-        pieces = [f"step {self._done} of {self._total}"]
-        if self._durations:
-            pieces.append(self.left)
+        pieces = [f"step {self._pace.done} of {self._pace.total}"]
+        if self._pace.durations:
+            pieces.append(self._pace.left)
         if self._programs:
             pieces.append(f"{self._programs} programs compiled in {self._compile_s:.0f} s")
         return ", ".join(pieces)

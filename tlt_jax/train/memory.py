@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import architecture, eagle, targets
+from tlt_jax.models import architecture, eagle, remat as remats, targets
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
@@ -36,7 +37,7 @@ TPU_GIB = {
     "TPU v6 lite": 32,
     "TPU v6e": 32,
 }
-RESIDENT = ("weights", "optimizer", "reference", "drafter")
+RESIDENT = ("weights", "optimizer", "reference", "drafter", "drafter optimizer")
 ROLLOUT = (
     "rollout copy", "cache", "features", "states", "drafter copy", "drafter cache", "drafter in training", "replay",
 )  # fmt: skip
@@ -61,6 +62,8 @@ KNOBS = {
     "temporaries": "train.rows, model.remat full, train.attention_block or train.logits_chunk in the update; rollout.slots "
     "or the nodes of speculation.strategies in the rollout",
 }
+
+log = logging.getLogger(__name__)
 
 
 def device_bytes(tree: Any) -> int:
@@ -121,8 +124,9 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
         drafting = drafter_recipe.Recipe.of(config, model, drafter, mesh)
         state = drafter_recipe.abstract_state(drafting)
         kinds["drafter"] = device_bytes(state.params)
-        kinds["drafter optimizer"] = device_bytes(state.opt_state)
     is_adaptive = config.speculation.drafter == schema.ADAPTIVE
+    if drafter and is_adaptive:
+        kinds["drafter optimizer"] = device_bytes(state.opt_state)
     if drafter and is_adaptive and config.drafter_training.share:
         widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
         kinds["drafter features"] = tokens * widths * jnp.dtype(config.model.compute_dtype).itemsize
@@ -138,9 +142,33 @@ def within(config: Config, recipe: Recipe, drafter: DrafterConfig | None, limit:
     """The recipe; with model.remat auto its layers keep what `limit` bytes of a device allow (`remat.chosen`)."""
     if config.model.remat != AUTO_REMAT:
         return recipe
-    kinds = learning(config, recipe, drafter)
-    held = sum(pick(kinds, *RESIDENT, *UPDATE).values())
-    return replace(recipe, remat=remat.chosen(config, recipe, held, limit))
+    return replace(recipe, remat=remat.chosen(config, recipe, held(config, recipe, drafter), limit))
+
+
+def corrected(
+    config: Config, drafter: DrafterConfig | None, job: Job, recipe: Recipe, needed: int
+) -> Recipe:
+    """The recipe of `fitted` once its accumulation step is compiled, with `needed` bytes of temporaries.
+
+    Where these do not fit, layers keep less (`remat.corrected`), which is logged. All processes call this alike, and follow
+    the numbers of process 0.
+    """
+    limit, needed = int(job.told(device_memory(recipe.mesh))), int(job.told(needed))
+    arrays = held(config, recipe, drafter)
+    levels = remat.corrected(config, recipe, arrays, limit, needed)
+    if levels != recipe.remat and job.is_first:
+        log.info(
+            "model.remat auto: the update needs %.2f GiB of temporaries beside %.2f GiB, and a device has %.2f GiB: it is "
+            "compiled again with %s",
+            needed / GIB, arrays / GIB, limit / GIB, remats.spell(levels),
+        )  # fmt: skip
+    return replace(recipe, remat=levels)
+
+
+def held(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> int:
+    """Bytes on one device of the arrays that exist in the update, without the temporaries of its programs."""
+    kinds = pick(learning(config, recipe, drafter), *RESIDENT, *UPDATE)
+    return sum(size for kind, size in kinds.items() if kind != "logits chunk")  # a temporary
 
 
 def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:

@@ -17,28 +17,54 @@ from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS, Remat
 from tlt_jax.train.recipe import Recipe
 
 GIB = 2**30
-# Share of a device's memory that stays free, for fragments and what the estimate misses.
-SPARE = 0.08
+# Shares of a device's memory that stay free: for fragments and what the estimate misses; for fragments alone.
+SPARE, FRAGMENTS = 0.08, 0.03
 
 
 def chosen(config: Config, recipe: Recipe, held: int, limit: int) -> Remat:
     """The levels with which layers keep as much as `limit` bytes of a device allow, beside `held` bytes of other arrays.
 
     A function of the configuration and of the whole GiB of the limit, so that a run repeats and resumes with the same
-    programs. It rests on shapes: layer inputs, results that are kept, and the larger of the temporaries of one layer and of
-    the head.
+    programs. It rests on shapes (`estimate`).
+    """
+    kept, rest = estimate(config, recipe)
+    return levels(kept, recipe.model.num_layers, (1 - SPARE) * whole(limit) - held - rest)
+
+
+def corrected(config: Config, recipe: Recipe, held: int, limit: int, needed: int) -> Remat:
+    """The levels once the program with those of the recipe is compiled, and its temporaries are `needed` bytes.
+
+    Those of the recipe if they fit; else what `chosen` gives when the estimate is higher by what it missed.
+    """
+    if held + needed <= (1 - FRAGMENTS) * whole(limit):
+        return recipe.remat
+    kept, rest = estimate(config, recipe)
+    missed = needed - rest - sum(kept[level] for level in recipe.remat)
+    return chosen(config, recipe, held + max(missed, 0), limit)
+
+
+def whole(limit: int) -> int:
+    """Whole GiB of a device's bytes, so that some bytes less change nothing; of less than one GiB all."""
+    return limit // GIB * GIB if limit >= GIB else limit
+
+
+def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
+    """Bytes that a layer keeps by level, as far as a level may be chosen, and bytes of all other temporaries.
+
+    Those are the layers' inputs, and the larger of the temporaries of the head and of one layer; beside the layer's lies the
+    head's gradient.
     """
     tokens = packing.rows(config) // recipe.mesh.shape["data"], packing.row_tokens(config)
     kept = layer_bytes(recipe, *tokens)
     itemsize = jnp.dtype(recipe.compute_dtype).itemsize
     inputs = recipe.model.num_layers * tokens[0] * tokens[1] * recipe.model.hidden_size * itemsize
-    whole = limit // GIB * GIB if limit >= GIB else limit
-    free = (1 - SPARE) * whole - held - inputs
-    free -= max(kept[NONE] + weight_bytes(recipe), head_bytes(recipe))
+    layer = kept[NONE]
     if not is_cpu(recipe.mesh):
+        layer = 2 * kept[PRODUCTS]  # and their gradients: XLA fuses what lies between
         # Reading back what NONE keeps takes longer than computing norms and activations again. On CPUs the times are equal.
         kept = {level: size for level, size in kept.items() if level != NONE}
-    return levels(kept, recipe.model.num_layers, free)
+    layer += weight_bytes(recipe) + head_gradient_bytes(recipe)
+    return kept, inputs + max(layer, head_bytes(recipe))
 
 
 def levels(kept: Mapping[str, int], layers: int, free: float) -> Remat:
@@ -99,6 +125,13 @@ def weight_bytes(recipe: Recipe) -> int:
     stacked = architecture.weights(recipe.model, 1).layers
     count = sum(int(jnp.prod(jnp.array(weight.shape[1:]))) for weight in jax.tree.leaves(stacked))
     return count // recipe.mesh.shape["model"] * (jnp.dtype(recipe.compute_dtype).itemsize + 4)
+
+
+def head_gradient_bytes(recipe: Recipe) -> int:
+    """Bytes of the head's gradient, which is made before those of the layers, and added to the sums after them."""
+    vocab = architecture.padded_vocab(recipe.model, recipe.mesh.shape["model"])
+    whole = vocab * recipe.model.hidden_size * jnp.dtype(recipe.param_dtype).itemsize
+    return whole // recipe.mesh.size
 
 
 def head_bytes(recipe: Recipe) -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.optimizer import WEIGHT_DECAY, Adam
-from tlt_jax.train import memory, policy_batch, policy_update
+from tlt_jax.train import accumulation, memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.policy_batch import Batch
 from tlt_jax.train.recipe import Objective, Recipe
@@ -57,7 +58,9 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
     recipe = supervised(Recipe.of(config, model, mesh, config.sft.steps), config)
     recipe = memory.fitted(config, recipe, None, setup.job)
     state = policy_update.create(from_config.load_policy(config, model, mesh), recipe)
-    programs, progress = policy_update.programs(recipe), Progress(config.sft.steps, writer)
+    correct = partial(memory.corrected, config, None, setup.job)
+    programs = accumulation.programs(config, recipe, correct)
+    progress = Progress(config.sft.steps, writer)
     for step in range(config.sft.steps):
         if not setup.job.meeting().goes_on(interrupted):
             raise Interrupted("the warm start was interrupted")

@@ -27,6 +27,7 @@ from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.disk_cache import sources
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
+    accumulation,
     adaptive,
     evaluation,
     losses,
@@ -100,7 +101,8 @@ def machinery(setup: Setup) -> Machinery:
 def update_programs(parts: Machinery) -> UpdatePrograms:
     """The programs of the update. They and the rollout's reshard begin to compile in the background, where cores are free."""
     config, engine, recipe = parts.setup.config, parts.engine, parts.recipe
-    update = policy_update.programs(recipe)
+    correct = partial(memory.corrected, config, engine.learned, parts.setup.job)
+    update = accumulation.programs(config, recipe, correct)
     if not first.compiles_early(engine):
         return update
     early = UpdatePrograms(*(Early(one, engine.programs.background) for one in update))
