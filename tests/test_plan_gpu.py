@@ -46,6 +46,8 @@ SMALL = {
 MOST_OF_SMALL = 6.5
 # Most kernels of noise, filter and choice; of the head and selection, and the layer, of a level of a learned drafter.
 MOST_IN_END, MOST_IN_LEVEL = 6, 27
+# Of noise, filter and choice with top-k and top-p; a tree's nodes share noise, which is drawn first. Only ever lower these.
+MOST_FILTERED = {PLAIN: 6, TREE: 7}
 
 
 def planned(*command: str) -> dict[str, str]:
@@ -141,6 +143,17 @@ def test_on_two_gpus_a_round_only_reduces_over_model_and_has_no_loop_that_the_ho
         crossed = set(re.findall(r"collectives  (\S+ over .*): \d", text))
         allowed = {"all-reduce"} | ({"all-gather", "reduce-scatter"} if name == TREE else set())
         assert crossed and crossed <= {f"{one} over model" for one in allowed}, text
+
+
+@pytest.mark.gpu
+def test_filters_are_three_kernels_of_the_end_of_a_round():
+    pytest.importorskip("jax_triton", reason="Triton, jax-triton: Python 3.12 and the gpu extra")
+    one = "--mesh.model", "1", "--topology", "h200:1", "--speculation.drafter", "ngram"
+    filters = "--rollout.top_k", "20", "--rollout.top_p", "0.95"
+    for name, text in planned("-c", CHUNKS, *SIZES, *one, *filters).items():
+        assert "the chunk is one CUDA graph, with the loop in it" in text, text
+        found = number(r"(\d+) for noise, filter and choice", text)
+        assert 3 < found <= MOST_FILTERED[name], text
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ measured. Sections that would start after the time limit are left out and named.
 - attention: of tree nodes alone, by XLA and as the engine computes it here; the bound reads the filled cache once.
 - update: one accumulation step of the policy update of --update-layers layers; FLOP are those of the model's products and of
   causal attention; recomputation is not counted.
-- noise: share of sampling in a plain round: by temperature, and by temperature and top-p.
+- noise: share of sampling in a plain round: by temperature, and by temperature and top-p; and top-k and top-p alone, by XLA and
+  as the engine computes them here; the bound reads the logits once.
 - graphs (on a GPU): a plain round of one sequence with the loop in a CUDA graph, with a graph a round, and without graphs.
 - job: a few RL steps with drafters and without, of the model in MODEL_DIR (for example SmolLM2-135M-Instruct) on the GSM8K
   files in GSM8K_DIR; share: how many times as fast as without.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -30,8 +32,10 @@ from tlt_jax.distributed import mesh as meshes, process
 from tlt_jax.kernels import tree_attention
 from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.rollout import bindings
 from tlt_jax.rollout.draft_timing import time_draft
 from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
+from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import parse
 from tlt_jax.train import memory, policy_batch, policy_update
@@ -39,6 +43,11 @@ from tlt_jax.train.recipe import Recipe
 
 COLUMNS = ("section", "case", "ms", "rate", "unit", "share", "of", "aim")
 SAMPLINGS = {"greedy": Sampling(0.0), "temperature 1": SAMPLED, "top-p 0.95": Sampling(top_p=0.95)}
+FILTERS = {
+    "top-p 0.95": Sampling(top_p=0.95),
+    "top-k 20 and top-p 0.95": Sampling(top_k=20, top_p=0.95),
+}
+SPREADS = 1.0, 5.0  # standard deviations of logits: top-p keeps most tokens, or few
 ATTENTION = tuple((batch, nodes) for batch in (1, 8, 32) for nodes in (1, 8, 48)) + ((128, 1),)
 TINY_ATTENTION = (1, 1), (4, 8)
 JOB, JOB_NEEDS = Path(__file__).with_name("smollm2.yaml"), ("MODEL_DIR", "GSM8K_DIR")
@@ -114,13 +123,47 @@ def noise(device: Device) -> Iterator[Row]:
     """Share of sampling in a plain round of many rows."""
     engine, weights = setup.engine_of(device, drafts=False)
     batch, greedy = device.shape.batches[-2], 0.0
-    for case, sampling in SAMPLINGS.items():
+    for case, rule in SAMPLINGS.items():
         device.check()
-        spent = setup.round_seconds(engine, weights, device, batch, sampling=sampling)
+        spent = setup.round_seconds(engine, weights, device, batch, sampling=rule)
         greedy = greedy or spent
         share = 1 - greedy / spent
         named, rate = f"{case}, B {batch}", batch / spent
         yield named, 1e3 * spent, rate, "tokens/s", share, "beyond greedy", ""
+    yield from filters(device)
+
+
+def filters(device: Device) -> Iterator[Row]:
+    """Top-k and top-p alone: by XLA, and as the engine computes them on this device; the bound reads the logits once."""
+    batch, vocab, (_, rate) = (
+        device.shape.batches[-2],
+        device.model().vocab_size,
+        setup.copy_rate(device),
+    )
+    ways = {
+        "XLA": partial(sampling.filter, unrolls=True),
+        "engine": partial(bindings.filtered, group_mesh=device.mesh),
+    }
+    normal = jax.random.normal(jax.random.key(0), (batch, vocab))
+    for spread in SPREADS:
+        logits = spread * normal
+        for (case, rule), (way, function) in itertools.product(FILTERS.items(), ways.items()):
+            device.check()
+            spent = setup.seconds_each(partial(least_kept, function, rule), logits, times=16)
+            named, share = (
+                f"{way}, {case}, deviation {spread}, B {batch}",
+                logits.nbytes / rate / spent,
+            )
+            yield named, 1e3 * spent, batch / spent, "rows/s", share, "copy", ""
+
+
+def least_kept(
+    function: Callable[[jax.Array, Sampling], jax.Array], rule: Sampling, logits: jax.Array
+) -> jax.Array:
+    """The logits, the first of a row replaced by a tiny part of the least that the filter keeps of it."""
+    kept = function(logits, rule)
+    least = jnp.min(kept, axis=1, where=kept > -jnp.inf, initial=jnp.inf)
+    return logits.at[:, 0].set(1e-30 * least)
 
 
 def attention(device: Device) -> Iterator[Row]:

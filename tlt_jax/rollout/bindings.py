@@ -9,16 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu, is_gpu
+from tlt_jax.kernels import token_filter
 from tlt_jax.models import architecture, eagle, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.eagle import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.rollout import ngram_memory
-from tlt_jax.spec_decode import ngram, one_pass
+from tlt_jax.spec_decode import ngram, one_pass, sampling
 from tlt_jax.spec_decode.decode_state import Weights
+from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.draft_tree import Candidates
 from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, PyTree, Target, stateless
 from tlt_jax.spec_decode.merged_drafter import merged_drafter
@@ -226,4 +229,17 @@ def bind_target(
         choose=partial(one_pass.choose, is_sharded=group_mesh.shape["model"] > 1)
         if is_gpu(group_mesh)
         else None,
+        filter=partial(filtered, group_mesh=group_mesh) if is_gpu(group_mesh) else None,
     )
+
+
+def filtered(
+    scaled: Float[Array, "*A V"], rule: Sampling, group_mesh: Mesh
+) -> Float[Array, "*A V"]:
+    """`sampling.filter`, by the kernels of token_filter where they run."""
+    border = None
+    if sampling.is_filtered(rule):
+        border = token_filter.border(scaled, rule.top_k, rule.top_p, group_mesh)
+    if border is None:
+        return sampling.filter(scaled, rule, unrolls=True)
+    return jnp.where(sampling.ordered_bits(scaled) >= border, scaled, -jnp.inf)

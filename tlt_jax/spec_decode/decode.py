@@ -202,13 +202,14 @@ def chooses_at_once(decoder: Decoder, state: DecodeState) -> bool:
     """Whether the target chooses at all nodes at once, and not at one node of each row, level by level.
 
     All N nodes of a tree read 2 N rows of the vocabulary for each sequence, logits and noise; the levels read 2 M. Each
-    level after the first runs about six kernels, in whose time a device reads LEVEL bytes. With a filter both cost about
-    ten times as much.
+    level after the first runs about six kernels, in whose time a device reads LEVEL bytes. A filter reads the logits three
+    times more, in three kernels.
     """
     strategy, target = decoder.strategy, decoder.target
+    reads, kernels = (5, 9) if sampling.is_filtered(decoder.params.sampling) else (2, 6)
     row = 4 * state.roots.shape[0] * target.vocab
-    more = 2 * (strategy.nodes - strategy.path) * row
-    return target.choose is not None and more <= strategy.depth * LEVEL
+    more = reads * (strategy.nodes - strategy.path) * row
+    return target.choose is not None and more <= strategy.depth * LEVEL * kernels / 6
 
 
 def choose_everywhere(
@@ -238,10 +239,11 @@ def choose_in_one_pass(
     noise: Callable[[], Float[Array, "*A V"]],
 ) -> verify.Visit:
     """The choices of tokens by the scaled logits and the noise, which is drawn unless the sampling is greedy."""
-    perturbed, rule = scaled, decoder.params.sampling
+    perturbed, rule, target = scaled, decoder.params.sampling, decoder.target
     if not rule.is_greedy:
-        perturbed = sampling.filter(scaled, rule, unrolls=True) + noise()
-    tokens, chosen, total = decoder.target.choose(scaled, perturbed)
+        perturbed = (target.filter or partial(sampling.filter, unrolls=True))(scaled, rule)
+        perturbed += noise()
+    tokens, chosen, total = target.choose(scaled, perturbed)
     logprobs = chosen - total
     return verify.Visit(tokens, logprobs, ~jnp.isfinite(logprobs) | (chosen < sampling.LEAST))
 

@@ -9,6 +9,7 @@ import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
+from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.draft_tree import Candidates, NoiseAhead
 from tlt_jax.spec_decode.strategy import Strategy
 
@@ -111,6 +112,14 @@ class Choose(Protocol):
     ) -> tuple[Int32[Array, "*A"], Float[Array, "*A"], Float[Array, "*A"]]: ...
 
 
+class Filter(Protocol):
+    """`sampling.filter`: the scaled logits, -inf at tokens that top-k and top-p drop."""
+
+    def __call__(
+        self, scaled: Float[Array, "*A V"], sampling: Sampling, /
+    ) -> Float[Array, "*A V"]: ...
+
+
 class Target(NamedTuple):
     """The model that decides, as pure functions; caches and prefills are pytrees that only the target understands.
 
@@ -118,7 +127,8 @@ class Target(NamedTuple):
     `params`: ShapeDtypeStructs with shardings of the weights. `states`: None when not captured, or when the features are
     these states. `unrolls`: small loops within a round are unrolled, for accelerators, where every iteration of a loop
     waits for the host; a CPU compiles loops faster and leaves them early. `choose`: tokens are chosen in one pass over the
-    vocabulary, and at all nodes of a small tree at once: for GPUs, where kernels cost more than arithmetic.
+    vocabulary, and at all nodes of a small tree at once: for GPUs, where kernels cost more than arithmetic. `filter`: of
+    the logits that `choose` chooses from.
     """
 
     forward: Forward
@@ -134,6 +144,7 @@ class Target(NamedTuple):
     states: States | None = None
     unrolls: bool = False
     choose: Choose | None = None
+    filter: Filter | None = None
 
 
 class Draft(Protocol):

@@ -70,8 +70,9 @@ def drawn_whole(
     """The noise of `count` positions of each row from `starts` on, drawn at once and without a loop."""
     slots = jnp.arange(count, dtype=jnp.int32)
     positions = starts[:, None] + (slots - starts[:, None]) % count
-    values = gumbel(keys, positions, vocab, dtype)
-    return NoiseAhead(values.reshape(-1, vocab), starts + count)
+    # As rows of one axis: of what positions share, a rotated sum of keys and ids, XLA would make a kernel and an array.
+    values = gumbel(jnp.repeat(keys, count, axis=0), positions.reshape(-1, 1), vocab, dtype)
+    return NoiseAhead(values[:, 0], starts + count)
 
 
 @shaped
