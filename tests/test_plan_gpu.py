@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -32,6 +33,8 @@ sys.exit(plan.main())
 PLAIN, TREE = "rollout chunk", "rollout chunk 4_2_8 of 32"
 # Most kernels of a layer, over all versions of JAX in use. Only ever lower these.
 MOST = {PLAIN: 19.5, TREE: 27.5}
+# With Triton: ten, and of two layers half of the first norm and of the first counters of attention. Only ever lower it.
+MOST_BY_PARTS = 11.0
 # Policies of two layers whose matrices our kernels take; most kernels of a layer of a plain round with 32 rows: projections of
 # heads, attention, three products, commit; with two layers the rotary angles count as half a kernel. Only ever lower it.
 SMALL = {
@@ -97,11 +100,13 @@ def test_jax_starts_without_a_word_where_its_plugin_for_gpus_finds_none():
 def test_on_one_gpu_a_chunk_is_one_graph_that_holds_its_loop_and_copies_no_cache():
     one = "--mesh.model", "1", "--topology", "h200:1", "--speculation.drafter", "ngram"
     reports = planned("-c", CHUNKS, *SIZES, *one)
+    has_triton = importlib.util.find_spec("jax_triton") is not None
     assert set(reports) == set(MOST)
     for name, text in reports.items():
         assert "the chunk is one CUDA graph, with the loop in it" in text, text
         assert "collectives  none" in text, text
-        assert number(r"([\d.]+) a layer", text) <= MOST[name], text
+        most = MOST_BY_PARTS if has_triton else MOST[name]
+        assert number(r"([\d.]+) a layer", text) <= most, text
         assert 0 < number(r"(\d+) for noise, filter and choice", text) <= MOST_IN_END, text
         assert_no_cache_is_copied(text)
 

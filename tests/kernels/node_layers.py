@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import projections, triton_support
-from tlt_jax.models import architecture, decoder_layer, eagle
+from tlt_jax.kernels import product_parts, projections, triton_support
+from tlt_jax.models import architecture, decoder_layer, eagle, layers as ops
 from tlt_jax.models.architecture import ModelConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "max_positions": 64, "family": "qwen2"}
@@ -54,7 +54,7 @@ def layers(name: str, dtype: str):
 
 
 def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list[np.ndarray]]:
-    """Queries, keys, values and output of the policy's layer and of the drafter's: with the mesh, and without."""
+    """Queries, keys, values, output and normed output of the policy's layer and the drafter's: with the mesh, and without."""
     config, layer, drafter, drafts = layers(name, dtype)
     random, count = np.random.default_rng(0), batch * nodes
 
@@ -71,18 +71,23 @@ def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list
     def results(mesh: Mesh | None) -> list[np.ndarray]:
         heads = decoder_layer.node_heads(layer, config, 3 * x, angles, batch, mesh)
         drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, mesh)
-        ends = [
-            decoder_layer.finish_nodes(one, of, x, attended, mesh)
-            for one, of in ((layer, config), (drafts.layer, drafter.block))
-        ]
+        ends = []
+        for one, of in ((layer, config), (drafts.layer, drafter.block)):
+            norm = one.attention_norm
+            total, normed = decoder_layer.finish_nodes(one, of, x, attended, norm, mesh)
+            ends += [total, ops.rms_norm(total, norm, of.rms_eps, 0) if normed is None else normed]
         return [*heads, *drafted, *ends]
 
     return [[np.asarray(one) for one in results(form)] for form in (mesh, None)]
 
 
-def interpreted(name: str, dtype: str, batch: int, nodes: int) -> list[list[np.ndarray]]:
-    """`both`, with the kernels as if this machine had a GPU for them."""
-    projections.triton_support = SimpleNamespace(capability=lambda mesh: 90)
+def interpreted(
+    name: str, dtype: str, batch: int, nodes: int, in_parts: bool = False
+) -> list[list[np.ndarray]]:
+    """`both`, with the kernels as if this machine had a GPU for them; `in_parts`: those of large matrices."""
+    projections.triton_support = SimpleNamespace(capability=lambda mesh: None if in_parts else 90)
+    product_parts.triton_support = SimpleNamespace(capability=lambda mesh: 90)
+    product_parts.LEAST_MATRIX = 0 if in_parts else product_parts.LEAST_MATRIX
     return both(name, dtype, batch, nodes, make_mesh(1, 1))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from tlt_jax.kernels import packed_attention, projections, tree_attention
+from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
 from tlt_jax.models import layers as ops, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
 from tlt_jax.shapes import shaped
@@ -128,31 +128,46 @@ def finish_nodes(
     config: ModelConfig,
     x: Float[Array, "D BN"],
     attended: Float[Array, "HE BN"],
+    next_norm: Float[Array, " D"] | None,
     mesh: Mesh | None,
-) -> Float[Array, "D BN"]:
-    """`finish` of tree nodes, by kernels where `projections` has them."""
+) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
+    """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
+    eps = config.rms_eps
 
-    def add(x: Array, y: Array, weight: Array, bias: Array | None, arrivals: Array | None) -> Array:
+    def add(
+        x: Array, y: Array, weight: Array, bias: Array | None, arrivals: Array | None, norm: Array | None
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         found = projections.added(x, y, weight, bias, arrivals, mesh)
-        return x + ops.project(y, weight, bias, 0) if found is None else found
+        if found is not None:
+            return found, None
+        if norm is not None:
+            found = product_parts.added(x, y, weight, bias, norm, eps, mesh)
+        return (x + ops.project(y, weight, bias, 0), None) if found is None else found
 
     with jax.named_scope("attention"):
-        x = add(x, attended, layer.o, layer.o_bias, None)
+        x, normed = add(x, attended, layer.o, layer.o_bias, None, layer.mlp_norm)
 
     with jax.named_scope("mlp"):
         joined = isinstance(layer, JoinedLayer)
         matrices = (layer.gate_up,) if joined else (layer.gate, layer.up)
         biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
-        found = projections.gated(x, layer.mlp_norm, matrices, biases, config.rms_eps, mesh)
-        y, arrivals = (mlp_inner(layer, config, x, 0), None) if found is None else found
-        return add(x, y, layer.down, layer.down_bias, arrivals)
+        found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, mesh)
+        if found is None:
+            normed = ops.rms_norm(x, layer.mlp_norm, eps, 0) if normed is None else normed
+            found = gated(layer, normed, 0), None
+        y, arrivals = found
+        return add(x, y, layer.down, layer.down_bias, arrivals, next_norm)
 
 
 def mlp_inner(
     layer: Layer | JoinedLayer, config: ModelConfig, x: Float[Array, "*A D"], axis: int
 ) -> Float[Array, "*A F"]:
     """What the MLP's last projection reads."""
-    y = ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis)
+    return gated(layer, ops.rms_norm(x, layer.mlp_norm, config.rms_eps, axis), axis)
+
+
+def gated(layer: Layer | JoinedLayer, y: Float[Array, "*A D"], axis: int) -> Float[Array, "*A F"]:
+    """`mlp_inner` of the normed input."""
     gate, up = gate_up(layer, y, axis)
     return jax.nn.silu(gate) * up
 
@@ -212,15 +227,27 @@ def node_heads(
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
     mesh: Mesh | None,
+    normed: Float[Array, "D BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
-    """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where `projections` has one."""
-    K, J, E, _ = layer.qkv.shape
+    """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one; `normed`: x normed."""
+    (K, J, E, _), eps = layer.qkv.shape, config.rms_eps
+    given = (
+        (layer.qkv,),
+        (layer.qkv_bias,),
+        (layer.q_norm, layer.k_norm),
+        angles,
+        (K, J - 2, E),
+        batch,
+        eps,
+        mesh,
+    )
     with jax.named_scope("attention"):
-        found = projections.heads(
-            (x,), (layer.attention_norm,), (layer.qkv,), (layer.qkv_bias,), (layer.q_norm, layer.k_norm), angles,
-            (K, J - 2, E), batch, config.rms_eps, mesh,
-        )  # fmt: skip
-    return ops.by_node(*qkv(layer, config, x, *angles, axis=0), batch) if found is None else found
+        found = projections.heads((x,), (layer.attention_norm,), *given)
+        if found is not None:
+            return found
+        y = ops.rms_norm(x, layer.attention_norm, eps, 0) if normed is None else normed
+        found = product_parts.heads(y, *given)
+    return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
 
 
 @jax.named_scope("layer")
@@ -228,14 +255,15 @@ def node_heads(
 def tree_layer(
     layer: JoinedLayer,
     config: ModelConfig,
-    x: Float[Array, "D BN"],
+    x: tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
+    next_norm: Float[Array, " D"],
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     ancestors: Bool[Array, "B N N"],
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
     mesh: Mesh | None = None,
     arrivals: Int32[Array, "B K tiles"] | None = None,
 ) -> tuple[
-    Float[Array, "D BN"],
+    tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
     Float[Array, "B K E N"],
     Float[Array, "B K N E"],
     Int32[Array, "B K tiles"] | None,
@@ -243,8 +271,10 @@ def tree_layer(
     """The layer's output, the keys and values of tree nodes, and `arrivals` of the next layer's tree_attention.attend.
 
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
-    on their last axis.
+    on their last axis. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
     """
-    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], mesh)
+    x, normed = x
+    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], mesh, normed)
     attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, mesh, arrivals)
-    return finish_nodes(layer, config, x, ops.by_feature(attended), mesh), k, v, arrivals
+    ended = finish_nodes(layer, config, x, ops.by_feature(attended), next_norm, mesh)
+    return ended, k, v, arrivals

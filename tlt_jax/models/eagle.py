@@ -16,7 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels import cache_rows, packed_attention, projections, tree_attention
+from tlt_jax.kernels import (
+    cache_rows,
+    packed_attention,
+    product_parts,
+    projections,
+    tree_attention,
+)
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
@@ -151,17 +157,20 @@ def node_heads(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Queries, keys and values as tree_attention.attend takes them, by a kernel where `projections` has one."""
-    layer, E = params.layer, config.head_dim
-    found = None
-    if config.kind == "eagle3":
-        K = layer.k.shape[0] // E
-        with jax.named_scope("attention"):
-            found = projections.heads(
-                (embedded, x), (layer.attention_norm, params.hidden_norm), (layer.q, layer.k, layer.v),
-                (layer.q_bias, layer.k_bias, layer.v_bias), (layer.q_norm, layer.k_norm), angles,
-                (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, mesh,
-            )  # fmt: skip
-    y = attention_input(params, config, embedded, x, 0)
+    layer, E, found = params.layer, config.head_dim, None
+    K = layer.k.shape[0] // E
+    given = (
+        (layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias), (layer.q_norm, layer.k_norm), angles,
+        (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, mesh,
+    )  # fmt: skip
+    with jax.named_scope("attention"):
+        if config.kind == "eagle3":
+            norms = layer.attention_norm, params.hidden_norm
+            found = projections.heads((embedded, x), norms, *given)
+        if found is not None:
+            return found
+        y = attention_input(params, config, embedded, x, 0)
+        found = product_parts.heads(y, *given)
     return (
         ops.by_node(*heads(layer, config.block, y, *angles, 0), batch) if found is None else found
     )
@@ -176,8 +185,9 @@ def nodes_out(
     mesh: Mesh | None,
 ) -> Float[Array, "B N Z"]:
     """Hidden states of nodes after attention."""
-    x = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), mesh)
-    hidden = leave(params, config, x, 0)
+    norm = params.final_norm if config.norm_output else None
+    x, normed = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), norm, mesh)
+    hidden = leave(params, config, x, 0) if normed is None else normed
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
 

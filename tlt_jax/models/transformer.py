@@ -158,16 +158,19 @@ def tree_forward(
     with jax.named_scope("embed"):
         x = params.embed[tokens.reshape(-1)].T
     cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), x.dtype)
-    kept, states, arrivals = [], [x], None
-    for layer, keys, values in zip(params.layers, cache.keys, cache.values, strict=True):
+    kept, states, normed, arrivals = [], [x], None, None
+    norms = [*(layer.attention_norm for layer in params.layers[1:]), params.final_norm]
+    for layer, norm, keys, values in zip(
+        params.layers, norms, cache.keys, cache.values, strict=True
+    ):
         past = keys, values, lengths, cache.slots_last
-        x, k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, x, (cos.T, sin.T), ancestors, past, mesh, arrivals
+        (x, normed), k, v, arrivals = decoder_layer.tree_layer(
+            layer, config, (x, normed), norm, (cos.T, sin.T), ancestors, past, mesh, arrivals
         )
         kept.append((k, v))
         states.append(x)
 
-    x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0)
+    x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0) if normed is None else normed
     with jax.named_scope("head"):
         # On GPUs XLA fuses more into reductions of the last axis.
         if mesh is not None and is_gpu(mesh):

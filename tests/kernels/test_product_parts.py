@@ -1,0 +1,169 @@
+"""Sums of the parts of large products with what follows, in Triton's interpreter, against NumPy in float64."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import triton_runs
+from kernels.test_projections import EPS, Random, check, normed, wide
+
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels import product_parts
+
+TRITON = "tlt_jax.kernels.product_parts_triton:"
+# Parts, tokens, nodes of a tree, K, G, E, dtype, whether one matrix has all heads, and whether there are a bias and head norms.
+HEADS = [
+    (4, 1, 1, 1, 7, 64, "bfloat16", True, True, False),
+    (8, 6, 3, 2, 2, 128, "float32", True, True, True),
+    (1, 12, 4, 3, 2, 40, "float32", False, True, False),
+    (2, 5, 1, 2, 4, 128, "bfloat16", False, False, True),
+]
+# Parts, tokens, width, dtype, whether there is a bias.
+ROWS = [
+    (8, 1, 896, "bfloat16", False),
+    (4, 5, 160, "float32", True),
+    (1, 33, 96, "bfloat16", True),
+    (2, 3, 4100, "float32", False),
+]
+# (T, D, K, G, E) of a Qwen2.5-7B layer's rows, of Qwen3-8B's, and of a 32B policy's.
+STATIC = [(32, 3584, 4, 7, 128), (64, 4096, 8, 4, 128), (1, 5120, 8, 5, 128)]
+
+
+def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm) -> tuple:
+    """The arguments of `product_parts_triton.heads`."""
+    normal, angle = Random(dtype), np.random.default_rng(1).normal(size=(T, E // 2))
+    return (
+        normal.random.normal(size=(S, T, K * (G + 2) * E)).astype(np.float32),
+        normal(K * (G + 2) * E) if has_bias else None,
+        [normal(E), normal(E)] if has_norm else None,
+        [np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)],
+        (K, G, E), is_joined, T // N, EPS, normal.dtype, 90,
+    )  # fmt: skip
+
+
+def heads_wanted(given: tuple) -> list[np.ndarray]:
+    """Queries, keys and values in float64."""
+    parts, bias, norms, angles, (K, G, E), is_joined, batch, *_ = given
+    cos, sin = (wide(a)[:, None, None] for a in angles)
+    y = wide(parts).sum(0) + (0 if bias is None else wide(bias))
+    if is_joined:
+        y = y.reshape(-1, K, G + 2, E)
+    else:
+        q, k, v = np.split(y.reshape(-1, K * (G + 2), E), (K * G, K * G + K), axis=1)
+        q = q.reshape(-1, K, G, E)
+        y = np.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+    qk, v = y[:, :, :-1], y[:, :, -1]
+    if norms:
+        q, k = normed(qk[:, :, :-1], wide(norms[0])), normed(qk[:, :, -1:], wide(norms[1]))
+        qk = np.concatenate([q, k], axis=2)
+    first, second = np.split(qk, 2, axis=-1)
+    qk = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    qk, v = (x.reshape(batch, -1, *x.shape[1:]) for x in (qk, v))
+    q, k = qk[..., :-1, :], qk[..., -1, :]
+    return [q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)]
+
+
+def test_parts_become_rotated_heads():
+    calls = [heads_given(*case) for case in HEADS]
+    found = triton_runs.interpreted(TRITON + "heads", [(given, {}) for given in calls])
+    for case, given, results in zip(HEADS, calls, found, strict=True):
+        for result, wanted in zip(results, heads_wanted(given), strict=True):
+            check(result, wanted, case[6])
+
+
+def test_parts_are_added_and_normed():
+    calls = []
+    for S, T, out, dtype, has_bias in ROWS:
+        normal = Random(dtype)
+        parts = normal.random.normal(size=(S, T, out)).astype(np.float32)
+        bias = normal(out) if has_bias else None
+        calls.append(((parts, 3 * normal(T, out), bias, normal(out), EPS, 90), {}))
+    found = triton_runs.interpreted(TRITON + "added", calls)
+    for (*_, dtype, _), ((parts, x, bias, norm, *_), _), (total, row) in zip(
+        ROWS, calls, found, strict=True
+    ):
+        check(total, wide(parts).sum(0) + wide(x) + (0 if bias is None else wide(bias)), dtype)
+        check(row, normed(wide(total), wide(norm)), dtype)  # of the result as it is stored
+
+
+@pytest.mark.parametrize(
+    ("out", "width", "tokens", "splits"),
+    [
+        (37888, 3584, 5, 1),  # gate and up of 7B fill a GPU
+        (4608, 3584, 64, 4),
+        (4608, 3584, 65, 4),
+        (4608, 3584, 256, 2),
+        (3584, 18944, 1, 8),
+        (3584, 18944, 256, 4),
+        (96, 1600, 5, 2),  # 400 numbers in each of four parts would be too few
+        (96, 1001, 5, 1),
+    ],
+)
+def test_a_product_is_the_sum_of_as_many_parts_as_keep_a_gpu_busy(out, width, tokens, splits):
+    assert product_parts.splits(out, width, tokens) == splits
+    normal = np.random.default_rng(0).normal
+    matrix, y = normal(size=(min(out, 96), width)), normal(size=(width, 5))
+    parts = np.asarray(product_parts.product(jnp.float32(y), jnp.float32(matrix)), np.float64)
+    assert parts.shape == (product_parts.splits(len(matrix), width, 5), 5, len(matrix))
+    assert np.abs(parts.sum(0) - y.T @ matrix.T).max() < 1e-5 * np.abs(y.T @ matrix.T).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "D", "K", "G", "E"), STATIC)
+def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
+    T, D, K, G, E, monkeypatch, tmp_path
+):
+    pytest.importorskip("jax_triton", reason=triton_runs.REASON)
+    from tlt_jax.kernels import product_parts_triton as ours
+
+    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def both(parts, x, row, heads, bias, head, angle):
+        ours.added(parts, x, None, row, EPS, 90)
+        norms, angles = [head, head], [angle, angle]
+        return ours.heads(heads, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", 90)
+
+    made = triton_runs.kernels(
+        both, monkeypatch, array(8, T, D, dtype="float32"), array(T, D), array(D),
+        array(4, T, K * (G + 2) * E, dtype="float32"), array(K * (G + 2) * E), array(E), array(T, E // 2),
+    )  # fmt: skip
+    assert [kernel.name for kernel in made] == ["add_norm", "bias_rotary"]
+    for kernel in made:
+        usage = triton_runs.resource_usage(kernel, tmp_path)
+        assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
+        assert int(re.search(r" REG:(\d+) ", usage)[1]) <= 128, usage
+        ptx = triton_runs.compiled(kernel).asm["ptx"]
+        assert ".v4.b32" in "".join(re.findall(r"ld\.global[^;]*", ptx)), kernel.name
+
+
+# Policy, dtype, trees and nodes of a tree.
+LAYERS = [("biases", "bfloat16", 5, 3), ("head norms", "float32", 2, 3)]
+
+
+def test_layers_by_parts_equal_those_of_xla():
+    calls = [((*case, True), {}) for case in LAYERS]
+    found = triton_runs.interpreted("node_layers:interpreted", calls)
+    for (_, dtype, *_), (kernels, xla) in zip(LAYERS, found, strict=True):
+        for one, other in zip(kernels, xla, strict=True):
+            check(one, wide(other), dtype)
+            assert one.tobytes() != other.tobytes()  # else both are XLA's
+
+
+def test_many_tokens_small_matrices_and_tensor_parallelism_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr(product_parts.triton_support, "capability", lambda mesh: 90)
+    one, two, large = make_mesh(1, 1), make_mesh(1, 2), 3584 * 3584
+    for tokens, dtype, numbers, mesh, runs in [
+        (256, "bfloat16", large, one, True),
+        (257, "bfloat16", large, one, False),
+        (1, "bfloat16", large, two, False),
+        (1, "bfloat16", large, None, False),
+        (1, "bfloat16", 896 * 4864, one, False),
+        (1, "float16", large, one, False),
+    ]:
+        x = jax.ShapeDtypeStruct((8, tokens), dtype)
+        assert (product_parts.found_capability(x, numbers, mesh) is not None) == runs
