@@ -306,6 +306,15 @@ def test_compile_seconds_of_an_earlier_run_do_not_outlive_a_change_of_the_source
 # The disk cache
 
 
+def test_programs_that_differ_in_arguments_they_ignore_are_kept_apart(tmp_path):
+    kept, program = disk_cache.ExecutableCache(tmp_path), jax.jit(lambda x, ignored: x + 1)
+    ignored = {"a": 1.0}, {"a": 1.0, "b": 1.0}, {"a": np.ones(2)}, {"a": 1}
+    lowered = [program.lower(1.0, one) for one in ignored]
+    assert len({one.as_text() for one in lowered}) == 1
+    assert len({kept.path(one, {}) for one in lowered}) == len(ignored)
+    assert kept.path(lowered[0], {}) == kept.path(program.lower(1.0, {"a": 2.0}), {})
+
+
 @pytest.fixture
 def jax_cache():
     """Restores the settings of JAX's own cache afterwards."""

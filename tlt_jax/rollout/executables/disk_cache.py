@@ -47,7 +47,14 @@ class ExecutableCache:
 
     def path(self, lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Path:
         """The file of this program's executable."""
-        return self.folder / digest(*machine(), sorted(options.items()), lowered.as_text())
+        # The text does not have the arguments that the program ignores, as plain decoding ignores a drafter's weights.
+        arguments = [
+            (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype))
+            for path, leaf in jax.tree.leaves_with_path(lowered.args_info)
+        ]
+        return self.folder / digest(
+            *machine(), sorted(options.items()), lowered.as_text(), arguments
+        )
 
     def get(
         self,
