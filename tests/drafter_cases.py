@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import eagle, hf
+from tlt_jax.models import drafter_network, hf
 
 POLICY = {
     "model_type": "qwen2",
@@ -37,14 +37,14 @@ def policy(**changes):
     return hf.new_config(POLICY | changes, VOCAB, ())
 
 
-def config(case: str) -> eagle.DrafterConfig:
+def config(case: str) -> drafter_network.DrafterConfig:
     """The DrafterConfig of a case."""
-    return eagle.for_policy(policy(), **CASES[case])
+    return drafter_network.for_policy(policy(), **CASES[case])
 
 
-def params(case: str, dtype="float64", mesh=None) -> eagle.DrafterParams:
+def params(case: str, dtype="float64", mesh=None) -> drafter_network.DrafterParams:
     """Weights of a case in the "train" layout: norms near 1, biases that are not 0, matrices that keep sizes."""
-    spec = eagle.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
+    spec = drafter_network.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -62,10 +62,10 @@ def params(case: str, dtype="float64", mesh=None) -> eagle.DrafterParams:
     return jax.tree_util.tree_map_with_path(draw, spec)
 
 
-def shared(dtype="float64") -> eagle.Shared:
+def shared(dtype="float64") -> drafter_network.Shared:
     """Embedding and head of a policy, its padding included."""
     embed, head = np.random.RandomState(7).randn(2, 64, POLICY["hidden_size"]).astype(dtype) / 2
-    return eagle.Shared(jnp.asarray(embed), jnp.asarray(head))
+    return drafter_network.Shared(jnp.asarray(embed), jnp.asarray(head))
 
 
 def line(case: str, rows: int, length: int, dtype="float64"):

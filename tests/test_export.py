@@ -16,7 +16,7 @@ from tlt_jax.config import load as configuration
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter import recipe as drafter_recipe
-from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
+from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.train import policy_update
@@ -116,18 +116,21 @@ def test_help_names_every_option(monkeypatch, capsys):
     assert all(option in shown for option in ("--run", "--out", "--step", "--dtype", "--mesh.data"))
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
-    run, tmp_path, monkeypatch, capsys
+    run, tmp_path, monkeypatch, capsys, kind
 ):
     folder = tmp_path / "adaptive"
     source = tmp_path / "source.yaml"
-    source.write_text(f"run: {folder}{MODEL.replace('none', 'adaptive')}")
+    source.write_text(
+        f"run: {folder}{MODEL.replace('none', 'adaptive')}drafter_training: {{kind: {kind}}}\n"
+    )
     config = configuration.read(source)
     folder.mkdir()
     (folder / "config.yaml").write_text(configuration.to_yaml(config))
     model = from_config.model_config(config, datasets.tokenizer(config))
     drafter = from_config.new_drafter_config(config, model)
-    recipe = DrafterRecipe.while_idle(config, model, drafter, meshes.make_mesh(2, 1))
+    recipe = idle_recipe(config, model, drafter, meshes.make_mesh(2, 1))
     with Store(folder, keep=2) as store:
         state = jax.tree.map(partial(fill, 3), drafter_recipe.abstract_state(recipe))
         store.save(1, {"drafter": state})
@@ -138,9 +141,14 @@ def test_the_drafter_of_a_checkpoint_is_exported_and_a_run_without_one_is_named(
         tmp_path / "out", model, meshes.make_mesh(1, 1), "float32", model.max_positions
     )
     assert read == drafter
-    head = params.head[: model.vocab_size]  # the rest is padding
-    trained = jax.tree.leaves(params.replace(head=head))
-    assert all((np.asarray(leaf) == 3).all() for leaf in trained)
+    padded = [
+        name
+        for name in ("head", "markov_in", "markov_out")
+        if getattr(params, name, None) is not None
+    ]
+    cut = {name: getattr(params, name)[: model.vocab_size] for name in padded}
+    trained = jax.tree.leaves(params.replace(**cut))
+    assert padded and all((np.asarray(leaf) == 3).all() for leaf in trained)
     with pytest.raises(SystemExit) as stopped:
         call(monkeypatch, "--run", run, "--out", tmp_path / "none", "--drafter")
     assert stopped.value.code == 2

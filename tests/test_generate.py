@@ -21,7 +21,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.inference import chat
 from tlt_jax.inference.model import TextStream
-from tlt_jax.models import architecture, hf
+from tlt_jax.models import architecture, drafter_network, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 
@@ -320,6 +320,37 @@ def test_a_streamed_text_has_no_part_of_a_character():
         stream.add([byte])
     stream.flush()
     assert parts == ["a", "\u00e9", "\U0001f600", "b"]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_drafter_of_a_directory_drafts_and_changes_no_token(models, tmp_path, capsys, kind):
+    policy, mesh = hf.read_config(models / "ids"), meshes.make_mesh(1, 1)
+    own = drafter_network.for_policy(policy, kind, block_size=4)
+    params = drafter_network.init(own, mesh, jax.random.key(1), "float32")
+    hf_drafter.save(params, own, tmp_path, "float32", [0.5, 0.25])
+    asked = (
+        "--model",
+        models / "ids",
+        "--prompt-ids",
+        "1,2,3",
+        "--max-new-tokens",
+        20,
+        "--num-samples",
+        3,
+    )
+    plain = run(capsys, *asked)
+    drafted = run(capsys, *asked, "--drafter", tmp_path, "--strategy", "3_2_7")
+    for one, other in zip(plain["completions"], drafted["completions"], strict=True):
+        assert one["token_ids"] == other["token_ids"]
+    assert drafted["speculated_rounds"] > 0
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([*map(str, asked), "--drafter", str(tmp_path), "--strategy", "5_1_6"])
+    most = own.depth
+    assert stopped.value.code == 2
+    assert (
+        f"5_1_6: the drafter drafts at most {most} tokens a round: use depth {most} or less"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_strategy_is_forced_and_a_reason_is_given_where_nothing_is_drafted(models, capsys):

@@ -15,6 +15,7 @@ STREAMS = (
     keys.POLICY_WEIGHTS,
     keys.DRAFTER_WEIGHTS,
     keys.FEATURE_NOISE,
+    keys.DRAFTER_ANCHORS,
 )
 
 
@@ -23,11 +24,12 @@ def words(key: jax.Array) -> tuple[int, ...]:
 
 
 def test_no_two_streams_share_a_key():
-    """Roots, feature noise and sequences, for the first steps and two seeds."""
+    """Roots, feature noise, anchors and sequences, for the first steps and two seeds."""
     found = []
     for seed in (0, 1):
         found += [words(keys.stream_key(seed, stream)) for stream in STREAMS]
         found += [words(keys.feature_noise_key(seed, step)) for step in range(8)]
+        found += [words(keys.anchors_key(seed, step)) for step in range(8)]
         for stream in STREAMS[:4]:
             for step in range(3):
                 found += map(tuple, keys.sequence_keys(seed, stream, step, np.arange(4)).tolist())

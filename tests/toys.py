@@ -36,10 +36,12 @@ from tlt_jax.rollout.scheduler.state import (
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Network, Target, stateless
+from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Target, stateless
 from tlt_jax.spec_decode.merged_drafter import merged_drafter
+from tlt_jax.spec_decode.network import LevelPasses, Network
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
-from tlt_jax.spec_decode.tree_drafter import Coupling, learned_drafter
+from tlt_jax.spec_decode.tree_drafter import learned_drafter
+from tlt_jax.spec_decode.tree_growth import Coupling
 from tlt_jax.tuner import fixed
 from tlt_jax.tuner.interface import Measurement
 
@@ -178,14 +180,15 @@ def table_network(
     return Network(
         extend=extend,
         fill=fill,
-        step=step,
+        passes=LevelPasses(
+            step, lambda batch, rows: Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2)
+        ),
         logits=lambda weights, hidden: hidden if ids is None else hidden[..., ids],
         ids=lambda weights: None if ids is None else jnp.asarray(ids, jnp.int32),
         resize=lambda cache, rows, slots: fit(rows, slots, cache),
         empty=lambda batch, slots: jax.ShapeDtypeStruct(
             (batch, slots + TAIL, vocab), dtype, sharding=whole
         ),
-        scratch=lambda batch, rows: Branch(*[jnp.zeros((batch, rows), jnp.int32)] * 2),
         params=jax.ShapeDtypeStruct((vocab, vocab), dtype, sharding=whole),
         hidden=jax.ShapeDtypeStruct((1, vocab), dtype, sharding=whole),
     )

@@ -75,7 +75,7 @@ def export_drafter(
 
     Raises ConfigError also when the run trains no drafter, or had not started to at that step.
     """
-    from tlt_jax.drafter import recipe as drafter_recipe
+    from tlt_jax.drafter import recipe as drafter_recipe, recipes
     from tlt_jax.models import from_config, hf_drafter, hf_drafter_config
     from tlt_jax.train import saved
 
@@ -85,7 +85,7 @@ def export_drafter(
         )
     model, mesh = saved.sizes(config)
     drafter = from_config.drafter_config(config, model)
-    recipe = drafter_recipe.Recipe.while_idle(config, model, drafter, mesh)
+    recipe = recipes.idle_recipe(config, model, drafter, mesh)
     target = drafter_recipe.abstract_state(recipe)
     chosen, state = saved.restore(config, run, step, "drafter", target)
     hf_drafter.save(state.params, drafter, out, dtype or config.model.param_dtype)

@@ -12,6 +12,8 @@ POLICY_WEIGHTS, DRAFTER_WEIGHTS = 0, 1
 FEATURE_NOISE = 2
 # Sampling noise folds in the step, then the sequence's uid.
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 3, 4, 5, 6
+# The draw of a block drafter's anchors folds in the optimizer step.
+DRAFTER_ANCHORS = 7
 # Order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
 ROLLOUT_STREAM, SFT_STREAM = 0, 1
 
@@ -33,6 +35,11 @@ def sequence_keys(seed: int, stream: int, step: int, uids: np.ndarray) -> np.nda
 def feature_noise_key(seed: int, step: jax.Array) -> jax.Array:
     """The key of the feature noise of this optimizer step of the drafter."""
     return jax.random.fold_in(stream_key(seed, FEATURE_NOISE), step)
+
+
+def anchors_key(seed: int, step: jax.Array) -> jax.Array:
+    """The key of the anchors of this optimizer step of a block drafter."""
+    return jax.random.fold_in(stream_key(seed, DRAFTER_ANCHORS), step)
 
 
 def order_seed(seed: int, stream: int) -> int:

@@ -29,6 +29,7 @@ from tlt_jax.drafter import (
     batch as drafter_batch,
     merge,
     recipe as drafter_recipe,
+    recipes,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
@@ -123,7 +124,7 @@ def lower(
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:
-        drafting = drafter_recipe.Recipe.of(config, recipe.model, engine.drafter, recipe.mesh)
+        drafting = recipes.recipe_of(config, recipe.model, engine.drafter, recipe.mesh)
         state = drafter_recipe.abstract_state(drafting)
         reshard = partial(engine.reshard_drafter.lower, state.params)
         yield PlannedProgram(
@@ -148,7 +149,7 @@ def lower_idle_training(
 
     Other groups decode during a micro-step; the group that trains has freed its decoding state.
     """
-    training = drafter_recipe.Recipe.while_idle(config, recipe.model, engine.drafter, recipe.mesh)
+    training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
     programs, copies = merge.programs(training), merge.abstract_copies(training)
     held = pick(kinds, *RESIDENT, "drafter in training")
     spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
@@ -170,9 +171,7 @@ def lower_rollout(
     sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
     window = 0
     if config.speculation.drafter == ADAPTIVE:
-        training = drafter_recipe.Recipe.while_idle(
-            config, recipe.model, engine.drafter, recipe.mesh
-        )
+        training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
         window = adaptive.replay_config(config, training).width
     for name, program in largest_programs(engine, params, *sizes, window).items():
         now = holds

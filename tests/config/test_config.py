@@ -29,14 +29,14 @@ from tlt_jax.config.load import (
 )
 from tlt_jax.config.schema import COMMON
 from tlt_jax.distributed import process
-from tlt_jax.drafter import idle_training, recipe
+from tlt_jax.drafter import eagle_loss, idle_training, recipes
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import eagle_config
+from tlt_jax.models import drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import engine, ngram_memory
 from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.tree_drafter import Coupling
+from tlt_jax.spec_decode.tree_growth import Coupling
 from tlt_jax.train import adaptive, health
 
 TLT = [sys.executable, "-c", "from tlt_jax.cli import main; main()"]
@@ -329,8 +329,8 @@ def test_a_knob_that_became_a_constant_is_read_with_the_constants_value_only(wri
 
 
 def test_older_configs_are_compared_with_the_values_of_the_constants():
-    objective, search, coupling = recipe.Objective(), ngram.Settings(), Coupling()
-    drafter = eagle_config.for_policy(ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64), "eagle3")
+    objective, search, coupling = eagle_loss.Objective(), ngram.Settings(), Coupling()
+    drafter = drafter_network.for_policy(ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64), "eagle3")
     constants = {
         "rollout.in_flight": engine.IN_FLIGHT,
         "speculation.coupling": coupling.strength,
@@ -343,7 +343,7 @@ def test_older_configs_are_compared_with_the_values_of_the_constants():
         "train.max_nonfinite": health.MAX_NONFINITE,
         "sft.weight_decay": optimizer.WEIGHT_DECAY,
         "drafter_training.weight_decay": optimizer.WEIGHT_DECAY,
-        "idle_training.warmup_steps": recipe.IDLE_WARMUP,
+        "idle_training.warmup_steps": recipes.IDLE_WARMUP,
         "idle_training.micro_step_ms": 1000 * idle_training.MICRO_STEP_S,
         "idle_training.window": adaptive.WINDOW,
         "idle_training.windows": ReplayConfig(2, 1).most,

@@ -83,6 +83,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   %drawn = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/verify/sample/max"}
   %grown = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/draft/noise/max"}
   %once = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/draft/drafter/extend/dot"}
+  %block = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/draft/drafter/block/layer/mlp/dot"}
   ROOT %gemm = f32[4]{0} negate(%p), metadata={op_name="jit(f)/while/body/commit/scatter"}
 }
 """
@@ -95,11 +96,12 @@ def test_a_chunk_that_is_one_graph_has_its_loop_in_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "levels", "end"), [("drawn", 0, 1), ("grown", 1, 0), ("once", 0, 0), ("search", 0, 0)]
+    ("name", "levels", "end"),
+    [("drawn", 0, 1), ("grown", 1, 0), ("once", 0, 0), ("block", 1, 0), ("search", 0, 0)],
 )
 def test_kernels_of_draft_levels_and_of_the_end_are_told_by_their_scopes(name, levels, end):
     found = launches.read_round(ONE_GRAPH, METADATA.replace('"search"', f'"{name}"'), NAMES)
-    assert (found.in_levels, found.in_end) == (levels, end)
+    assert (found.in_levels, found.in_end, found.in_layers) == (levels, end, 2)
 
 
 def test_steps_outside_the_graph_are_launched_by_the_host():

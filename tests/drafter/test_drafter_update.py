@@ -17,12 +17,15 @@ from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import (
     batch as drafter_batch,
+    eagle_loss,
     recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.batch import Batch
-from tlt_jax.drafter.recipe import DrafterState, Objective, Recipe
-from tlt_jax.models import architecture, eagle
+from tlt_jax.drafter.eagle_loss import Objective
+from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.recipes import recipe_of as configured
+from tlt_jax.models import architecture, drafter_network, eagle
 from tlt_jax.optimizer import Adam
 
 MODEL = architecture.ModelConfig(
@@ -38,7 +41,7 @@ KINDS = (EAGLE, WHOLE, REDUCED)
 
 def recipe_of(kind=EAGLE, objective=None, data=1, model=1, **changes) -> Recipe:
     size = {"draft_vocab_size": len(IDS)} if kind == REDUCED else {}
-    drafter = eagle.for_policy(MODEL, kind.split()[0], **size)
+    drafter = drafter_network.for_policy(MODEL, kind.split()[0], **size)
     objective = objective or Objective(unroll=UNROLL, decay=0.5)
     fixed = {
         "param_dtype": "float64",
@@ -62,8 +65,8 @@ def policy_of(recipe: Recipe) -> architecture.Params:
     return drawn(architecture.abstract(MODEL, recipe.mesh, "train", recipe.param_dtype), seed=0)
 
 
-def params_of(recipe: Recipe, seed: int = 1) -> eagle.DrafterParams:
-    target = eagle.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+def params_of(recipe: Recipe, seed: int = 1) -> drafter_network.DrafterParams:
+    target = drafter_network.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     ids = None if target.ids is None else jax.device_put(IDS, target.ids.sharding)
     return drawn(target.replace(ids=None), seed).replace(ids=ids)
 
@@ -97,7 +100,7 @@ def observed(recipe: Recipe, policy: architecture.Params, batch: Batch) -> Batch
 
 def loss_of(recipe: Recipe):
     """Jitted (params, shared, batch) -> loss and metrics."""
-    return jax.jit(lambda *given: drafter_update.loss(*given, recipe))
+    return jax.jit(lambda *given: eagle_loss.loss(*given, recipe, 0))
 
 
 def assert_same(one, other, **tolerance):
@@ -119,7 +122,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def test_scores_worked_by_hand(x64):
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     entropy = -(0.5 * np.log(0.2) + 0.3 * np.log(0.7) + 0.2 * np.log(0.1))
-    whole = drafter_update.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, Objective())
+    whole = eagle_loss.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), None, Objective())
     assert_same((whole.token_loss, whole.acceptance), (entropy, 0.2 + 0.3 + 0.1), rtol=1e-12)
     assert (bool(whole.agrees), bool(whole.learns)) == (False, True)
 
@@ -131,7 +134,7 @@ def test_scores_worked_by_hand(x64):
         (3, False, False),
         (0, False, False),
     ):
-        part = drafter_update.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, Objective())
+        part = eagle_loss.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(top), ids, Objective())
         entropy = -(
             0.6 * np.log(0.9) + 0.4 * np.log(0.1)
         )  # to the policy renormalized over the two
@@ -143,7 +146,7 @@ def test_the_acceptance_loss_is_one_minus_acceptance_once_that_is_high(x64):
     p = np.array([0.5, 0.3, 0.2])
 
     def loss(logits, kind):
-        return drafter_update.score(
+        return eagle_loss.score(
             jnp.log(p), jnp.asarray(logits), jnp.int32(0), None, Objective(loss=kind)
         ).token_loss
 
@@ -196,7 +199,7 @@ def plain_loss(
                 features.append(np.where(gap < 1, gap**2 / 2, gap - 0.5).mean())
                 agrees.append(kept[drafted.argmax()] == p.argmax())
                 acceptance.append(np.minimum(p[kept], drafted).sum())
-                best = np.argsort(-p[kept])[: drafter_update.TOP]
+                best = np.argsort(-p[kept])[: eagle_loss.TOP]
                 tops.append(-(p[kept] * np.log(drafted))[best].sum())
                 if p.argmax() in kept:
                     tokens.append(-(p[kept] / p[kept].sum() * np.log(drafted)).sum())
@@ -219,10 +222,10 @@ def plain_loss(
 def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(
     kind, top_loss, x64, monkeypatch
 ):
-    monkeypatch.setattr(drafter_update, "TOP", 3)
+    monkeypatch.setattr(eagle_loss, "TOP", 3)
     recipe = recipe_of(kind, Objective(UNROLL, 0.5, top_loss=top_loss))
     policy, params = policy_of(recipe), params_of(recipe)
-    batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
+    batch, shared = observed(recipe, policy, batch_of(recipe)), drafter_network.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
     hidden = jax.jit(lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, UNROLL))(
         params
@@ -232,7 +235,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     )
     trained = params.replace(ids=None)
     slope = jax.jit(jax.value_and_grad(
-        lambda trained: drafter_update.loss(trained.replace(ids=params.ids), shared, batch, recipe), has_aux=True
+        lambda trained: eagle_loss.loss(trained.replace(ids=params.ids), shared, batch, recipe, 0), has_aux=True
     ))  # fmt: skip
     (total, metrics), gradient = slope(trained)
     assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
@@ -254,7 +257,7 @@ def test_losses_are_those_of_torch(x64):
     random = np.random.default_rng(0)
     p, q = random.normal(size=(2, 5, 11))
     target = jax.nn.log_softmax(jnp.asarray(p))
-    ours = drafter_update.score(
+    ours = eagle_loss.score(
         target, jnp.asarray(q), jnp.argmax(target, -1), None, Objective()
     ).token_loss
     theirs = torch.nn.functional.cross_entropy(
@@ -265,7 +268,7 @@ def test_losses_are_those_of_torch(x64):
         torch.tensor(q), torch.tensor(p), reduction="none"
     ).mean(-1)
     np.testing.assert_allclose(
-        drafter_update.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12
+        eagle_loss.smooth_l1(jnp.asarray(q), jnp.asarray(p)), theirs, rtol=1e-12
     )
 
 
@@ -274,7 +277,7 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
     """Attention depends on differences of positions only: where a segment starts changes nothing."""
     recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
-    batch, shared = observed(recipe, policy, batch_of(recipe)), eagle.shared(policy)
+    batch, shared = observed(recipe, policy, batch_of(recipe)), drafter_network.shared(policy)
     moved = batch.replace(positions=jnp.where(batch.segments > 0, batch.positions + 5, 0))
     loss = loss_of(recipe)
     assert_same(loss(params, shared, batch), loss(params, shared, moved), rtol=1e-10)
@@ -314,7 +317,7 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
 
 def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
-    drafter = eagle.for_policy(model, "eagle3")
+    drafter = drafter_network.for_policy(model, "eagle3")
     recipe = Recipe(
         model,
         drafter,
@@ -413,7 +416,7 @@ def test_noise_is_new_in_every_step_and_the_same_after_a_resume(x64):
     recipe = recipe_of(EAGLE, Objective(UNROLL, 0.5, noise=0.1), seed=3)
     features = jnp.zeros((4, 16, 16))
     first, again, second = (
-        drafter_update.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1)
+        eagle_loss.noise(jnp.int32(step), features, recipe) for step in (0, 0, 1)
     )
     np.testing.assert_array_equal(first, again)
     assert (np.asarray(first) != np.asarray(second)).all()
@@ -440,13 +443,13 @@ def test_decay_pulls_matrices_only(x64):
 def test_recipe_holds_the_numbers_of_the_configuration():
     knobs = DrafterTraining(learning_rate=2e-4, steps=40, unroll=3)
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
-    recipe = Recipe.of(config, MODEL, eagle.for_policy(MODEL, "eagle"), make_mesh(1, 1))
+    recipe = configured(config, MODEL, drafter_network.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.0, 0.5)
     assert recipe.objective == Objective(3)
     config = replace(config, drafter_training=replace(knobs, unroll=0))
     assert (
-        Recipe.of(
-            config, MODEL, eagle.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
+        configured(
+            config, MODEL, drafter_network.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
         ).objective.unroll
         == 5
     )

@@ -9,11 +9,11 @@ import pytest
 import test_drafter_update as updates
 from replays import PLACES, ROWS, T, feed, replay_of, request_of, texts_of
 
-from tlt_jax.drafter import batch as drafter_batch, update as drafter_update
+from tlt_jax.drafter import batch as drafter_batch, eagle_loss, update as drafter_update
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.windows import Piece
-from tlt_jax.models import eagle
+from tlt_jax.models import drafter_network, eagle
 
 pytestmark = pytest.mark.usefixtures("x64")
 # (prompt, answer) tokens: features of 20, 12, 9, 11, 8 and 4 positions are known, which fill 2 rows.
@@ -76,7 +76,11 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
     """And what a plain loop over the slots of the packed rows finds."""
     recipe = updates.recipe_of(kind)
     texts, policy = texts_of(((2, 27), (7, 15), (3, 4))), updates.policy_of(recipe)
-    params, shared, observed = updates.params_of(recipe), eagle.shared(policy), whole(recipe, texts)
+    params, shared, observed = (
+        updates.params_of(recipe),
+        drafter_network.shared(policy),
+        whole(recipe, texts),
+    )
     features, states = np.asarray(observed.features), np.asarray(observed.states)
     wanted = [(0, 0, 10), (0, 9, 19), (0, 18, 28), (2, 2, 12), (2, 11, 21), (4, 0, 6)]
     apart = alone(recipe, texts, wanted)
@@ -88,7 +92,7 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
         return jnp.asarray(array)
 
     apart = apart.replace(features=stretched(features), states=stretched(states))
-    slope = jax.jit(jax.value_and_grad(lambda *given: drafter_update.loss(*given, recipe)[0]))
+    slope = jax.jit(jax.value_and_grad(lambda *given: eagle_loss.loss(*given, recipe, 0)[0]))
     expected = slope(params, shared, apart)
     for place in PLACES:
         replay = replay_of(place, width=10, most=4)

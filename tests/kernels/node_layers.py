@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts, projections, triton_support
-from tlt_jax.models import architecture, decoder_layer, eagle, layers as ops
+from tlt_jax.models import architecture, decoder_layer, drafter_network, eagle, layers as ops
 from tlt_jax.models.architecture import ModelConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "max_positions": 64, "family": "qwen2"}
@@ -46,10 +46,10 @@ def noisy(tree, dtype: str):
 def layers(name: str, dtype: str):
     """The policy's configuration and layer, and those of a drafter for it."""
     config, mesh = POLICIES[name], make_mesh(1, 1)
-    drafter = eagle.for_policy(config, "eagle3")
+    drafter = drafter_network.for_policy(config, "eagle3")
     params = noisy(architecture.init(config, mesh, jax.random.key(0), "float32"), dtype)
     rollout = jax.jit(lambda params: architecture.to_rollout(params, config, mesh, dtype))(params)
-    drafts = noisy(eagle.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
+    drafts = noisy(drafter_network.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
     return config, rollout.layers[0], drafter, drafts
 
 

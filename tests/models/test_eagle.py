@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, eagle, kv_cache, transformer
+from tlt_jax.models import architecture, drafter_network, eagle, eagle_config, kv_cache, transformer
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STEPS = 3
@@ -20,8 +20,8 @@ STEPS = 3
 
 def rolled(params, config, mesh):
     """The drafter as the last data group holds it, and that group."""
-    shardings = eagle.shardings(config, mesh, "rollout")
-    reshard = partial(eagle.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
+    shardings = drafter_network.shardings(config, mesh, "rollout")
+    reshard = partial(drafter_network.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
     group = meshes.data_group(mesh, mesh.shape["data"] - 1)
     return meshes.view(jax.jit(reshard, out_shardings=shardings)(params), group), group
 
@@ -233,7 +233,7 @@ def test_detached_steps_get_no_gradient_from_later_ones(x64):
 
 def test_memory_of_training_grows_linearly_with_the_row():
     config, mesh = cases.config("eagle3"), meshes.make_mesh(1, 1)
-    params = eagle.abstract(config, mesh, "train", "float32").replace(ids=None)
+    params = drafter_network.abstract(config, mesh, "train", "float32").replace(ids=None)
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
     def temporary(length):
@@ -253,7 +253,7 @@ def test_memory_of_training_grows_linearly_with_the_row():
 def test_a_drafting_loop_updates_the_donated_cache_in_place():
     config, mesh = dataclasses.replace(cases.config("eagle3"), head_dim=32), meshes.make_mesh(1, 1)
     batch, slots, width = 4, 512, 3
-    params = eagle.abstract(config, mesh, "rollout", "float32")
+    params = drafter_network.abstract(config, mesh, "rollout", "float32")
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
     def loop(params, shared, cache, tokens, features, lengths):
@@ -333,7 +333,7 @@ def test_logits_are_those_of_the_policy_s_head_or_of_the_draft_vocabulary():
     policy = dataclasses.replace(cases.policy(), tied=True)
     params = architecture.Params(embed=shared.head, layers=(), final_norm=x[0, 0], head=None)
     np.testing.assert_allclose(whole, transformer.logits(params, policy, x), rtol=1e-6)
-    assert eagle.shared(params).head is params.embed
+    assert drafter_network.shared(params).head is params.embed
     own, config = cases.params("eagle3", "float32"), cases.config("eagle3")
     np.testing.assert_allclose(
         eagle.logits(own, config, shared, x), x @ own.head.T, rtol=1e-4, atol=1e-5
@@ -354,7 +354,7 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
     assert rough.dtype == jnp.bfloat16
     np.testing.assert_allclose(rough[:, :, :4].astype("float32"), exact[:, :, :4], atol=0.1)
     params, config = cases.params("eagle3", "bfloat16"), cases.config("eagle3")
-    assert params.ids.dtype == eagle.cast(params, "float32").ids.dtype == jnp.int32
+    assert params.ids.dtype == drafter_network.cast(params, "float32").ids.dtype == jnp.int32
     assert (
         eagle.logits(params, config, cases.shared("bfloat16"), jnp.asarray(rough)).dtype
         == jnp.float32
@@ -363,13 +363,17 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
 
 def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
     config = cases.config("eagle3")
-    one = eagle.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32", cases.IDS)
-    other = eagle.init(config, meshes.make_mesh(2, 2), jax.random.key(3), "float32", cases.IDS)
+    one = drafter_network.init(
+        config, meshes.make_mesh(1, 1), jax.random.key(3), "float32", cases.IDS
+    )
+    other = drafter_network.init(
+        config, meshes.make_mesh(2, 2), jax.random.key(3), "float32", cases.IDS
+    )
     jax.tree.map(np.testing.assert_array_equal, one, other)
     np.testing.assert_array_equal(one.ids, cases.IDS)
     assert other.layer.gate.sharding.spec == other.head.sharding.spec == jax.P("model", "data")
     assert np.std(one.layer.gate) == pytest.approx(0.02, rel=0.1)
-    whole = eagle.init(
+    whole = drafter_network.init(
         cases.config("eagle3_plain"), meshes.make_mesh(1, 1), jax.random.key(3), "float32"
     )
     assert whole.ids is None
@@ -389,20 +393,22 @@ def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
 )
 def test_invalid_draft_vocabularies_are_refused(ids, message):
     with pytest.raises(ValueError, match=message):
-        eagle.check_ids(cases.config("eagle3"), ids)
+        drafter_network.check_ids(cases.config("eagle3"), ids)
 
 
 def test_defaults_follow_the_policy():
     policy = cases.policy()
-    config = eagle.for_policy(policy, "eagle")
+    config = drafter_network.for_policy(policy, "eagle")
     assert (config.captures, config.qkv_bias, config.fc_norm, config.feature_width) == (
         (-1,),
         True,
         False,
         16,
     )
-    assert not eagle.for_policy(dataclasses.replace(policy, family="qwen3"), "eagle").qkv_bias
-    config = eagle.for_policy(policy, "eagle3")
+    assert not drafter_network.for_policy(
+        dataclasses.replace(policy, family="qwen3"), "eagle"
+    ).qkv_bias
+    config = drafter_network.for_policy(policy, "eagle3")
     assert (config.captures, config.fc_norm, config.norm_output, config.feature_width) == (
         (2, 3, 4),
         True,
@@ -420,7 +426,7 @@ def test_defaults_follow_the_policy():
         2: (1, 2),
         1: (1,),
     }
-    assert {depth: eagle.default_captures(depth) for depth in depths} == depths
+    assert {depth: eagle_config.default_captures(depth) for depth in depths} == depths
 
 
 @pytest.mark.parametrize(
@@ -447,9 +453,9 @@ def test_defaults_follow_the_policy():
 )
 def test_conflicting_fields_are_refused_by_name(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        eagle.for_policy(cases.policy(), kind, **changes)
+        drafter_network.for_policy(cases.policy(), kind, **changes)
 
 
 def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
     with pytest.raises(ValueError, match="4 attention heads.*use one of"):
-        eagle.abstract(cases.config("eagle"), meshes.make_mesh(1, 3), "train", "float32")
+        drafter_network.abstract(cases.config("eagle"), meshes.make_mesh(1, 3), "train", "float32")

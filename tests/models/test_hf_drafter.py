@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
-from tlt_jax.models import eagle, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter_network, hf_drafter, hf_drafter_config
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "drafters.json").read_text())
 
@@ -82,7 +82,7 @@ def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
     again, read = load(tmp_path / "one", meshes.make_mesh(1, 4))
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, params)
-    wanted = eagle.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
+    wanted = drafter_network.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
     jax.tree.map(
         lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted
     )
@@ -122,14 +122,16 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
     ],
 )
 def test_what_vllm_does_not_load_is_reported(changes, message):
-    assert hf_drafter_config.caveat(eagle.for_policy(cases.policy(), **changes)) == message
+    assert (
+        hf_drafter_config.caveat(drafter_network.for_policy(cases.policy(), **changes)) == message
+    )
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     hf_drafter.save(params, config, tmp_path, "bfloat16")
     _, read = load(tmp_path, mesh, "bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, read, eagle.cast(params, "bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, read, drafter_network.cast(params, "bfloat16"))
     assert load(tmp_path, mesh)[1].fuse.dtype == jnp.float32
 
 
@@ -369,7 +371,7 @@ def test_positions_and_directories_are_checked(written, mesh, tmp_path):
         load(folder, mesh, positions=21)
     with pytest.raises(ModelError, match="has 9 layers|after layers"):
         load(written("eagle3"), mesh, policy=cases.policy(num_hidden_layers=3))
-    with pytest.raises(ModelError, match="no config.json: give the directory of an EAGLE"):
+    with pytest.raises(ModelError, match="no config.json: give the directory of a drafter"):
         load(tmp_path / "nothing", mesh)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="neither model.safetensors nor"):

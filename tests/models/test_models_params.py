@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, eagle, hf
+from tlt_jax.models import architecture, drafter_network, hf
 from tlt_jax.models.params import Weight, abstract, init, shardings
 
 IN_LAYER = (
@@ -86,7 +86,7 @@ def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype,
 def test_each_weight_of_a_new_drafter_has_its_part_of_the_key(case, shape, dtype, key):
     config = drafter_cases.config(case)
     ids = None if config.whole else drafter_cases.IDS.astype(np.int32)
-    params = eagle.init(config, meshes.make_mesh(*shape), key, dtype, ids)
+    params = drafter_network.init(config, meshes.make_mesh(*shape), key, dtype, ids)
     padded = (".head",) if config.whole else ()
     pairs = expected(params, DRAFTER, key, config.init_std, config.vocab_size, padded, ids)
     assert_drawn(pairs)

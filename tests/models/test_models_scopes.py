@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import model_cases
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, eagle, hf, kv_cache, transformer
+from tlt_jax.models import architecture, drafter_network, eagle, hf, kv_cache, transformer
 
 
 def array(*shape, dtype="int32"):
@@ -57,7 +57,7 @@ def test_the_policy_names_its_parts():
 
 def test_the_drafter_names_its_parts():
     config, mesh = drafter_cases.config("eagle3"), meshes.make_mesh(1, 1)
-    params = eagle.abstract(config, mesh, "rollout", "float32")
+    params = drafter_network.abstract(config, mesh, "rollout", "float32")
     shared = jax.eval_shape(lambda: drafter_cases.shared("float32"))
     cache = eagle.abstract_cache(config, 2, 8, "float32", mesh)
 

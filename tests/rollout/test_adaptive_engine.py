@@ -17,7 +17,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
-from tlt_jax.models import eagle
+from tlt_jax.models import drafter_network, eagle
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.engine import Engine
@@ -41,7 +41,11 @@ def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) 
     plain = tiny.engine_of(data, **rollout)
     config = replace(plain.config, speculation=settings)
     return Engine(
-        config, tiny.MODEL, plain.mesh, stop_tokens(tiny.STOPS), eagle.for_policy(tiny.MODEL, kind)
+        config,
+        tiny.MODEL,
+        plain.mesh,
+        stop_tokens(tiny.STOPS),
+        drafter_network.for_policy(tiny.MODEL, kind),
     )
 
 
@@ -141,7 +145,7 @@ def test_only_ngram_drafters_get_texts_and_features_are_stored_for_all():
     for arm in engine.arms:
         context = Decode(StateShape(0, 2, 32), 2, arm).lower(shapes, None).args_info[0][2]
         assert bool(jax.tree.leaves(context)) == (arm.drafter != "learned")
-    captures = eagle.for_policy(tiny.MODEL, "eagle3").captures
+    captures = drafter_network.for_policy(tiny.MODEL, "eagle3").captures
     features = shapes.target.features(shapes.state(StateShape(0, 2, 32)).cache)
     assert features.shape[2] == len(captures) * tiny.MODEL.hidden_size
 

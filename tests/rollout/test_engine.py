@@ -42,7 +42,7 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, eagle, transformer
+from tlt_jax.models import architecture, drafter_network, transformer
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
@@ -288,7 +288,7 @@ def test_timed_drafting_copies_no_features():
         rollout=Rollout(compile_cache=CACHE), speculation=Speculation("a drafter given here")
     )
     engine = Engine(
-        config, model, meshes.make_mesh(1, 1), drafter=eagle.for_policy(model, "eagle3")
+        config, model, meshes.make_mesh(1, 1), drafter=drafter_network.for_policy(model, "eagle3")
     )
     draft = DraftOnly(StateShape(0, 16, 512), 8, Strategy(3, 1, 4), 1.0)
     engine.programs.get(draft)

@@ -16,7 +16,7 @@ from tlt_jax import plan
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.models import architecture, eagle, transformer
+from tlt_jax.models import architecture, drafter_network, transformer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Ended, Harvested
 from tlt_jax.rollout.executables.programs import (
@@ -87,7 +87,7 @@ def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np
 
 def captures(kind: str) -> tuple[int, ...]:
     """The layers that a drafter of this kind reads."""
-    return () if kind == "none" else eagle.for_policy(tiny.MODEL, kind).captures
+    return () if kind == "none" else drafter_network.for_policy(tiny.MODEL, kind).captures
 
 
 @pytest.mark.parametrize("kind, data, model", [

@@ -14,16 +14,18 @@ import test_engine as tiny
 import test_harvest_engine as harvests
 
 from tlt_jax.drafter import (
+    block_loss,
+    eagle_loss,
     idle_training as idle,
     recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.drafter.recipe import Objective, Recipe
+from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.models import eagle
+from tlt_jax.models import drafter_network
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.executables import compile_cost
 from tlt_jax.rollout.executables.programs import Decode, StateShape
@@ -44,12 +46,12 @@ class Setting:
             drafter,
             self.engine.mesh,
             ADAM,
-            Objective(unroll=2),
+            eagle_loss.Objective(2) if kind.startswith("eagle") else block_loss.Objective(),
             attention_block=16,
             **fixed,
         )
         ids = None if drafter.whole else np.arange(drafter.draft_vocab_size, dtype=np.int32)
-        params = eagle.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
+        params = drafter_network.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
         self.state = drafter_recipe.create(params, self.recipe)
         replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
         values = {"bound": 10.0, "floor": 3} | changes
@@ -84,7 +86,13 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize(
     "kind, data, model",
-    [pytest.param("eagle3", 2, 1, marks=pytest.mark.matrix), ("eagle", 2, 2), ("eagle3", 1, 1)],
+    [
+        pytest.param("eagle3", 2, 1, marks=pytest.mark.matrix),
+        ("eagle", 2, 2),
+        ("eagle3", 1, 1),
+        ("dspark", 2, 1),
+        pytest.param("dflash", 2, 2, marks=pytest.mark.matrix),
+    ],
 )
 def test_the_drafter_learns_and_no_answer_changes(kind, data, model):
     setting, plain = Setting(kind, data, model), Setting(kind, data, model)

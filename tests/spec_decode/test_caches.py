@@ -11,7 +11,7 @@ import pytest
 import rounds
 
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import eagle
+from tlt_jax.models import block_config, block_drafter, drafter_network, eagle
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -32,7 +32,10 @@ SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of bo
 
 @pytest.mark.parametrize(
     "kind, blocks",
-    [("eagle", tree_drafter.BLOCKS), ("eagle3", tree_drafter.BLOCKS), ("eagle3", SMALL)],
+    [
+        *((kind, tree_drafter.BLOCKS) for kind in ("eagle", "eagle3", "dflash")),
+        *((kind, SMALL) for kind in ("eagle3", "dspark")),
+    ],
 )
 def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatch, kind, blocks):
     monkeypatch.setattr(tree_drafter, "BLOCKS", blocks)
@@ -55,12 +58,18 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         prefilled = target.prefill(weights.target, history, lengths)
         like = drafter.empty(batch, size - target.padded_slots(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        own, shared = eagle.for_policy(MODEL, kind), eagle.shared(weights.target)
+        own, shared = (
+            drafter_network.for_policy(MODEL, kind),
+            drafter_network.shared(weights.target),
+        )
         lines = (
             history[:, 1:],
             prefilled.features[:, :-1],
         )  # slot t comes from the features of token t, and token t + 1
         zeros = jnp.zeros(batch, jnp.int32)
+        if kind in block_config.KINDS:
+            cache = block_drafter.extend(weights.drafter, own, empty, lines[1], zeros)
+            return prefilled, cache, jnp.zeros((batch, 0))
         return prefilled, *eagle.extend(
             weights.drafter, own, shared, empty, *lines, zeros, built - 1
         )
@@ -79,8 +88,10 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
             close(state.cache.keys[layer][uid, ..., here], prefilled.keys[layer][uid, ..., here])
             close(state.cache.values[layer][uid, :, here], prefilled.values[layer][uid, :, here])
         close(state.cache.features[uid, here], prefilled.features[uid, here])
-        close(state.drafter.cache.keys[0][uid, ..., known], drafted.keys[0][uid, ..., known])
-        close(state.drafter.cache.values[0][uid, :, known], drafted.values[0][uid, :, known])
+        for name, place in (("keys", (uid, ..., known)), ("values", (uid, slice(None), known))):
+            pairs = zip(getattr(state.drafter.cache, name), getattr(drafted, name), strict=True)
+            for own, fresh_one in pairs:
+                close(own[place], fresh_one[place])
         close(state.drafter.hidden[uid], hidden[uid])
     assert state.cache.features.shape[-1] > 0
 

@@ -27,7 +27,7 @@ from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.interface import NO_DRAFTER
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
-from tlt_jax.spec_decode.tree_drafter import Coupling
+from tlt_jax.spec_decode.tree_growth import Coupling
 
 ALPHA = 1e-3
 

@@ -15,12 +15,12 @@ from jaxtyping import jaxtyped
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.rollout import bindings, ngram_memory
+from tlt_jax.rollout import bindings, networks, ngram_memory
 from tlt_jax.spec_decode import admission, decode
 from tlt_jax.spec_decode.decode import Decoder, Known
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.interface import Network
+from tlt_jax.spec_decode.network import Network
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree_drafter import learned_drafter
 
@@ -55,9 +55,10 @@ def checked(record, seen: set[str]):
         for one in (hint, *get_args(hint))  # X, or X | None
         if getattr(one, "_is_protocol", False) and getattr(record, name)
     }
-    return record._replace(**{
-        name: check(name, getattr(record, name), one) for name, one in protocols.items()
-    })  # fmt: skip
+    parts = {name: check(name, getattr(record, name), one) for name, one in protocols.items()}
+    if hasattr(record, "passes"):
+        parts["passes"] = checked(record.passes, seen)
+    return record._replace(**parts)
 
 
 def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
@@ -84,23 +85,27 @@ def names(record: str, functions: str) -> set[str]:
 TARGET = names("Target", "forward keep features prefill insert resize empty")
 STATELESS = TARGET | names("Drafter", "draft extend reset resize empty")
 LEARNED = STATELESS | names("Drafter", "catch_up")
-LEARNED |= names("Network", "extend fill step logits ids resize empty top")
+LEARNED |= names("Network", "extend fill logits ids resize empty top")
+LEARNED, BLOCKS = (
+    LEARNED | names("LevelPasses", "step"),
+    LEARNED | names("BlockPass", "draft bias confidence"),
+)
 
 
 def policy(seen: set[str], monkeypatch, kind: str) -> tuple[Decoder, Weights]:
     """The policy and a learned drafter."""
-    whole = bindings.network
-    monkeypatch.setattr(bindings, "network", lambda *rest: checked(whole(*rest), seen))
+    whole = networks.network
+    monkeypatch.setattr(networks, "network", lambda *rest: checked(whole(*rest), seen))
     return rounds.tiny(drafter_cases.policy(), kind, "float32", RULES, TREE)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dspark"])
 def test_the_policy_and_a_learned_drafter_keep_to_the_signatures(monkeypatch, kind):
     seen: set[str] = set()
     decoder, weights = policy(seen, monkeypatch, kind)
     target, drafter = checked(decoder.target, seen), checked(decoder.drafter, seen)
     trace(decoder._replace(target=target, drafter=drafter), weights)
-    assert seen == LEARNED
+    assert seen == (BLOCKS if kind == "dspark" else LEARNED)
 
 
 def test_the_policy_and_ngrams_keep_to_the_signatures(monkeypatch):

@@ -16,7 +16,14 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.spec_decode import decode as chunk, noise, one_pass, tree_drafter
+from tlt_jax.spec_decode import (
+    decode as chunk,
+    level_tree,
+    noise,
+    one_pass,
+    tree_drafter,
+    tree_growth,
+)
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
@@ -173,8 +180,8 @@ VERIFICATION = [
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
 ]  # fmt: skip
 DRAFTING = [
-    (tree_drafter, "window", later_features), (tree_drafter, "noise_of", noise_of_another_level),
-    (tree_drafter, "grown", children_of_another_parent),
+    (tree_drafter, "window", later_features), (level_tree, "noise_of", noise_of_another_level),
+    (tree_growth, "grown", children_of_another_parent),
 ]  # fmt: skip
 REPEATED = (tree_drafter, "children", repeated_siblings)
 

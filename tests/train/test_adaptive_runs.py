@@ -28,6 +28,7 @@ from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import from_config, hf_drafter
 from tlt_jax.rollout.engine import Engine
@@ -79,7 +80,7 @@ def adaptive(configure, shared):
 def recipe_of(config: Config) -> Recipe:
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    return Recipe.while_idle(config, model, from_config.new_drafter_config(config, model), mesh)
+    return idle_recipe(config, model, from_config.new_drafter_config(config, model), mesh)
 
 
 def drafter_of(config: Config, step: int):

@@ -101,6 +101,26 @@ def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
     assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
 
 
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])
+def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp_path, kind):
+    """On all rows of each update; in one run also on idle groups, whose part of a drafter no run repeats."""
+    own = {"kind": kind, "layers": 1, "block_size": 3}
+    knobs = SHARE | {f"drafter_training.{name}": value for name, value in own.items()}
+    config = configure(tmp_path / "whole", knobs)
+    assert loop.train(config) == cli.DONE
+    same_policy(config, plain)
+    measured = events(config)
+    assert [step for step, _ in measured["drafter/acceptance@2"]] == [1, 2, 3, 4]
+    assert ("drafter/confidence_loss" in measured) == (kind == "dspark")
+    resumed = stopped_after(2, config, tmp_path / "resumed")
+    assert loop.train(resumed) == cli.DONE
+    assert_equal(drafter_of(resumed, STEPS), drafter_of(config, STEPS))
+    idle = configure(tmp_path / "idle", knobs | {"idle_training.floor": 3})
+    assert loop.train(idle) == cli.DONE
+    same_policy(idle, plain)
+    assert dict(events(idle)["drafter/steps"])[STEPS] >= 6
+
+
 def test_a_non_finite_loss_changes_nothing_is_reported_and_the_run_continues(
     plain, whole, tmp_path, monkeypatch
 ):

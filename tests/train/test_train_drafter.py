@@ -22,10 +22,17 @@ from tlt_jax.data import dataset as datasets, packing, tasks
 from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe
+from tlt_jax.drafter import batch as drafter_batch, corpus, recipe as drafter_recipe, recipes
 from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
-from tlt_jax.models import architecture, eagle, from_config, hf, hf_drafter
+from tlt_jax.models import (
+    architecture,
+    drafter_network,
+    from_config,
+    hf,
+    hf_drafter,
+    hf_drafter_config,
+)
 from tlt_jax.train import drafter
 
 STEPS = 4
@@ -51,6 +58,9 @@ KNOBS = {
     "checkpoint.keep": 9,
     "log.progress": False,
 }
+
+
+BLOCK = {"drafter_training.block_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +114,8 @@ def state_of(config: Config, step: int = STEPS) -> drafter_recipe.DrafterState:
     """The state that was saved after a step."""
     model = from_config.model_config(config, datasets.tokenizer(config))
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-    sizes = drafter.eagle.for_policy(model, config.drafter_training.kind)
-    recipe = drafter_recipe.Recipe.of(config, model, sizes, mesh)
+    sizes = from_config.new_drafter_config(config, model)
+    recipe = recipes.recipe_of(config, model, sizes, mesh)
     with Store(inside(config).run, create=False) as store:
         return store.restore(step, {"drafter": drafter_recipe.abstract_state(recipe)}).items[
             "drafter"
@@ -128,17 +138,22 @@ def text_file(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "least"), [pytest.param("eagle", 0.93, marks=pytest.mark.matrix), ("eagle3", 0.96)]
+    ("kind", "own", "least"),
+    [
+        pytest.param("eagle", {"drafter_training.unroll": 2}, 0.93, marks=pytest.mark.matrix),
+        ("eagle3", {"drafter_training.unroll": 2}, 0.96),
+        ("dflash", BLOCK, 0.85),
+        ("dspark", BLOCK, 0.85),
+    ],
 )
 def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
-    kind, least, configure, tmp_path, capsys
+    kind, own, least, configure, tmp_path, capsys
 ):
     knobs = {
         "drafter_training.kind": kind,
         "drafter_training.steps": 150,
-        "drafter_training.unroll": 2,
         "checkpoint.every": 0,
-    }
+    } | own
     config = configure(tmp_path, knobs)
     assert drafter.train(config) == cli.DONE
     written = {name: values[-1] for name, values in events(inside(config)).items()}
@@ -146,6 +161,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
         assert written[f"drafter/{name}"][0] == 150
         assert written[f"drafter/{name}"][1] > least, name
     assert ("drafter/feature_loss" in written) == (kind == "eagle")
+    depths = {"dflash": 3, "dspark": 4}.get(kind, 2)
     model = from_config.model_config(config, datasets.tokenizer(config))
     directory = tmp_path / "drafter" / "hf"
     described, params = hf_drafter.load(
@@ -154,10 +170,12 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     assert described.kind == kind
     np.testing.assert_allclose(
         hf_drafter.read_acceptance(directory),
-        [written[f"drafter/acceptance@{depth}"][1] for depth in (1, 2)],
+        [written[f"drafter/acceptance@{depth + 1}"][1] for depth in range(depths)],
         rtol=1e-6,
     )
-    assert_equal(params.layer, state_of(config, 150).params.layer)
+    trained = state_of(config, 150).params
+    for name in ("layer", "layers"):
+        assert_equal(getattr(params, name, None), getattr(trained, name, None))
     (shown,) = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("step 150/150")
     )
@@ -184,6 +202,22 @@ def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
     assert saved_steps(inside(config)) == [1, 2, 3, 4]
     for name in ("drafter/loss", "drafter/acceptance@1"):
         assert events(inside(config))[name] == events(inside(whole))[name]
+
+
+def test_a_resumed_training_of_a_block_drafter_draws_the_same_anchors(whole, configure, tmp_path):
+    knobs = {"drafter_training.kind": "dspark", "drafter_training.vocab": 9} | BLOCK
+    knobs["drafter_training.texts"] = Path(whole.run) / "drafter" / "answers"
+    one, other = (configure(tmp_path / name, knobs) for name in ("one", "other"))
+    assert drafter.train(one) == cli.DONE
+    shutil.copytree(one.run, other.run)
+    for saved in (3, 4):
+        shutil.rmtree(tmp_path / "other" / "drafter" / "checkpoints" / str(saved))
+    assert drafter.train(other) == cli.DONE
+    files = (Path(config.run) / "drafter" / "hf" / "model.safetensors" for config in (one, other))
+    ours, theirs = (file.read_bytes() for file in files)
+    assert ours == theirs
+    for name in ("drafter/loss", "drafter/acceptance@4"):
+        assert events(inside(one))[name] == events(inside(other))[name]
 
 
 def test_what_has_more_steps_than_requested_is_finished(whole, tmp_path, capsys):
@@ -269,6 +303,21 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
     ):
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
+    own = drafter_network.for_policy(hf.read_config(Path(whole.model.path)), "dspark")
+    raw = hf_drafter_config.to_raw(own, np.dtype("float32"))
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block" / "config.json").write_text(json.dumps(raw))
+    start, block = {"drafter_training.start": tmp_path / "block"}, {"drafter_training.start": ""}
+    for wrong, message in (
+        (start | {"drafter_training.unroll": 2}, "unroll 2: a dspark drafter drafts all positions"),
+        (start | {"drafter_training.layers": 1}, "layers 1: the drafter of drafter_training.start"),
+        (block | {"drafter_training.block_size": 4}, "block_size 4: only for dflash and dspark"),
+        (block | {"drafter_training.kind": "dflash", "drafter_training.unroll": 2}, "unroll 2: a dfl"),
+        (block | {"drafter_training.kind": "dflash", "drafter_training.block_size": 1},
+         "block_size 1: a dflash drafter needs at least 2"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            drafter.train(configure(tmp_path / "wrong", knobs | wrong))
     narrow = {"model.path": "", "model.tokenizer": whole.model.path, "model.init": {
         "model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 64,
@@ -315,7 +364,9 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
     )
     assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
     answers = [np.array([3, 3, 1, 2]), np.array([2, 5])]
-    np.testing.assert_array_equal(eagle.frequent_ids(answers, 3, 9), [1, 2, 3])  # 1 before 5
+    np.testing.assert_array_equal(
+        drafter_network.frequent_ids(answers, 3, 9), [1, 2, 3]
+    )  # 1 before 5
 
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):

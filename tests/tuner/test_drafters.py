@@ -279,3 +279,38 @@ def test_the_seconds_of_drafters_are_learned_separately():
         [Cell(4, 512, parse(text)) for text in ("ngram:7_1_8", "learned:7_1_8")],
     )
     assert known < 0.05 < other and not math.isnan(other)
+
+
+def test_a_block_drafter_costs_its_layers_whatever_the_depth():
+    """By hand: the round 1, a node 1/10, a layer 0.06, a drafted node of a layer 1/400, a cache slot 1/131072."""
+    block, rows = cost_model.OnePass(layers=2, nodes=8), 4
+    for text, nodes in (("3_1_4", 4), ("7_1_8", 8), ("merged:6_4_16", 16)):
+        found = cost_model.prior_rounds(Cell(rows, 512, parse(text)), 1 / 10, block)
+        slots = rows * 512 / 131072
+        assert found == pytest.approx(1 + rows * nodes / 10 + 2 * 0.06 + rows * 2 * 8 / 400 + slots)
+    for text in ("ngram:7_1_8", "off"):
+        cell = Cell(rows, 512, parse(text))
+        assert cost_model.prior_rounds(cell, 1 / 10, block) == cost_model.prior_rounds(cell, 1 / 10)
+
+
+def test_what_a_shallow_block_costs_is_what_a_deep_one_does():
+    """With the cost of verification known, one measured depth tells the others; levels would be charged by depth."""
+    block, cells = cost_model.OnePass(2, 8), {}
+    truth = {
+        text: 1 + 0.01 * parse(text).nodes + 0.3 * (text != "off")
+        for text in ("off", "2_1_3", "7_1_8")
+    }
+    for text in ("off", "2_1_3"):
+        for _ in range(6):
+            cells = cost_model.note(cells, 1, 512, parse(text), truth[text], False)
+    target = [Cell(1, 512, parse("7_1_8"))]
+    speeds = [
+        float(goodput.goodput(["2_1_3", "7_1_8"], 0.01, one_pass=one).predict(
+            goodput.begin() | {"cells": cells, "seen": 12}, target)[0][0])
+        for one in (block, None)
+    ]  # fmt: skip
+    one_pass, by_level = (
+        cost_model.predict(cells, target, None, one)[0][0] for one in (block, None)
+    )
+    assert abs(one_pass - np.log(truth["7_1_8"])) < 0.1 < by_level - np.log(truth["7_1_8"])
+    assert speeds[0] > speeds[1] + 0.1

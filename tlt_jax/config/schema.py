@@ -69,8 +69,8 @@ class Speculation:
 
     drafter: str = knob(
         ADAPTIVE,
-        "none | ngram: prompt lookup | directory of an EAGLE or EAGLE-3 drafter | adaptive: n-grams, and the drafter of "
-        "`drafter_training`, which the run trains; only for training runs",
+        "none | ngram: prompt lookup | directory of an EAGLE, EAGLE-3, DFlash or DSpark drafter | adaptive: n-grams, and the "
+        "drafter of `drafter_training`, which the run trains; only for training runs",
     )
     tuner: str = knob(
         "goodput",
@@ -105,7 +105,9 @@ class DrafterTraining:
     """The learned drafter: training by `python -m tlt_jax.train.drafter`, and start and loss of an adaptive one."""
 
     kind: str = knob(
-        "eagle3", "architecture of a new drafter: eagle | eagle3", one_of=("eagle", "eagle3")
+        "eagle3",
+        "architecture of a new drafter: eagle3 and eagle draft one level a pass, dflash and dspark all levels in one",
+        one_of=("eagle3", "eagle", "dflash", "dspark"),
     )
     start: str = knob("", "drafter directory to start from; empty: a new drafter")
     texts: str = knob(
@@ -136,7 +138,13 @@ class DrafterTraining:
                        at_least=0)  # fmt: skip
     vocab: int = knob(
         0,
-        "draft vocabulary of a new eagle3 drafter: the most frequent tokens; 0: all, at most 32000",
+        "draft vocabulary of a new eagle3, dflash or dspark drafter: the most frequent tokens; 0: all, at most 32000",
+        at_least=0,
+    )
+    layers: int = knob(0, "layers of a new dflash or dspark drafter; 0: 2", at_least=0)
+    block_size: int = knob(
+        0,
+        "queries of a pass of a new dflash or dspark drafter: the tokens that dspark drafts, one more than dflash; 0: 8",
         at_least=0,
     )
 

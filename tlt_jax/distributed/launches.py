@@ -50,10 +50,10 @@ class Thunk(NamedTuple):
 class Round:
     """What runs in one pass through the loop of a chunk; an inner loop counts as one pass.
 
-    `in_layers`: those `kernels` (with copies and collectives) whose last operation lies in one of SCOPES; `in_levels`: in
-    DRAFT and not in ONCE; `in_end`: in END and not in DRAFT. `outside`: those that the host launches singly, next to
-    `graphs` CUDA graphs. `host_loops`: inner loops and branches that the host drives. `is_one_graph`: the chunk is one CUDA
-    graph that contains the loop, and the host launches nothing else.
+    `in_layers`: those `kernels` (with copies and collectives) whose last operation lies in one of SCOPES and not in DRAFT;
+    `in_levels`: in DRAFT and not in ONCE; `in_end`: in END and not in DRAFT. `outside`: those that the host launches singly,
+    next to `graphs` CUDA graphs. `host_loops`: inner loops and branches that the host drives. `is_one_graph`: the chunk is
+    one CUDA graph that contains the loop, and the host launches nothing else.
     """
 
     kernels: int
@@ -101,7 +101,7 @@ def read_round(thunks: str, metadata: str, hlo: str) -> Round:
     alone = [step for step in within if GRAPH not in step.within]
     return Round(
         kernels=len(kernels),
-        in_layers=count(SCOPES),
+        in_layers=count(SCOPES, (DRAFT,)),
         outside=sum(step.kind not in AROUND for step in alone),
         graphs=sum(step.kind == GRAPH for step in alone),
         host_loops=sum(step.kind in CONTROL for step in alone),

@@ -1,43 +1,42 @@
-"""A drafter update's objective, the static arguments of its programs, and the state that it trains."""
+"""The static arguments of the programs of a drafter's update, and the state that it trains; knows no loss."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from tlt_jax import optimizer
-from tlt_jax.config import Config
-from tlt_jax.models import eagle_config
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.models import drafter_network
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams, Shared
 from tlt_jax.optimizer import Adam, TrainState
 
 # Batches of at least this many tokens use the full learning rate. Gradients of smaller batches are noisier: with 190 tokens
 # at the full rate, a well-trained drafter lost 5 % of its accept length in 20 RL steps.
 WHOLE = 2048
-IDLE_WARMUP = 20  # micro-steps of linear warm-up
 
 DrafterState = TrainState  # with params of type DrafterParams; the ids have no moments
 
 
-@dataclass(frozen=True)
-class Objective:
-    """What the update minimizes: the weighted losses of `unroll` draft steps.
+class Objective(Protocol):
+    """What an update minimizes, one class for each family of drafters; hashable.
 
-    The weight of draft step j is decay ** j. `loss`: cross_entropy or acceptance. `noise`: half width of the uniform
-    noise on the features (arXiv 2401.15077, section 3.2). `top_loss`: weight of the loss on the policy's most likely
-    tokens (arXiv 2408.15766, section 3.1); `detach`: no gradient flows from a draft step to the steps before it (section
-    3.2).
+    `compile_steps`: what its programs take to compile, in draft steps of EAGLE.
+    `evaluate(params, shared, batch, recipe, step)` is the loss of a batch with features and states in optimizer step `step`,
+    and its metrics: `acceptance@1`, `acceptance@2`, ... by depth, given the depths before, `tokens`, and others.
     """
 
-    unroll: int = 1
-    decay: float = 0.8
-    loss: str = "cross_entropy"  # cross_entropy | acceptance
-    noise: float = 0.0
-    top_loss: float = 0.0
-    detach: bool = False
+    @property
+    def compile_steps(self) -> int: ...
+
+    def evaluate(
+        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+    ) -> tuple[Array, dict[str, Array]]: ...
 
 
 @dataclass(frozen=True)
@@ -48,36 +47,12 @@ class Recipe:
     drafter: DrafterConfig
     mesh: Mesh
     adam: Adam
-    objective: Objective
+    objective: Objective | None  # None: for shapes only
     seed: int = 0
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     logits_chunk: int = 1024
     attention_block: int = 512
-
-    @classmethod
-    def of(cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
-        """The recipe of `drafter_training`."""
-        knobs, train = config.drafter_training, config.train
-        unroll = knobs.unroll or {"eagle": 1, "eagle3": 5}[drafter.kind]
-        return cls(
-            model, drafter, mesh,
-            Adam.short(config, knobs.learning_rate, knobs.steps),
-            Objective(unroll),
-            train.seed, config.model.param_dtype, config.model.compute_dtype, train.logits_chunk, train.attention_block,
-        )  # fmt: skip
-
-    @classmethod
-    def while_idle(
-        cls, config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh
-    ) -> Recipe:
-        """The recipe of `idle_training`, on the objective of `drafter_training`: its learning rate never decays."""
-        optim = config.optim
-        adam = Adam(
-            config.idle_training.learning_rate, 1, "constant", IDLE_WARMUP, 1.0, optim.beta1, optim.beta2,
-            weight_decay=0.0, grad_clip=1.0,
-        )  # fmt: skip
-        return replace(cls.of(config, model, drafter, mesh), adam=adam)
 
 
 def scaled(adam: Adam, tokens: int) -> Adam:
@@ -95,7 +70,7 @@ def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
 
 def abstract_state(recipe: Recipe) -> DrafterState:
     """ShapeDtypeStructs with shardings of the state, for restoring a checkpoint or compiling."""
-    params = eagle_config.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+    params = drafter_network.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
         params=params
     )

@@ -18,7 +18,7 @@ from tlt_jax.data.packing import Example
 from tlt_jax.data.questions import Given
 from tlt_jax.distributed import job as jobs, mesh as meshes
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import recipe as recipes, step_training
+from tlt_jax.drafter import recipes, step_training
 from tlt_jax.drafter.batch import Batch, make_batch
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import GENERATE_STREAM
@@ -104,7 +104,7 @@ class RolloutModel:
 
         self.fixed_drafter, self.recipe, self.drafter = start, None, None
         if config.speculation.drafter == ADAPTIVE:
-            self.recipe = recipes.Recipe.while_idle(config, model, drafter, self.mesh)
+            self.recipe = recipes.idle_recipe(config, model, drafter, self.mesh)
             if start is not None or engine.tuner.has_fixed_policy:
                 self.drafter = adaptive.create(config, self.recipe, start)
             engine.use_learned(self.drafter is not None)

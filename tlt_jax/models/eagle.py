@@ -34,42 +34,21 @@ from tlt_jax.models.decoder_layer import (
     packed_angles,
     queries,
 )
-from tlt_jax.models.eagle_config import (
-    DrafterConfig,
-    DrafterParams,
-    Shared,
-    abstract,
-    cast,
-    check_ids,
-    default_captures,
-    for_policy,
-    frequent_ids,
-    init,
-    shardings,
-    shared,
-    to_rollout,
-    weights,
-)
+from tlt_jax.models.drafter_network import Shared, cast
+from tlt_jax.models.eagle_config import EagleConfig, EagleParams
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
-__all__ = [
-    "DrafterConfig", "DrafterParams", "Shared", "abstract", "abstract_cache", "cast", "check_ids",
-    "default_captures", "extend", "fill", "for_policy", "frequent_ids", "init", "logits",
-    "scratch", "shardings", "shared", "shift", "step",
-    "to_rollout", "unroll", "weights",
-]  # fmt: skip
-
 
 def abstract_cache(
-    config: DrafterConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
+    config: EagleConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
 ) -> KVCache:
     """Shape, dtype and sharding of a data group's cache: a KVCache of one layer."""
     return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
 
 
 def scratch(
-    config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1
+    config: EagleConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1
 ) -> KVCache:
     """Zeros for the keys and values of `rows` tree nodes, on a mesh with this `model` axis."""
     K, E = rollout_kv_heads(config.block, model_axis), config.head_dim
@@ -81,8 +60,8 @@ def scratch(
 
 
 def fuse(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     embedded: Float[Array, "*A Z"],
     state: Float[Array, "*A F"],
     axis: int,
@@ -105,8 +84,8 @@ def fuse(
 
 
 def attention_input(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     embedded: Float[Array, "*A Z"],
     x: Float[Array, "*A Z"],
     axis: int,
@@ -121,8 +100,8 @@ def attention_input(
 
 
 def leave(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     x: Float[Array, "*A Z"],
     axis: int,
 ) -> Float[Array, "*A Z"]:
@@ -132,8 +111,8 @@ def leave(
 
 @shaped
 def nodes_in(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     shared: Shared,
     tokens: Int[Array, "B N"],
     state: Float[Array, "B N F"],
@@ -148,8 +127,8 @@ def nodes_in(
 
 
 def node_heads(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     embedded: Float[Array, "Z BN"],
     x: Float[Array, "Z BN"],
     angles: tuple[Float[Array, "half BN"], ...],
@@ -178,8 +157,8 @@ def node_heads(
 
 @shaped
 def nodes_out(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     x: Float[Array, "Z BN"],
     attended: Float[Array, "B K G N E"],
     mesh: Mesh | None,
@@ -194,8 +173,8 @@ def nodes_out(
 @jax.named_scope("drafter/extend")
 @shaped
 def extend(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     shared: Shared,
     cache: KVCache,
     tokens: Int[Array, "B W"],
@@ -236,8 +215,8 @@ def extend(
 @jax.named_scope("drafter/fill")
 @shaped
 def fill(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     shared: Shared,
     cache: KVCache,
     tokens: Int[Array, "R W"],
@@ -258,8 +237,8 @@ def fill(
 @jax.named_scope("drafter/step")
 @shaped
 def step(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     shared: Shared,
     cache: KVCache,
     scratch: KVCache,
@@ -299,7 +278,7 @@ def step(
 @jax.named_scope("drafter/head")
 @shaped
 def logits(
-    params: DrafterParams, config: DrafterConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
+    params: EagleParams, config: EagleConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
 ) -> Float[Array, "*batch U"]:
     """Logits over the draft vocabulary, in at least float32; those of padding are the lowest number."""
     if config.kind == "eagle3" and not config.norm_output:
@@ -335,8 +314,8 @@ def shift(
 @jax.named_scope("drafter/unroll")
 @shaped
 def unroll(
-    params: DrafterParams,
-    config: DrafterConfig,
+    params: EagleParams,
+    config: EagleConfig,
     shared: Shared,
     tokens: Int[Array, "B T"],
     features: Float[Array, "B T F"],
@@ -369,7 +348,7 @@ def unroll(
 
     @jax.checkpoint
     def advance(
-        params: DrafterParams,
+        params: EagleParams,
         embedded: Array,
         state: Array,
         angles: tuple[Array, Array],

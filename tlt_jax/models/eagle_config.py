@@ -1,4 +1,4 @@
-"""Sizes of a drafter, and the shape, axes, initializer and layouts of each of its weights.
+"""Sizes of an EAGLE drafter, and the shape, axes, initializer and layouts of each of its weights.
 
 Two kinds. "eagle" (EAGLE-1 and -2; Li et al. 2024, arXiv 2401.15077) reads the policy's last hidden state and uses the
 policy's LM head. "eagle3" (arXiv 2503.01840) reads hidden states of several depths and has its own LM head, which may
@@ -7,27 +7,20 @@ cover a part of the vocabulary; `fc_norm` and `norm_output` are the changes of E
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from tlt_jax.models import params as trees
+from tlt_jax.models import architecture
 from tlt_jax.models.architecture import (
     NORMED,
     Layer,
     ModelConfig,
-    Params,
     Rope,
-    check_mesh,
-    head,
     layer_weights,
     padded_vocab,
     repeat_kv,
@@ -39,7 +32,7 @@ KINDS = ("eagle", "eagle3")
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class EagleConfig:
     """Sizes and features of a drafter: hashable, a static argument of every program.
 
     It is as wide as the policy, whose embedding it shares. `captures`: the hidden states of the policy that it reads.
@@ -125,13 +118,13 @@ class DrafterConfig:
         )
 
 
-def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
+def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> EagleConfig:
     """A drafter for this policy: one layer of its shape, EAGLE-3.1 for eagle3.
 
     `changes` replace fields of the config.
     """
     eagle = kind == "eagle"
-    base = DrafterConfig(
+    base = EagleConfig(
         kind=kind,
         hidden_size=policy.hidden_size,
         mlp_dim=policy.mlp_dim,
@@ -149,9 +142,7 @@ def for_policy(policy: ModelConfig, kind: str, **changes: Any) -> DrafterConfig:
         norm_output=not eagle,
         init_std=policy.init_std,
     )
-    config = replace(base, **changes)
-    check_policy(config, policy)
-    return config
+    return replace(base, **changes)
 
 
 def default_captures(num_layers: int) -> tuple[int, ...]:
@@ -165,22 +156,8 @@ def default_captures(num_layers: int) -> tuple[int, ...]:
     )
 
 
-def check_policy(config: DrafterConfig, policy: ModelConfig) -> None:
-    """Raises ValueError, naming both numbers, when the drafter was made for another policy."""
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(config, name), getattr(policy, name)
-        if ours != theirs:
-            raise ValueError(
-                f"the drafter's {name} {ours} is not the policy's {theirs}: it was made for another policy"
-            )
-    if max(config.captures) > policy.num_layers:
-        raise ValueError(
-            f"the drafter reads hidden states after layers {config.captures}, the policy has {policy.num_layers} layers"
-        )
-
-
 @struct.dataclass
-class DrafterParams:
+class EagleParams:
     """A drafter, in the "train" or the "rollout" layout (KV heads repeated); None: absent.
 
     Matrices are [out, in]. I is 2 Z for eagle (token embedding, hidden state) and F for eagle3. For eagle3, the layer's
@@ -199,21 +176,8 @@ class DrafterParams:
     ids: Int32[Array, " U"] | None
 
 
-@struct.dataclass
-class Shared:
-    """The policy's embedding and LM head, which a drafter uses without a copy."""
-
-    embed: Float[Array, "V D"]
-    head: Float[Array, "V D"]
-
-
-def shared(params: Params) -> Shared:
-    """The part of a drafter that is the policy's, from Params of either layout."""
-    return Shared(embed=params.embed, head=head(params))
-
-
-def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> DrafterParams:
-    """A Weight for every array of DrafterParams in this layout."""
+def weights(config: EagleConfig, model_axis: int, layout: str = "train") -> EagleParams:
+    """A Weight for every array of EagleParams in this layout."""
     Z, eagle3 = config.hidden_size, config.kind == "eagle3"
     norm = Weight((Z,), (None,), "ones")
     fits = layout == "rollout" or config.num_kv_heads % model_axis == 0
@@ -232,7 +196,7 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
     vocab_axis = "vocab" if U % model_axis == 0 else None
     num_rows = config.vocab_size if config.whole else None
     lm_head = Weight((U, Z), (vocab_axis, "embed"), num_rows=num_rows)
-    return DrafterParams(
+    return EagleParams(
         fuse=Weight((Z, config.feature_width if eagle3 else 2 * Z), (None, "embed")),
         fuse_bias=Weight((Z,), (None,), "zeros") if config.fc_bias else None,
         feature_norms=Weight((len(config.captures), Z), (None, None), "ones")
@@ -246,82 +210,11 @@ def weights(config: DrafterConfig, model_axis: int, layout: str = "train") -> Dr
     )
 
 
-def shardings(config: DrafterConfig, mesh: Mesh, layout: str) -> DrafterParams:
-    """The NamedSharding of every array of DrafterParams.
-
-    Raises ValueError when the drafter does not divide over the mesh.
-    """
-    check_mesh(config.block, mesh)
-    return trees.shardings(weights(config, mesh.shape["model"], layout), mesh, layout)
+def check_mesh(config: EagleConfig, mesh: Mesh) -> None:
+    """Raises ValueError when the drafter does not divide over the mesh."""
+    architecture.check_mesh(config.block, mesh)
 
 
-def abstract(config: DrafterConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> DrafterParams:
-    """Shape, dtype and sharding of every array of DrafterParams."""
-    check_mesh(config.block, mesh)
-    return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
-
-
-def frequent_ids(
-    texts: Iterable[np.ndarray], size: int, vocab_size: int
-) -> Int32[np.ndarray, " U"]:
-    """The `size` most frequent token ids of the texts int32[n] (of equals the lower), ascending: a draft vocabulary."""
-    counts = np.zeros(vocab_size, np.int64)
-    for text in texts:
-        counts += np.bincount(text, minlength=vocab_size)
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
-
-
-def check_ids(config: DrafterConfig, ids: ArrayLike | None) -> Int32[np.ndarray, " U"] | None:
-    """The token ids of the draft vocabulary; None when that is the whole one.
-
-    Raises ValueError unless they are ascending tokens of the policy, `draft_vocab_size` of them.
-    """
-    if config.whole:
-        if ids is not None:
-            raise ValueError("a drafter that proposes every token takes no draft vocabulary")
-        return None
-
-    found = np.asarray([] if ids is None else ids)
-    if found.shape != (config.draft_vocab_size,):
-        raise ValueError(
-            f"the draft vocabulary has {found.size} tokens, draft_vocab_size says {config.draft_vocab_size}"
-        )
-    if found[0] < 0 or found[-1] >= config.vocab_size or (np.diff(found) <= 0).any():
-        raise ValueError(
-            f"the draft vocabulary's ids do not ascend within 0..{config.vocab_size - 1}"
-        )
-    return found.astype(np.int32)
-
-
-def init(
-    config: DrafterConfig,
-    mesh: Mesh,
-    key: jax.Array,
-    dtype: DTypeLike,
-    ids: ArrayLike | None = None,
-) -> DrafterParams:
-    """New random DrafterParams in the "train" layout, the same on every mesh.
-
-    `ids`: the draft vocabulary; None: the whole one.
-    """
-    ids = check_ids(config, ids)
-    check_mesh(config.block, mesh)
-    spec = weights(config, mesh.shape["model"])
-    return trees.init(spec, mesh, key, dtype, config.init_std, ids)
-
-
-def to_rollout(
-    params: DrafterParams, config: DrafterConfig, mesh: Mesh, dtype: DTypeLike
-) -> DrafterParams:
-    """The same drafter in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
-    rollout = params.replace(layer=repeat_kv(params.layer, config.block, mesh.shape["model"]))
-    return jax.lax.with_sharding_constraint(
-        cast(rollout, dtype), shardings(config, mesh, "rollout")
-    )
-
-
-def cast(params: DrafterParams, dtype: DTypeLike) -> DrafterParams:
-    """The same drafter in this dtype; ids keep theirs."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params.replace(ids=None)).replace(
-        ids=params.ids
-    )
+def to_rollout(params: EagleParams, config: EagleConfig, model_axis: int) -> EagleParams:
+    """The same drafter in the "rollout" layout."""
+    return params.replace(layer=repeat_kv(params.layer, config.block, model_axis))

@@ -15,13 +15,20 @@ from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import architecture, eagle, hf, hf_drafter, hf_drafter_config
+from tlt_jax.models import (
+    architecture,
+    block_config,
+    drafter_network,
+    hf,
+    hf_drafter,
+    hf_drafter_config,
+)
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512
-DRAFT_VOCAB = 32_000  # default draft vocabulary of a new eagle3 drafter, as that of published ones
+DRAFT_VOCAB = 32_000  # default draft vocabulary of a new drafter, as that of published ones
 
 
 def model_config(config: Config, tokenizer: Any) -> ModelConfig:
@@ -93,6 +100,8 @@ def load_drafter(
     if path is None:
         is_new = config.speculation.drafter == ADAPTIVE
         return (new_drafter_config(config, model) if is_new else None), None
+    if drafter_directory(config) is None:
+        check_start(config, model)
     return hf_drafter.load(
         path, model, mesh, config.model.param_dtype, longest_sequence(config, model)
     )
@@ -110,6 +119,7 @@ def drafter_config(config: Config, model: ModelConfig) -> DrafterConfig | None:
     if path is None or not path.exists():
         if not config.drafter_training.start:
             return new_drafter_config(config, model)
+        check_start(config, model)
         path = Path(parse.expand(config.drafter_training.start, "drafter_training.start"))
     return hf_drafter_config.read_config(path, model, longest_sequence(config, model))
 
@@ -119,12 +129,15 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     check_drafter_training(config)
     knobs = config.drafter_training
     if knobs.kind == "eagle":
-        return eagle.for_policy(model, knobs.kind)
-    return eagle.for_policy(
-        model,
-        knobs.kind,
-        draft_vocab_size=min(knobs.vocab or DRAFT_VOCAB, model.vocab_size),
-    )
+        return drafter_network.for_policy(model, knobs.kind)
+    changes = {"draft_vocab_size": min(knobs.vocab or DRAFT_VOCAB, model.vocab_size)}
+    if knobs.kind in block_config.KINDS:
+        changes |= {"num_layers": knobs.layers} if knobs.layers else {}
+        changes |= {"block_size": knobs.block_size} if knobs.block_size else {}
+    try:
+        return drafter_network.for_policy(model, knobs.kind, **changes)
+    except ValueError as error:
+        raise ConfigError(f"drafter_training: {error}") from None
 
 
 def check_drafter_training(config: Config) -> None:
@@ -135,6 +148,32 @@ def check_drafter_training(config: Config) -> None:
         if knobs.start:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
+    is_block = knobs.kind in block_config.KINDS
+    for name in ("layers", "block_size"):
+        value = getattr(knobs, name)
+        if value and (knobs.start or not is_block):
+            reason = f"only for {' and '.join(block_config.KINDS)}, and the kind is {knobs.kind}"
+            if knobs.start:
+                reason = "the drafter of drafter_training.start has its own"
+            raise ConfigError(f"drafter_training.{name} {value}: {reason}: set it to 0")
+    if knobs.unroll and is_block and not knobs.start:
+        raise not_unrolled(knobs.unroll, knobs.kind)
+
+
+def not_unrolled(unroll: int, kind: str) -> ConfigError:
+    """The refusal of drafter_training.unroll for a block drafter."""
+    return ConfigError(
+        f"drafter_training.unroll {unroll}: a {kind} drafter drafts all positions in one step: set it to 0"
+    )
+
+
+def check_start(config: Config, model: ModelConfig) -> None:
+    """Raises ConfigError when a knob does not fit the kind of drafter_training.start; reads its config.json only."""
+    knobs = config.drafter_training
+    path = Path(parse.expand(knobs.start, "drafter_training.start"))
+    drafter = hf_drafter_config.read_config(path, model, longest_sequence(config, model))
+    if knobs.unroll and drafter.kind in block_config.KINDS:
+        raise not_unrolled(knobs.unroll, drafter.kind)
 
 
 def drafter_acceptance(config: Config) -> tuple[float, ...]:

@@ -1,8 +1,9 @@
 """Drafter directories as SGLang and vLLM load them: their tensors. hf_drafter_config handles config.json.
 
 EAGLE-3: one `midlayer`, its own norm and head, and the draft vocabulary as offsets `d2t` unless it is the whole one.
-EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter without one. The embedding is
-the policy's: it is neither written nor read.
+EAGLE: `layers.0` without its first norm, no head, and a bias in `fc`, zero for a drafter without one. Block drafters: all
+layers, and the heads of DSpark; a draft vocabulary is `t2d`, and the Markov head's rows of other tokens are zero. The
+embedding, and the head of drafters without their own, are the policy's: they are neither written nor read.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
-from tlt_jax.models import eagle_config, hf, hf_drafter_config
+from tlt_jax.models import drafter_network, hf, hf_drafter_config
 from tlt_jax.models.architecture import Layer, ModelConfig
-from tlt_jax.models.eagle_config import DrafterConfig, DrafterParams, check_ids, weights
+from tlt_jax.models.block_config import BlockConfig, BlockParams
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams, check_ids, weights
+from tlt_jax.models.eagle_config import EagleParams
 from tlt_jax.models.hf_config import read_json
 
 WEIGHTS = "model.safetensors"
@@ -38,8 +41,19 @@ TOP = {
 }  # fmt: skip
 
 
+BLOCK_TOP = {
+    "fuse": "fc.weight", "context_norm": "hidden_norm.weight", "final_norm": "norm.weight",
+    "markov_in": "markov_head.markov_w1.weight", "markov_out": "markov_head.markov_w2.weight",
+    "confidence": "confidence_head.proj.weight", "confidence_bias": "confidence_head.proj.bias",
+}  # fmt: skip
+MASK_EMBEDDING = "mask_embedding.pt"  # of drafters whose mask is not a token of the policy
+
+
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
-    """Every tensor that a drafter's file may hold, in network order; `layer` 0 marks those of DrafterParams.layer."""
+    """Every tensor that a drafter's file may hold, in network order; `layer` marks those of a layer."""
+    if isinstance(config, BlockConfig):
+        yield from block_tensors(config)
+        return
     spec = weights(config, 1)
     yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
     if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
@@ -64,6 +78,25 @@ def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
         yield hf.Tensor("t2d", (config.vocab_size,), "ids", None, "bool")
 
 
+def block_tensors(config: BlockConfig) -> Iterator[hf.Tensor]:
+    """`tensors` of a block drafter."""
+    spec, V = weights(config, 1), config.vocab_size
+    shapes = {
+        "markov_in": (V, config.markov_rank), "markov_out": (V, config.markov_rank),
+        "confidence": (1, config.hidden_size + config.markov_rank), "confidence_bias": (1,),
+    }  # fmt: skip
+    for leaf, name in BLOCK_TOP.items():
+        weight = getattr(spec, leaf)
+        if weight is not None:
+            yield hf.Tensor(name, shapes.get(leaf, weight.shape), leaf, None)
+    for layer in range(config.num_layers):
+        for leaf, name in hf.IN_LAYER.items():
+            weight = getattr(spec.layers, leaf)
+            if weight is not None:
+                yield hf.Tensor(f"layers.{layer}.{name}", weight.shape[1:], leaf, layer)
+    yield hf.Tensor("t2d", (V,), "ids", None, "bool")
+
+
 def load(
     directory: str | Path, policy: ModelConfig, mesh: Mesh, dtype: DTypeLike, positions: int = 0
 ) -> tuple[DrafterConfig, DrafterParams]:
@@ -84,6 +117,10 @@ def load(
                 if tensor.name in stored or tensor.name not in optional
             ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
+            if isinstance(config, BlockConfig):
+                if (directory / MASK_EMBEDDING).exists():
+                    raise ModelError(f"{MASK_EMBEDDING}: only a mask that is a token is supported")
+                return config, read_block(config, stored, mesh, dtype)
             bias = stored.get(TOP["fuse_bias"])  # config.json may not declare it
             has_bias = bias is not None and (config.fc_bias or bool(bias[:].any()))
             config = replace(config, fc_bias=has_bias)
@@ -96,7 +133,7 @@ def read_params(
     config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
 ) -> DrafterParams:
     """DrafterParams from open tensors. Raises ValueError for an invalid draft vocabulary."""
-    target = eagle_config.abstract(config, mesh, "train", dtype)
+    target = drafter_network.abstract(config, mesh, "train", dtype)
 
     def whole(spec: jax.ShapeDtypeStruct | None, name: str) -> jax.Array | None:
         if spec is None:
@@ -117,11 +154,61 @@ def read_params(
     layer = {
         name: whole(getattr(target.layer, name), prefix + hf.IN_LAYER[name]) for name in hf.IN_LAYER
     }
-    return DrafterParams(
+    return EagleParams(
         layer=Layer(**layer),
         feature_norms=norms(target.feature_norms) if config.fc_norm else None,
         ids=ids,
         **{leaf: whole(getattr(target, leaf), name) for leaf, name in TOP.items()},
+    )
+
+
+def read_block(
+    config: BlockConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
+) -> BlockParams:
+    """BlockParams from open tensors. Raises ModelError unless t2d marks the draft vocabulary."""
+    target = drafter_network.abstract(config, mesh, "train", dtype)
+    marked = np.flatnonzero(stored["t2d"][:]) if "t2d" in stored else None
+    if config.whole and marked is not None and len(marked) < config.vocab_size:
+        raise ModelError(
+            f"t2d marks {len(marked)} tokens, and config.json has no {hf_drafter_config.DRAFT_VOCAB}"
+        )
+    ids = None if config.whole else check_ids(config, marked)
+
+    def placed(spec: jax.ShapeDtypeStruct, part: Callable[..., np.ndarray]) -> jax.Array:
+        return jax.make_array_from_callback(spec.shape, spec.sharding, part)
+
+    def top(leaf: str) -> jax.Array | None:
+        spec = getattr(target, leaf)
+        if spec is None:
+            return None
+        if leaf.startswith("confidence"):
+            return placed(
+                spec, stored[BLOCK_TOP[leaf]][:].astype(dtype).reshape(spec.shape).__getitem__
+            )
+        if leaf == "markov_out" and ids is not None:
+            return placed(spec, stored[BLOCK_TOP[leaf]][:][ids].astype(dtype).__getitem__)
+        return placed(
+            spec, partial(hf.read, stored[BLOCK_TOP[leaf]], shape=spec.shape, dtype=dtype)
+        )
+
+    def stacked(leaf: str) -> jax.Array | None:
+        spec = getattr(target.layers, leaf)
+        if spec is None:
+            return None
+        layers = [stored[f"layers.{i}.{hf.IN_LAYER[leaf]}"] for i in range(config.num_layers)]
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = layers[index[0]]
+            return np.stack([hf.read(one, index[1:], spec.shape[1:], dtype) for one in wanted])
+
+        return placed(spec, part)
+
+    return BlockParams(
+        layers=Layer(**{leaf: stacked(leaf) for leaf in hf.IN_LAYER}),
+        context_kv=None,
+        head=None,
+        ids=None if ids is None else placed(target.ids, ids.__getitem__),
+        **{leaf: top(leaf) for leaf in BLOCK_TOP},
     )
 
 
@@ -197,7 +284,9 @@ def save(
 def host_copy(
     params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
-    """One tensor on the host, without vocabulary padding; zeros for an absent bias."""
+    """One tensor on the host, without vocabulary padding; zeros for an absent bias, and for tokens that are not drafted."""
+    if isinstance(config, BlockConfig):
+        return block_copy(params, tensor, config, dtype)
     if tensor.leaf == "ids":
         ids = np.asarray(params.ids, np.int64)
         return (
@@ -212,6 +301,23 @@ def host_copy(
     leaf = leaf[tensor.layer] if stacked else leaf
     copy = jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf))
     return np.asarray(copy)[: tensor.shape[0]]
+
+
+def block_copy(
+    params: BlockParams, tensor: hf.Tensor, config: BlockConfig, dtype: np.dtype
+) -> np.ndarray:
+    """`host_copy` for a block drafter."""
+    if tensor.leaf == "ids":
+        return np.isin(np.arange(config.vocab_size), np.asarray(params.ids))
+    inside = tensor.layer is not None
+    leaf = getattr(params.layers if inside else params, tensor.leaf)
+    leaf = leaf[tensor.layer] if inside else leaf
+    copy = np.asarray(jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf)))
+    if tensor.leaf == "markov_out" and not config.whole:
+        spread = np.zeros(tensor.shape, dtype)
+        spread[np.asarray(params.ids)] = copy
+        return spread
+    return copy[: tensor.shape[0]] if copy.ndim == len(tensor.shape) else copy.reshape(tensor.shape)
 
 
 @cache

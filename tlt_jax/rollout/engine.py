@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,9 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, eagle
+from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
@@ -42,10 +43,11 @@ from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.strategy import PLAIN
-from tlt_jax.tuner import goodput, make
+from tlt_jax.spec_decode.strategy import PLAIN, name
+from tlt_jax.tuner import cost_model, goodput, make
 from tlt_jax.tuner.interface import State as TunerState
 
+log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # chunks that a data group may have queued
 
 
@@ -79,14 +81,19 @@ class Engine:
         self.local_groups = local_groups(mesh, self.job)
 
         speculation, is_cpu = config.speculation, meshes.is_cpu(mesh)
-        self.arms = make.arms(speculation)
-        self.tuner = make.make_tuner(speculation, self.arms, is_cpu)
+        arms, block = make.arms(speculation), drafter_network.block_pass(drafter)
+        self.arms = make.within(arms, drafter_network.depth(drafter))
+        if len(self.arms) < len(arms) and self.job.is_first:
+            deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
+            log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)
+        one_pass = cost_model.OnePass(*block) if block else None
+        self.tuner = make.make_tuner(speculation, self.arms, is_cpu, one_pass)
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
         self.cost_table = (
             None  # of a deterministic rollout, whose decisions do not depend on a clock
         )
         if config.rollout.deterministic:
-            self.cost_table = deterministic.cost_table(make.node_cost(is_cpu))
+            self.cost_table = deterministic.cost_table(make.node_cost(is_cpu), one_pass)
         self.ngram_memory = None
         if speculation.drafter in (NGRAM, ADAPTIVE):
             self.ngram_memory = make_ngram_memory(config)
@@ -111,9 +118,9 @@ class Engine:
         shardings = architecture.shardings(model_config, mesh, "rollout")
         self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
-            reshard = partial(eagle.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
+            reshard = partial(drafter_network.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
             self.reshard_drafter = jax.jit(
-                reshard, out_shardings=eagle.shardings(drafter, mesh, "rollout")
+                reshard, out_shardings=drafter_network.shardings(drafter, mesh, "rollout")
             )
 
     def shapes(self, drafter: DrafterConfig | None) -> list[GroupShapes]:
@@ -169,9 +176,13 @@ class Engine:
     ) -> dict[int, Weights]:
         """Published weights with another drafter; without one while no learned drafter is used."""
         learned = self.reshard_drafter(drafter) if self.drafter else ()
+
+        def bound(index: int, target: Params) -> DrafterParams | tuple:
+            view, group = meshes.view(learned, self.groups[index]), self.groups[index]
+            return drafter_network.bind(view, self.drafter, target, group) if self.drafter else ()
+
         return {
-            index: one.replace(drafter=meshes.view(learned, self.groups[index]))
-            for index, one in weights.items()
+            index: one.replace(drafter=bound(index, one.target)) for index, one in weights.items()
         }
 
     def request(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import jax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.draft_tree import Candidates, NoiseAhead
@@ -235,109 +234,3 @@ def undrafted(
 
 
 NO_DRAFTER = stateless(undrafted, remembers=False)
-
-
-class ExtendCache(Protocol):
-    """The cache with slots starts.. written, and the hidden states at index `last` of the window."""
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        tokens: Int32[Array, "B W"],
-        features: Float[Array, "B W F"],
-        starts: Int32[Array, " B"],
-        last: Int32[Array, " B"],
-        /,
-    ) -> tuple[PyTree, Float[Array, "B Z"]]: ...
-
-
-class Fill(Protocol):
-    """The cache with slots starts.. of these rows written."""
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        tokens: Int32[Array, "R W"],
-        features: Float[Array, "R W F"],
-        rows: Int32[Array, " R"],
-        starts: Int32[Array, " R"],
-        /,
-    ) -> PyTree: ...
-
-
-class Step(Protocol):
-    """The scratch with k more nodes, and their hidden states; `hidden`: those of their parents.
-
-    The nodes are written to scratch rows from level * k on. They attend to `starts` slots, and to those of the first R
-    scratch rows that `ancestors` marks, themselves included.
-    """
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        scratch: PyTree,
-        tokens: Int32[Array, "B k"],
-        hidden: Float[Array, "B k Z"],
-        positions: Int32[Array, "B k"],
-        starts: Int32[Array, " B"],
-        ancestors: Bool[Array, "B k R"],
-        level: int | Int32[Array, ""],
-        /,
-    ) -> tuple[PyTree, Float[Array, "B k Z"]]: ...
-
-
-class Logits(Protocol):
-    """Logits of the tokens that the network can propose."""
-
-    def __call__(
-        self, weights: PyTree, hidden: Float[Array, "... Z"], /
-    ) -> Float[Array, "... U"]: ...
-
-
-class Ids(Protocol):
-    """The token ids of the logits, or None when they are 0, 1, ..."""
-
-    def __call__(self, weights: PyTree, /) -> Int32[Array, " U"] | None: ...
-
-
-class Top(Protocol):
-    """The k largest values along the logits' axis and their indices, as lax.top_k."""
-
-    def __call__(
-        self, values: Float[Array, "... U"], k: int, /
-    ) -> Sequence[Shaped[Array, "... k"]]: ...
-
-
-class Survey(Protocol):
-    """`Top`, and the logsumexp along the axis, NaN where a value is: the others are any there."""
-
-    def __call__(
-        self, values: Float[Array, "... U"], k: int, /
-    ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"], Float[Array, ...]]: ...
-
-
-class Network(NamedTuple):
-    """A learned drafter's network, as pure functions of all weights, its own and the target's.
-
-    Slot t of its cache comes from (features of token t, token t + 1), at rotary position t. scratch(batch, rows): zeros.
-    `params`: ShapeDtypeStructs with shardings of its own weights; `hidden`: that of hidden[1, Z]. `unrolls`: the levels
-    of a tree are unrolled, which takes longer to compile, and runs on accelerators without waiting for the host.
-    `survey`: in place of `top`, for GPUs, where kernels cost more than their arithmetic.
-    """
-
-    extend: ExtendCache
-    fill: Fill
-    step: Step
-    logits: Logits
-    ids: Ids
-    resize: Resize
-    empty: Empty
-    scratch: Callable[[int, int], PyTree]
-    params: PyTree
-    hidden: jax.ShapeDtypeStruct
-    top: Top = jax.lax.top_k
-    unrolls: bool = False
-    survey: Survey | None = None

@@ -30,7 +30,7 @@ class Strategy:
 
     @property
     def drafted_levels(self) -> int:
-        """Levels whose drafting needs a forward pass of a network; those of NGRAM cost nearly nothing."""
+        """Levels that a network drafts; those of NGRAM cost nearly nothing."""
         return 0 if self.drafter == NGRAM else self.depth
 
 

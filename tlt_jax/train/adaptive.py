@@ -15,8 +15,8 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
-from tlt_jax.models import eagle, hf_drafter, hf_drafter_config
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models import drafter_network, hf_drafter, hf_drafter_config
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
 WINDOW = 512  # most tokens of a finished sequence that are stored together
@@ -60,9 +60,11 @@ def create(
     ids = None
     if not drafter.whole:
         texts = (one.tokens for one in answers)
-        ids = eagle.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
+        ids = drafter_network.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
-    return drafter_recipe.create(eagle.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
+    return drafter_recipe.create(
+        drafter_network.init(drafter, recipe.mesh, init_key, dtype, ids), recipe
+    )
 
 
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:

@@ -27,11 +27,12 @@ from tlt_jax.drafter import (
     update as drafter_update,
 )
 from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.recipes import recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import eagle, from_config, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter_network, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.eagle import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
 from tlt_jax.train import run_state, sft
 from tlt_jax.train.health import MAX_NONFINITE
 from tlt_jax.train.run_state import RunState
@@ -62,6 +63,8 @@ def train(config: Config) -> int:
     if config.sft.steps or not config.drafter_training.texts:
         dataset = datasets.load(config, tokenizer)
     setup, steps = Setup.of(config, tokenizer, dataset), config.drafter_training.steps
+    if config.drafter_training.start:
+        from_config.check_start(config, setup.model)
     if dataset:
         print(dataset.describe(), flush=True)
     digest = dataset.digest() if dataset else ""
@@ -132,7 +135,7 @@ def begin(
     """The recipe, and the initial state: from the checkpoint, from drafter_training.start, or new."""
     config, model, mesh = setup.config, setup.model, setup.mesh
     drafter, params = initial_drafter(config, model, mesh, examples)
-    recipe = Recipe.of(config, model, drafter, mesh)
+    recipe = recipe_of(config, model, drafter, mesh)
     if resumed is not None:
         return recipe, run_state.restore(store, run_state.abstract(resumed, drafter=recipe)).drafter
     return recipe, drafter_recipe.create(params, recipe)
@@ -154,9 +157,9 @@ def initial_drafter(
     ids = None
     if not drafter.whole:
         answers = (example.answer for example in examples)
-        ids = eagle.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
+        ids = drafter_network.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
-    return drafter, eagle.init(drafter, mesh, init_key, dtype, ids)
+    return drafter, drafter_network.init(drafter, mesh, init_key, dtype, ids)
 
 
 def train_drafter(

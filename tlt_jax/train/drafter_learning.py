@@ -13,7 +13,8 @@ from tlt_jax.config.schema import AUTO
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.drafter.recipe import DrafterState, Recipe
+from tlt_jax.drafter.recipe import DrafterState
+from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.drafter.step_training import Lesson, StepTraining
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.interface import RolloutEngine
@@ -50,7 +51,7 @@ class DrafterLearning:
 
     def __init__(self, config: Config, engine: RolloutEngine, steps: int):
         self.config, self.engine, self.steps = config, engine, steps
-        self.recipe = Recipe.while_idle(config, engine.model_config, engine.learned, engine.mesh)
+        self.recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
         knobs = config.idle_training
         self.idle = IdleTraining(
             self.recipe,

@@ -20,8 +20,8 @@ from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import architecture, eagle, remat as remats, targets
-from tlt_jax.models.eagle import DrafterConfig
+from tlt_jax.models import architecture, drafter_network, remat as remats, targets
+from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.train import remat
@@ -96,9 +96,9 @@ def budget(
         **caches(config, shapes, capacity),
     }
     if drafter:
-        kinds["drafter copy"] = device_bytes(eagle.abstract(drafter, mesh, "rollout", dtype))
+        kinds["drafter copy"] = device_bytes(drafter_network.abstract_bound(drafter, mesh, dtype))
     if drafter and config.speculation.drafter == schema.ADAPTIVE:
-        copies = merge.abstract_copies(DrafterRecipe.while_idle(config, model, drafter, mesh))
+        copies = merge.abstract_copies(drafter_shapes(config, recipe, drafter))
         kinds["drafter in training"] = device_bytes(copies)
         if config.idle_training.replay_place == "device":
             kinds["replay"] = config.idle_training.replay_mib * 2**20 // mesh.shape["model"]
@@ -121,8 +121,7 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
     if config.algorithm.kl_coef:
         kinds["reference"] = kinds["weights"]
     if drafter:
-        drafting = drafter_recipe.Recipe.of(config, model, drafter, mesh)
-        state = drafter_recipe.abstract_state(drafting)
+        state = drafter_recipe.abstract_state(drafter_shapes(config, recipe, drafter))
         kinds["drafter"] = device_bytes(state.params)
     is_adaptive = config.speculation.drafter == schema.ADAPTIVE
     if drafter and is_adaptive:
@@ -131,6 +130,13 @@ def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> d
         widths = (len(drafter.captures) + 1) * model.hidden_size  # features and states
         kinds["drafter features"] = tokens * widths * jnp.dtype(config.model.compute_dtype).itemsize
     return kinds
+
+
+def drafter_shapes(config: Config, recipe: Recipe, drafter: DrafterConfig) -> DrafterRecipe:
+    """A recipe for the shapes of the drafter's state, which depend on no number of its objective or optimizer."""
+    return DrafterRecipe(
+        recipe.model, drafter, recipe.mesh, recipe.adam, None, param_dtype=config.model.param_dtype
+    )
 
 
 def fitted(config: Config, recipe: Recipe, drafter: DrafterConfig | None, job: Job) -> Recipe:

@@ -17,7 +17,7 @@ from tlt_jax.config.schema import NONE
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, evaluations
-from tlt_jax.models.eagle import DrafterParams
+from tlt_jax.models.drafter_network import DrafterParams
 from tlt_jax.rewards import Score, Scorer
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.draft_timing import DraftTiming

@@ -3,8 +3,8 @@
 A cell is one compiled round, "batch/slots/strategy"; its samples are seconds per round. A prediction has two parts:
 seconds = a + b nodes + c levels + d drafted nodes + e cache slots, with weights >= 0 fitted to all cells (verification
 costs by the nodes of all rows, so plain rounds of large batches are evidence on trees at small ones; levels are those that
-a network drafts); and a cell's residual: its own where it was measured, else the mean residual of cells of the same batch
-or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
+a network of one layer drafts, see OnePass for a block drafter); and a cell's residual: its own where it was measured, else
+the mean residual of cells of the same batch or strategy. Letters: C cells, A arms, F terms, X columns that describe a cell.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,17 @@ FAR = 0.3  # log error of the linear part above which a cell is an outlier and g
 # Standard deviations of a cell's log seconds around the linear part: with and without cells of its batch or strategy.
 ALIKE, ALONE = 0.2, 0.25
 TERMS, BATCH, SLOTS, ARM = slice(0, 5), 5, 6, 7  # columns that describe a cell
+
+
+class OnePass(NamedTuple):
+    """The draft of a block drafter: whatever a strategy's depth, one pass of `layers` layers over `nodes` nodes of a row.
+
+    A layer counts as a level of a drafter of one layer: both read their weights once. For the 7B shapes of an H200 such a
+    level is 0.75 GB with its part of the head, a block of two layers 1.2 GB, of five 3.3 GB.
+    """
+
+    layers: int
+    nodes: int
 
 
 def note(
@@ -85,25 +97,28 @@ def settled(cell: Mapping) -> tuple[float, float]:
 
 
 @lru_cache(1024)
-def described(batch: int, slots: int, arm: Strategy) -> tuple[float, ...]:
+def described(
+    batch: int, slots: int, arm: Strategy, one_pass: OnePass | None = None
+) -> tuple[float, ...]:
     """The columns of a cell: terms of the linear part, and identity."""
     levels, drafter = arm.drafted_levels, ("", *DRAFTERS).index(arm.drafter)
-    terms = (1.0, batch * arm.nodes, levels, batch * levels * arm.topk, batch * slots)
+    levels, nodes = one_pass if levels and one_pass else (levels, arm.topk)
+    terms = (1.0, batch * arm.nodes, levels, batch * levels * nodes, batch * slots)
     which = (drafter << 48) + (arm.depth << 40) + (arm.topk << 20) + arm.nodes
     return (*terms, batch, slots, which)
 
 
 @lru_cache(1024)
-def row(key: str) -> tuple[float, ...]:
+def row(key: str, one_pass: OnePass | None) -> tuple[float, ...]:
     """The columns of the cell with this key."""
     batch, slots, text = key.split("/")
-    return described(int(batch), int(slots), parse(text))
+    return described(int(batch), int(slots), parse(text), one_pass)
 
 
-def known(cells: Mapping) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def known(cells: Mapping, one_pass: OnePass | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The cells' columns [C, X], log seconds [C], and standard errors of these [C]."""
     log_C, noise_C = np.array([settled(cell) for cell in cells.values()]).T
-    return np.array([row(key) for key in cells], float), log_C, noise_C
+    return np.array([row(key, one_pass) for key in cells], float), log_C, noise_C
 
 
 def units_of(node: float) -> np.ndarray:
@@ -111,15 +126,15 @@ def units_of(node: float) -> np.ndarray:
     return np.where(np.isnan(UNITS), node, UNITS)
 
 
-def prior_rounds(cell: Cell, node: float = NODE) -> float:
+def prior_rounds(cell: Cell, node: float = NODE, one_pass: OnePass | None = None) -> float:
     """The expected cost of a round of this cell before any measurement, in fixed costs of a round."""
-    terms = described(cell.batch, cell.slots, cell.strategy)[TERMS]
+    terms = described(*cell, one_pass)[TERMS]
     return float(np.array(terms) @ units_of(node))
 
 
-def fit_weights(cells: Mapping, node: float = NODE) -> np.ndarray:
+def fit_weights(cells: Mapping, node: float = NODE, one_pass: OnePass | None = None) -> np.ndarray:
     """Weights [F] of the terms, in seconds, fitted to the cells."""
-    cell_CX, log_C, noise_C = known(cells)
+    cell_CX, log_C, noise_C = known(cells, one_pass)
     return fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(node))
 
 
@@ -127,17 +142,18 @@ def predict(
     cells: Mapping,
     targets: Sequence[Cell],
     weights: Sequence[float] | None = None,
+    one_pass: OnePass | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log seconds of a round of each target [A], and their standard errors [A].
 
     `weights`: the result of `fit_weights` for nearly the same cells; None: fitted here. Without cells the
     result is the prior, up to one unknown common factor: the errors are infinite.
     """
-    target_AX = np.array([described(*target) for target in targets], float)
+    target_AX = np.array([described(*target, one_pass) for target in targets], float)
     if not cells:
         return np.log(target_AX[:, TERMS] @ units_of(NODE)), np.full(len(targets), math.inf)
 
-    cell_CX, log_C, noise_C = known(cells)
+    cell_CX, log_C, noise_C = known(cells, one_pass)
     if weights is None:
         weights = fit(cell_CX[:, TERMS], np.exp(log_C), noise_C, units_of(NODE))
 

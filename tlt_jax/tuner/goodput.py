@@ -41,6 +41,7 @@ def goodput(
     strategies: Sequence[Strategy | str],
     node_cost: float = cost_model.NODE,
     learning: Collection[str] = (),
+    one_pass: cost_model.OnePass | None = None,
 ) -> Tuner:
     """A tuner that predicts the tokens per second of every arm; plain decoding is an arm.
 
@@ -51,8 +52,8 @@ def goodput(
     expected loss: some plain rounds, and small shares of all time and of the time saved. `node_cost` is
     the prior cost of a node, in units of a round's fixed cost: about 1/10 on a CPU, 1/200 on an
     accelerator. `learning`: drafters that start untrained; their arms are not usable before
-    their acceptance was estimated (`update_prior`) or measured. Raises ValueError as
-    arms.parse_arms does.
+    their acceptance was estimated (`update_prior`) or measured. `one_pass`: the draft of a learned
+    drafter that does not run once a level. Raises ValueError as arms.parse_arms does.
     """
     arms = parse_arms(strategies)
     learn = partial(observe_goodput, arms=arms)
@@ -73,8 +74,8 @@ def goodput(
                 PLAIN if PLAIN in available else available[0], math.nan, "baseline"
             )
 
-        state = refitted(state, node_cost)
-        view = predict(state, candidates, batch, slots)
+        state = refitted(state, node_cost, one_pass)
+        view = predict(state, candidates, batch, slots, one_pass)
         is_compiled = np.array([arm in available for arm in candidates])
         state, i, reason = decide(state, view, batch, is_compiled)
         is_exploring = name(view.arms[i]) != state["incumbents"][str(batch)]
@@ -83,7 +84,8 @@ def goodput(
         return state, Choice(view.arms[i], predicted, reason, rounds, is_exploring)
 
     def speeds(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
-        return predict_cells(refitted(state, node_cost) if state["cells"] else state, cells)
+        state = refitted(state, node_cost, one_pass) if state["cells"] else state
+        return predict_cells(state, cells, one_pass)
 
     return Tuner(
         begin,
@@ -136,28 +138,37 @@ def switched(state: State, kind: str) -> State:
     return swapped(state, kind, begin_kind())
 
 
-def refitted(state: State, node_cost: float) -> State:
+def refitted(state: State, node_cost: float, one_pass: cost_model.OnePass | None) -> State:
     """The state with cost weights fitted to all measurements but the latest few."""
     if state["law"] and state["seen"] <= REFIT * state["law"]["seen"]:
         return state
-    weights = cost_model.fit_weights(state["cells"], node_cost).tolist()
+    weights = cost_model.fit_weights(state["cells"], node_cost, one_pass).tolist()
     return {**state, "law": {"weights": weights, "seen": state["seen"]}}
 
 
-def predict(state: State, arms: tuple[Strategy, ...], batch: int, slots: int) -> Prediction:
+def predict(
+    state: State,
+    arms: tuple[Strategy, ...],
+    batch: int,
+    slots: int,
+    one_pass: cost_model.OnePass | None,
+) -> Prediction:
     """Predictions for the arms: (accepted tokens + 1) / seconds per row, as logs."""
     accepted, error = acceptance.estimate(
         state["evidence"], state["clock"], batch, arms, state["estimates"]
     )
     targets = [Cell(batch, slots, arm) for arm in arms]
-    seconds, uncertainty = cost_model.predict(state["cells"], targets, state["law"]["weights"])
+    weights = state["law"]["weights"]
+    seconds, uncertainty = cost_model.predict(state["cells"], targets, weights, one_pass)
     return Prediction(arms, np.log1p(accepted) - seconds, np.hypot(error, uncertainty), seconds)
 
 
-def predict_cells(state: State, cells: Sequence[Cell]) -> tuple[np.ndarray, np.ndarray]:
+def predict_cells(
+    state: State, cells: Sequence[Cell], one_pass: cost_model.OnePass | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Log tokens per second of one live row in each cell, and their standard errors."""
     weights = state["law"]["weights"] if state["law"] else None
-    seconds, uncertainty = cost_model.predict(state["cells"], cells, weights)
+    seconds, uncertainty = cost_model.predict(state["cells"], cells, weights, one_pass)
     accepted, error = np.zeros(len(cells)), np.zeros(len(cells))
     for batch in {cell.batch for cell in cells}:
         here = [i for i, cell in enumerate(cells) if cell.batch == batch]

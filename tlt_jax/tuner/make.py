@@ -11,6 +11,7 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode.strategy import DRAFTERS, LEARNED, MERGED, NGRAM, OFF, Strategy, name
 from tlt_jax.tuner import beg_mab, fixed, goodput
 from tlt_jax.tuner.arms import parse_arms
+from tlt_jax.tuner.cost_model import OnePass
 from tlt_jax.tuner.interface import Tuner
 
 
@@ -40,6 +41,22 @@ def arms(speculation: Speculation) -> tuple[Strategy, ...]:
     return () if speculation.drafter == NONE else parsed
 
 
+def within(arms: Sequence[Strategy], deepest: int | None) -> tuple[Strategy, ...]:
+    """The arms without those of a learned drafter that are deeper than it can draft in a round; None: any depth.
+
+    Raises ConfigError when none is left that uses the learned drafter.
+    """
+    if deepest is None:
+        return tuple(arms)
+    learned = [arm for arm in arms if arm.drafter != NGRAM]
+    if learned and all(arm.depth > deepest for arm in learned):
+        raise ConfigError(
+            f"speculation.strategies {', '.join(map(name, learned))}: the drafter drafts at most {deepest} tokens a round: "
+            f"use depth {deepest} or less"
+        )
+    return tuple(arm for arm in arms if arm.drafter == NGRAM or arm.depth <= deepest)
+
+
 def drafters_of(strategy: Strategy) -> tuple[str, ...]:
     """The drafters for which a strategy is a separate arm.
 
@@ -58,8 +75,16 @@ def node_cost(is_cpu: bool) -> float:
     return 1 / 8 if is_cpu else 1 / 200
 
 
-def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool) -> Tuner:
-    """The tuner named by speculation.tuner; without arms, one that always decodes plainly."""
+def make_tuner(
+    speculation: Speculation,
+    arms: Sequence[Strategy],
+    is_cpu: bool,
+    one_pass: OnePass | None = None,
+) -> Tuner:
+    """The tuner named by speculation.tuner; without arms, one that always decodes plainly.
+
+    `one_pass`: the draft of a learned drafter that does not run once a level.
+    """
     if not arms:
         return fixed.fixed(OFF)
     if extension.is_own(speculation.tuner):
@@ -70,7 +95,7 @@ def make_tuner(speculation: Speculation, arms: Sequence[Strategy], is_cpu: bool)
         "threshold": lambda: fixed.threshold(arms, speculation.threshold),
         "beg_mab": lambda: beg_mab.beg_mab(arms),
         "goodput": lambda: goodput.goodput(
-            arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED)
+            arms, node_cost=node_cost(is_cpu), learning=(LEARNED, MERGED), one_pass=one_pass
         ),
     }
     return makers[speculation.tuner]()

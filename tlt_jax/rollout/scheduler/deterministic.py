@@ -18,12 +18,15 @@ ROUND = 0.02  # seconds assumed for the fixed part of a round
 CostTable = Callable[[Measurement], Measurement]
 
 
-def cost_table(node: float) -> CostTable:
-    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds."""
+def cost_table(node: float, one_pass: cost_model.OnePass | None = None) -> CostTable:
+    """Replaces the measured seconds by those of the table; `node`: cost of a node, in rounds.
+
+    `one_pass`: the draft of a learned drafter that does not run once a level.
+    """
 
     def with_table_seconds(seen: Measurement) -> Measurement:
         cell = Cell(seen.batch, seen.slots, seen.strategy)
-        seconds = ROUND * cost_model.prior_rounds(cell, node) * seen.rounds
+        seconds = ROUND * cost_model.prior_rounds(cell, node, one_pass) * seen.rounds
         return seen._replace(seconds=seconds, uncertainty=0.0, catch_up=0.0, is_moved=False)
 
     return with_table_seconds

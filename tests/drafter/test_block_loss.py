@@ -1,0 +1,429 @@
+"""Laws of the loss of block drafters: what it computes, where its anchors are, and what its gradient reaches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_drafter_update as updates
+
+from tlt_jax.drafter import batch as drafter_batch, block_loss, recipe as drafter_recipe, update
+from tlt_jax.drafter.batch import Batch
+from tlt_jax.drafter.block_loss import Objective
+from tlt_jax.drafter.recipe import Recipe
+from tlt_jax.models import architecture, block_config, block_drafter, drafter_network
+
+IDS = updates.IDS
+DFLASH, DSPARK, REDUCED, BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
+CHANGES = {
+    DFLASH: {"block_size": 4, "num_layers": 2},
+    DSPARK: {"block_size": 3, "num_layers": 1, "markov_rank": 8},
+    REDUCED: {
+        "block_size": 3,
+        "num_layers": 1,
+        "markov_rank": 8,
+        "draft_vocab_size": len(IDS),
+    },
+    BARE: {"block_size": 3, "num_layers": 1, "markov_rank": 0, "confidence": False},
+}
+STEP = 3
+
+
+def recipe_of(kind=REDUCED, objective=None, data=1, model=1, **changes) -> Recipe:
+    drafter = drafter_network.for_policy(updates.MODEL, kind.split()[0], **CHANGES[kind])
+    recipe = updates.recipe_of(updates.EAGLE, None, data, model, **changes)
+    return replace(recipe, drafter=drafter, objective=objective or Objective())
+
+
+def loss_of(recipe: Recipe, step: int = STEP):
+    """Jitted (params without ids, params, shared, batch) -> loss and metrics, and their gradient."""
+
+    def total(trained, params, shared, batch):
+        return block_loss.loss(trained.replace(ids=params.ids), shared, batch, recipe, step)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def setting(recipe: Recipe):
+    """The drafter, what it shares with the policy, and a batch with features.
+
+    As in windows of sequences, the last token of a segment may be one whose next is to be learned; and there are holes.
+    """
+    policy, params = updates.policy_of(recipe), updates.params_of(recipe)
+    batch = updates.observed(recipe, policy, updates.batch_of(recipe))
+    holes = np.random.default_rng(5).random(batch.tokens.shape) < 0.2
+    batch = batch.replace(loss_mask=(batch.segments > 0) & ~jnp.asarray(holes))
+    return policy, params, drafter_network.shared(policy), batch
+
+
+# Scores of single positions
+
+
+def test_scores_worked_by_hand(x64):
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
+    odds = jnp.log(3.0)  # of a confidence of 0.75
+    whole = block_loss.score(jnp.log(p), jnp.log(q) + 4, jnp.int32(0), jnp.int32(1), odds, None)
+    found = whole.token_loss, whole.variation, whole.acceptance
+    np.testing.assert_allclose(found, (-np.log(0.7), 0.3 + 0.4 + 0.1, 0.6), rtol=1e-12)
+    assert (bool(whole.has_label), bool(whole.agrees)) == (True, False)
+    entropy = -(0.6 * np.log(0.75) + 0.4 * np.log(0.25))
+    assert float(whole.confidence_loss) == pytest.approx(entropy, rel=1e-12)
+
+    # Tokens 1 and 4 of five are in the draft vocabulary, with 0.3 and 0.2 of the policy's probability.
+    ids, q = jnp.array([1, 4], jnp.int32), np.array([0.9, 0.1])
+    for true, has_label in ((1, True), (3, False)):
+        label = block_loss.label_of(jnp.int32(true), ids)
+        part = block_loss.score(jnp.log(p[1:]), jnp.log(q), jnp.int32(1), label, None, ids)
+        assert (bool(part.has_label), bool(part.agrees)) == (has_label, True)
+        assert float(part.variation) == pytest.approx(0.6 + 0.1 + 0.5, rel=1e-12)
+        assert float(part.acceptance) == pytest.approx(0.3 + 0.1, rel=1e-12)
+        if has_label:
+            assert float(part.token_loss) == pytest.approx(-np.log(0.9), rel=1e-12)
+    assert block_loss.label_of(jnp.arange(6), ids).tolist() == [-1, 0, -1, -1, 1, -1]
+
+
+def test_the_confidence_learns_the_acceptance_and_not_the_other_way_round(x64):
+    p = jnp.log(jnp.array([0.5, 0.3, 0.2]))
+
+    def term(logits, odds):
+        return block_loss.score(p, logits, jnp.int32(0), jnp.int32(1), odds, None).confidence_loss
+
+    logits, odds = jnp.array([0.3, -0.2, 0.1]), jnp.array(0.4)
+    back, ahead = jax.grad(term, argnums=(0, 1))(logits, odds)
+    kept = np.minimum(np.exp(p), updates.softmax(np.asarray(logits))).sum()
+    np.testing.assert_array_equal(back, 0)
+    assert float(ahead) == pytest.approx(1 / (1 + np.exp(-0.4)) - kept, rel=1e-12)
+
+
+@pytest.mark.parity
+def test_scores_and_their_gradients_are_those_of_torch(x64):
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(0)
+    p, q = random.normal(size=(2, 5, 11))
+    odds, labels = random.normal(size=5), random.integers(0, 11, 5)
+    target = jax.nn.log_softmax(jnp.asarray(p))
+
+    def ours(logits, odds):
+        top = jnp.argmax(target, -1)
+        found = block_loss.score(target, logits, top, jnp.asarray(labels), odds, None)
+        return jnp.sum(0.1 * found.token_loss + 0.9 * found.variation + found.confidence_loss)
+
+    logits, confidence = torch.tensor(q, requires_grad=True), torch.tensor(odds, requires_grad=True)
+    wanted, given = torch.tensor(p).softmax(-1), logits.softmax(-1)
+    distance = (given - wanted).abs().sum(-1)
+    theirs = 0.1 * torch.nn.functional.cross_entropy(
+        logits, torch.tensor(labels), reduction="sum"
+    ) + torch.sum(0.9 * distance)
+    theirs += torch.nn.functional.binary_cross_entropy_with_logits(
+        confidence, (1 - distance / 2).detach(), reduction="sum"
+    )
+    theirs.backward()
+    total, gradients = jax.value_and_grad(ours, argnums=(0, 1))(jnp.asarray(q), jnp.asarray(odds))
+    assert float(total) == pytest.approx(theirs.item(), rel=1e-12)
+    for a, b in zip(gradients, (logits.grad, confidence.grad), strict=True):
+        np.testing.assert_allclose(a, b.numpy(), rtol=1e-9, atol=1e-12)
+
+
+# The whole loss, against a plain loop over blocks
+
+
+def plain_loss(recipe: Recipe, params, policy, batch: Batch, anchors, hidden) -> dict[str, float]:
+    """Loss and metrics from hidden states [R, A, P, Z] of blocks at `anchors`, position by position."""
+    config, goal = recipe.drafter, recipe.objective
+    kept = np.arange(11) if config.whole else IDS
+    head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
+    tokens, answers, segments = (
+        np.asarray(array) for array in (batch.tokens, batch.loss_mask, batch.segments)
+    )
+    sums = {name: [0.0, 0.0] for name in ("token_loss", "variation", "confidence_loss")}
+    shares = {j: ([], []) for j in range(config.depth)}
+    for row, index in np.argwhere(anchors >= 0):
+        for j in range(config.depth):
+            place = anchors[row, index] + j
+            if place >= tokens.shape[1] or not answers[row, place]:
+                break
+            if segments[row, place] != segments[row, anchors[row, index]]:
+                break
+            state = hidden[row, index, j]
+            logits, odds = head[kept] @ state, 0.0
+            if config.markov_rank:
+                before = np.asarray(params.markov_in)[tokens[row, place]]
+                logits = logits + np.asarray(params.markov_out)[: len(kept)] @ before
+            if config.confidence:
+                both = np.concatenate([state, before])
+                odds = np.asarray(params.confidence) @ both + float(params.confidence_bias)
+            p, q = updates.softmax(head @ states[row, place]), updates.softmax(logits)
+            full = np.zeros(11)
+            full[kept] = q
+            variation, accepted = np.abs(full - p).sum(), np.minimum(full, p).sum()
+            weight = np.exp(-j / goal.gamma)
+            terms = {"variation": variation}
+            if config.confidence:
+                sure = 1 / (1 + np.exp(-odds))
+                terms["confidence_loss"] = -(
+                    accepted * np.log(sure) + (1 - accepted) * np.log(1 - sure)
+                )
+            has_next = (
+                place + 1 < tokens.shape[1] and segments[row, place + 1] == segments[row, place]
+            )
+            if has_next and tokens[row, place + 1] in kept:
+                terms["token_loss"] = -np.log(full[tokens[row, place + 1]])
+            for name, term in terms.items():
+                sums[name][0] += weight * term
+                sums[name][1] += weight
+            shares[j][0].append(full.argmax() == p.argmax())
+            shares[j][1].append(accepted)
+    means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+    loss = goal.token * means["token_loss"] + goal.variation * means["variation"]
+    loss += goal.confidence * means.get("confidence_loss", 0.0)
+    by_depth = {}
+    for j, (agrees, accepted) in shares.items():
+        by_depth |= {
+            f"agreement@{j + 1}": np.mean(agrees),
+            f"acceptance@{j + 1}": np.mean(accepted),
+        }
+    return means | by_depth | {"loss": loss, "tokens": answers.sum()}
+
+
+@pytest.mark.parametrize("kind", [DFLASH, DSPARK, REDUCED, BARE])
+def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slope(kind, x64):
+    recipe = recipe_of(kind)
+    policy, params, shared, batch = setting(recipe)
+    anchors = block_loss.draw(block_loss.candidates(batch), STEP, recipe)
+    rows = batch.tokens, batch.features, batch.positions, batch.segments, anchors
+    hidden = jax.jit(
+        lambda params: block_drafter.forward_blocks(params, recipe.drafter, shared, *rows)
+    )(params)
+    expected = plain_loss(recipe, params, policy, batch, *map(np.asarray, (anchors, hidden)))
+    trained = params.replace(ids=None)
+    (total, metrics), _ = loss_of(recipe)(trained, params, shared, batch)
+    assert dict(metrics | {"loss": total}) == pytest.approx(expected, rel=1e-10)
+    # The slope of the acceptance that the confidence learns is not followed, so that term is left out.
+    slope = loss_of(replace(recipe, objective=Objective(confidence=0.0)))
+    _, gradient = slope(trained, params, shared, batch)
+    direction = updates.params_of(recipe, seed=5).replace(ids=None)
+    shifted = [
+        slope(jax.tree.map(lambda p, d, s=s: p + s * 1e-6 * d, trained, direction), params, shared, batch)[0][0]
+        for s in (1, -1)
+    ]  # fmt: skip
+    products = jax.tree.map(lambda one, other: np.sum(one * other), gradient, direction)
+    assert sum(jax.tree.leaves(products)) == pytest.approx(
+        float(shifted[0] - shifted[1]) / 2e-6, rel=1e-5
+    )
+
+
+def test_the_confidence_trains_all_that_it_reads_and_nothing_else(x64):
+    """As published: its gradient flows into the layers and the Markov embedding, not through its target into the logits."""
+    recipe = recipe_of(DSPARK, Objective(token=0.0, variation=0.0))
+    _, params, shared, batch = setting(recipe)
+    _, gradient = loss_of(recipe)(params.replace(ids=None), params, shared, batch)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path)
+        assert (np.abs(leaf).max() > 0) == (name != ".markov_out"), name
+
+
+def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
+    """By hand, with NumPy: attention to one token before the anchor, no MLP, one position."""
+    model = replace(
+        updates.MODEL, vocab_size=3, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, rms_eps=0.0
+    )  # fmt: skip
+    drafter = drafter_network.for_policy(
+        model, "dspark", block_size=1, num_layers=1, markov_rank=0, confidence=False, captures=(1,), mlp_dim=1
+    )  # fmt: skip
+    recipe = replace(recipe_of(), model=model, drafter=drafter)
+    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), block_config.weights(drafter, 1))
+    one, eye = jnp.ones(2), jnp.eye(2)
+    layers = zeros.layers.replace(
+        attention_norm=one[None], mlp_norm=one[None], q_norm=one[None], k_norm=one[None],
+        q=eye[None], k=eye[None], v=3 * eye[None], o=eye[None],
+    )  # fmt: skip
+    params = zeros.replace(fuse=eye, context_norm=one, final_norm=one, layers=layers)
+    embed = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    head = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
+    state = np.array([0.3, -0.4])  # the policy's, at the anchor
+    batch = Batch(
+        jnp.array([[0, 1, 2]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]]), jnp.array([[False, True, False]]),
+        features=jnp.array([[[5.0, 5.0], [9.0, 0.0], [7.0, 7.0]]]), states=jnp.array([[[9.0, 9.0], state, [8.0, 8.0]]]),
+    )  # fmt: skip
+    shared = drafter_network.Shared(jnp.asarray(embed), jnp.asarray(head))
+    loss, metrics = jax.jit(lambda *given: block_loss.loss(*given, recipe, STEP))(
+        params, shared, batch
+    )
+    # Features (5, 5) have c = (1, 1), at position 0. The anchor's query is its embedding (0, 2), normed, at position 1;
+    # its own key has the same angle, so that the angle to c's is 1 radian.
+    query = np.sqrt(2) * np.array([-np.sin(1.0), np.cos(1.0)])
+    weight = np.exp(np.array([query @ [1, 1], 2.0]) / np.sqrt(2))
+    weight /= weight.sum()
+    values = 3 * np.array([[1, 1], [0, np.sqrt(2)]])
+    x = embed[1] + weight @ values
+    q = updates.softmax(head @ (x / np.sqrt(np.mean(x * x))))
+    p = updates.softmax(head @ state)
+    expected = -0.1 * np.log(q[2]) + 0.9 * np.abs(q - p).sum()
+    assert float(loss) == pytest.approx(expected, rel=1e-10)
+    assert float(metrics["acceptance@1"]) == pytest.approx(np.minimum(p, q).sum(), rel=1e-10)
+    assert "acceptance@2" not in metrics
+
+
+# Anchors
+
+
+def test_anchors_are_different_tokens_whose_next_token_is_to_be_learned(x64):
+    """As many as there are, at most one for `spacing` tokens of the row."""
+    recipe = recipe_of()
+    batch = updates.batch_of(recipe)
+    segments, answers = np.asarray(batch.segments), np.asarray(batch.loss_mask)
+    able = np.zeros_like(answers)
+    for row, t in np.argwhere(answers):
+        able[row, t] = t > 0 and segments[row, t - 1] == segments[row, t]
+    assert 0 < able.sum() < answers.sum(), "some answers begin at the first token of their segment"
+    np.testing.assert_array_equal(block_loss.candidates(batch), able)
+    for spacing in (1, 2, 8):
+        own = replace(recipe, objective=Objective(spacing=spacing))
+        found = [np.asarray(block_loss.draw(jnp.asarray(able), step, own)) for step in (4, 4, 5)]
+        np.testing.assert_array_equal(found[0], found[1])
+        assert spacing == 1 or (found[0] != found[2]).any(), "every step draws anew"
+        assert found[0].shape == (4, 16 // spacing)
+        for row, anchors in enumerate(found[0]):
+            drawn = anchors[anchors >= 0]
+            assert able[row, drawn].all() and len(set(drawn)) == len(drawn)
+            assert len(drawn) == min(able[row].sum(), 16 // spacing)
+    seeds = (replace(recipe, seed=seed) for seed in (0, 1))
+    one, other = (block_loss.draw(jnp.asarray(able), 4, own) for own in seeds)
+    assert (one != other).any()
+
+
+def test_every_candidate_is_drawn_equally_often():
+    """2,000 draws of 4 of 10: a share of 0.4 has a standard deviation of 0.011; one that is off by 0.06 is seen."""
+    recipe = recipe_of(objective=Objective(spacing=4))
+    mask = jnp.arange(16)[None] % 8 < 5
+    steps = jnp.arange(2000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda step: block_loss.draw(mask, step, recipe)))(steps))
+    shares = np.bincount(drawn.reshape(-1), minlength=16) / 2000
+    np.testing.assert_allclose(shares[np.asarray(mask[0])], 0.4, atol=0.045)
+    assert not shares[~np.asarray(mask[0])].any()
+
+
+def test_anchors_are_the_same_on_every_mesh():
+    mask = np.random.default_rng(0).random((8, 64)) < 0.7
+    found = []
+    for data, model in ((1, 1), (4, 2)):
+        recipe = recipe_of(data=data, model=model)
+        rows = jax.device_put(mask, drafter_batch.batch_sharding(recipe.mesh))
+        found.append(jax.jit(lambda rows, recipe=recipe: block_loss.draw(rows, 7, recipe))(rows))
+    np.testing.assert_array_equal(*found)
+
+
+# The step
+
+
+@pytest.mark.parametrize("kind", [DFLASH, REDUCED])
+def test_sharded_and_chunked_updates_are_the_plain_one(kind, x64):
+    results = []
+    for recipe in (recipe_of(kind), recipe_of(kind, None, 4, 2, logits_chunk=1, attention_block=3)):
+        state = drafter_recipe.create(updates.params_of(recipe), recipe)
+        program, policy = update.program(recipe), updates.policy_of(recipe)
+        for _ in range(2):
+            state, metrics = program(state, policy, updates.batch_of(recipe))
+        results.append((state, metrics))
+    updates.assert_same(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_only_trained_leaves_move_and_losses_fall(x64):
+    recipe = recipe_of(REDUCED, Objective(spacing=1))  # every step has the same anchors
+    policy, before = updates.policy_of(recipe), updates.params_of(recipe)
+    state = drafter_recipe.create(updates.params_of(recipe), recipe)
+    kept, losses = jax.device_get(policy), []
+    for _ in range(6):
+        state, metrics = update.program(recipe)(state, policy, updates.batch_of(recipe))
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True)
+    updates.assert_same(policy, kept)
+    np.testing.assert_array_equal(state.params.ids, IDS)
+    pairs = zip(
+        *(jax.tree.leaves(one.replace(ids=None)) for one in (state.params, before)), strict=True
+    )
+    assert all((np.asarray(leaf) != np.asarray(old)).any() for leaf, old in pairs)
+
+
+def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
+    recipe = recipe_of(REDUCED)
+    state, policy = (
+        drafter_recipe.create(updates.params_of(recipe), recipe),
+        updates.policy_of(recipe),
+    )
+    batch = updates.batch_of(recipe)
+    batch = batch.replace(loss_mask=jnp.zeros_like(batch.loss_mask))
+    _, metrics = update.program(recipe)(state, policy, batch)
+    found = float(metrics["loss"]), float(metrics["grad_norm"]), int(metrics["nonfinite"])
+    assert found == (0, 0, 0)
+
+
+def compiled(length: int, vocab: int = 64, **changes):
+    """The compiled update of 2 rows of `length` tokens, features included."""
+    model = replace(updates.MODEL, vocab_size=vocab, max_positions=length)
+    drafter = drafter_network.for_policy(model, "dspark", num_layers=1, block_size=4)
+    recipe = replace(
+        recipe_of(param_dtype="float32", compute_dtype="float32", logits_chunk=64, attention_block=64),
+        model=model, drafter=drafter,
+    )  # fmt: skip
+    recipe = replace(recipe, **changes)
+    policy = architecture.abstract(model, recipe.mesh, "train", "float32")
+    batch = drafter_batch.abstract_batch(recipe.mesh, 2, length)
+
+    def rows(width):
+        return jax.ShapeDtypeStruct((2, length, width), jnp.float32)
+
+    batch = batch.replace(features=rows(drafter.feature_width), states=rows(model.hidden_size))
+    state = drafter_recipe.abstract_state(recipe)
+    return recipe, update.program(recipe).lower(state, policy, batch).compile()
+
+
+def test_memory_grows_linearly_with_the_row():
+    """Neither the scores of all queries nor the logits of all positions exist at once."""
+    short, long = (
+        compiled(length)[1].memory_analysis().temp_size_in_bytes for length in (1024, 2048)
+    )
+    assert long < 2.2 * short
+    queries = 2 * 2 * 2048  # rows, queries for each token
+    assert long < queries * 2048 * 4 * 4 / 8, "scores of 4 heads"
+    _, program = compiled(1024, 8192)
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 1024 * 8192 * 4 / 4
+
+
+def test_the_operations_of_a_loss_are_those_of_its_products():
+    """By hand, against XLA's count: the policy's head once a token, that of the draft vocabulary twice a position."""
+    R, T, D, V, U, r, heads, kv, width, mlp = 2, 128, 128, 600, 300, 32, 4, 2, 32, 160
+    model = replace(
+        updates.MODEL, vocab_size=V, hidden_size=D, num_heads=heads, num_kv_heads=kv, head_dim=width, mlp_dim=mlp
+    )  # fmt: skip
+    drafter = drafter_network.for_policy(
+        model, "dspark", num_layers=1, block_size=4, draft_vocab_size=U, markov_rank=r
+    )
+    recipe = replace(
+        recipe_of(param_dtype="float32", compute_dtype="float32", logits_chunk=10**6, attention_block=10**6),
+        model=model, drafter=drafter,
+    )  # fmt: skip
+    policy = architecture.abstract(model, recipe.mesh, "train", "float32")
+    params = drafter_network.abstract(drafter, recipe.mesh, "train", "float32")
+    batch = drafter_batch.abstract_batch(recipe.mesh, R, T)
+    features, states = (
+        jax.ShapeDtypeStruct((R, T, size), jnp.float32) for size in (drafter.feature_width, D)
+    )
+    batch = batch.replace(features=features, states=states)
+
+    def loss(params, policy, batch):
+        return block_loss.loss(params, drafter_network.shared(policy), batch, recipe, STEP)[0]
+
+    found = jax.jit(loss).lower(params, policy, batch).compile().cost_analysis()["flops"]
+    positions = T // 2 * 4  # a block of 4 for every second token
+    tokens = T * (
+        2 * D * D + 2 * D * kv * width + D * V
+    )  # features of 2 layers, keys and values, the policy's head
+    layer = 2 * D * heads * width + 2 * D * kv * width + 3 * D * mlp
+    attention = 2 * heads * width * (T + 4)
+    logits = 2 * D * U + r * U
+    expected = 2 * R * (tokens + positions * (layer + attention + logits))
+    assert found == pytest.approx(expected, rel=0.06)

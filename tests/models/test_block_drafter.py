@@ -1,0 +1,311 @@
+"""Training and rollout compute one block drafter, which an independent reference computes too; masks are pinned."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import block_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.models import architecture, block_config, block_drafter, drafter_network
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def rolled(params, config, mesh, shared):
+    """The drafter as the programs of the last data group read it, and that group."""
+    layout = drafter_network.shardings(config, mesh, "rollout")
+    reshard = partial(drafter_network.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
+    group = meshes.data_group(mesh, mesh.shape["data"] - 1)
+    copy = meshes.view(jax.jit(reshard, out_shardings=layout)(params), group)
+    policy = architecture.Params(shared.embed, (), copy.final_norm, shared.head)
+    return drafter_network.bind(copy, config, policy, group), group
+
+
+def drafted(case, tokens, features, lengths, mesh, levels=None):
+    """Hidden states [B, P, Z] and logits of a block after `lengths` slots, written in windows of 4 to a used cache.
+
+    P is `levels`, by default all that the block drafts.
+    """
+    config = cases.config(case)
+    shared = jax.device_put(
+        cases.shared(), jax.NamedSharding(meshes.data_group(mesh, mesh.shape["data"] - 1), jax.P())
+    )
+    params, group = rolled(cases.params(case, mesh=mesh), config, mesh, shared)
+    B, levels = tokens.shape[0], levels or config.depth
+    rows = jnp.arange(B, dtype=jnp.int32)
+    spec = block_drafter.abstract_cache(config, B, 16, "float64", group)
+    cache = jax.tree.map(
+        lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
+    )
+
+    @jax.jit
+    def run(params, shared, cache, tokens, features):
+        starts = jnp.zeros(B, jnp.int32)
+        for turn in range(3):
+            window = features[rows[:, None], starts[:, None] + jnp.arange(4)]
+            if turn == 1:
+                cache = block_drafter.fill(params, config, cache, window, rows, starts)
+            else:
+                cache = block_drafter.extend(params, config, cache, window, starts)
+            starts = jnp.minimum(starts + 4, jnp.asarray(lengths))
+        hidden = block_drafter.draft(
+            params,
+            config,
+            shared,
+            cache,
+            tokens[rows, lengths],
+            jnp.asarray(lengths),
+            levels,
+            group,
+        )
+        return hidden, block_drafter.logits(params, config, shared, hidden)
+
+    return jax.tree.map(
+        np.asarray, run(params, shared, cache, *map(jnp.asarray, (tokens, features)))
+    )
+
+
+def trained(case, tokens, features, anchors, segments=None, mesh=None, block=512, positions=None):
+    """Hidden states [R, A, P, Z] of forward_blocks; by default every row is one segment."""
+    config = cases.config(case)
+    counted = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = jnp.ones_like(tokens) if segments is None else segments
+    positions = counted if positions is None else positions
+
+    def run(params, shared, *rows):
+        return block_drafter.forward_blocks(params, config, shared, *rows, block=block, mesh=mesh)
+
+    rows = tokens, features, positions, segments, anchors
+    return np.asarray(jax.jit(run)(cases.params(case, mesh=mesh), cases.shared(), *rows))
+
+
+LENGTHS = np.array([3, 7], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [*((case, (1, 1)) for case in cases.CASES), ("dspark", (2, 2)), ("dspark_whole", (2, 4))],
+)
+def test_a_draft_and_training_compute_what_the_reference_computes(case, shape, x64):
+    tokens, features = cases.line(case, 2, 15)
+    mesh = meshes.make_mesh(*shape)
+    hidden, logits = drafted(case, tokens, features, LENGTHS, mesh)
+    some, _ = drafted(case, tokens, features, LENGTHS, mesh, levels=2)
+    np.testing.assert_allclose(some, hidden[:, :2], **EXACT)
+    blocks = trained(case, tokens, features, LENGTHS[:, None], mesh=mesh)[:, 0]
+    for row, length in enumerate(np.asarray(LENGTHS)):
+        wanted = cases.reference(case, tokens[row, length], features[row, :length])
+        np.testing.assert_allclose(hidden[row], wanted, **EXACT)
+        np.testing.assert_allclose(blocks[row], wanted, **EXACT)
+        head = np.asarray(cases.shared().head)
+        head = head[: cases.VOCAB] if cases.config(case).whole else head[cases.IDS]
+        np.testing.assert_allclose(logits[row, :, : len(head)], wanted @ head.T, **EXACT)
+        assert (logits[row, :, len(head) :] == np.finfo(np.float64).min).all()
+
+
+# Two rows of two segments and padding; anchors at the first token of a segment, and at its last.
+SEGMENTS = np.array([[1] * 6 + [2] * 5 + [0] * 2, [1] * 3 + [2] * 10], np.int32)
+PLACES = np.array([[*range(6), *range(5), 0, 0], [*range(3), *range(10)]], np.int32)
+ANCHORS = np.array([[5, 6, 0, 9, -1], [2, 12, 3, -1, 7]], np.int32)
+
+
+@pytest.mark.parametrize("block", [512, 8, 1])
+@pytest.mark.parametrize("case", ["dflash", "dflash_causal", "dspark"])
+def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64):
+    tokens, features = cases.line(case, 2, 13)
+    found = trained(case, tokens, features, ANCHORS, SEGMENTS, block=block, positions=PLACES)
+    for row, anchor in np.argwhere(ANCHORS >= 0):
+        at = ANCHORS[row, anchor]
+        begin = at - PLACES[row, at]
+        wanted = cases.reference(case, tokens[row, at], features[row, begin:at])
+        np.testing.assert_allclose(found[row, anchor], wanted, **EXACT)
+    assert np.isfinite(found).all()
+
+
+def test_the_reference_tells_masks_apart(x64):
+    """What the equality of the test above would miss: each wrong mask changes the result by more than it allows."""
+    case = "dflash"
+    tokens, features = cases.line(case, 1, 9)
+    right = cases.reference(case, tokens[0, 5], features[0, :5])
+    wrong = {
+        "the anchor's own features": cases.reference(case, tokens[0, 5], features[0, :6])[0],
+        "an earlier token missed": cases.reference(case, tokens[0, 5], features[0, 1:5])[0],
+        "causal": cases.reference(case, tokens[0, 5], features[0, :5], lambda i, j: j <= i)[0],
+    }
+    for name, other in wrong.items():
+        assert np.abs(other - right[0]).max() > 1e-3, name
+
+
+@pytest.mark.parametrize("case", ["dspark", "dflash_causal"])
+def test_gradients_do_not_depend_on_the_chunks(case, x64):
+    config, shared = cases.config(case), cases.shared()
+    tokens, features = cases.line(case, 2, 13)
+
+    def gradient(block):
+        def total(trained, features):
+            params = trained.replace(ids=cases.params(case).ids)
+            rows = (*map(jnp.asarray, (tokens, features, PLACES, SEGMENTS, ANCHORS)),)
+            hidden = block_drafter.forward_blocks(params, config, shared, *rows, block=block)
+            scores = block_drafter.logits(params, config, shared, hidden)
+            return jnp.sum(jnp.where((ANCHORS >= 0)[..., None], scores[..., 3], 0))
+
+        trained = cases.params(case).replace(ids=None)
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(trained, features)
+
+    (one, seen), (other, _) = gradient(512), gradient(4)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(one):
+        name = jax.tree_util.keystr(path)
+        assert ("markov" in name or "confidence" in name) == (np.abs(leaf).max() < 1e-4), name
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+    # The tokens of each segment that lie before one of its anchors.
+    used = {(0, t) for t in (*range(5), *range(6, 9))} | {
+        (1, t) for t in (*range(2), *range(3, 12))
+    }
+    touched = {tuple(map(int, place)) for place in np.argwhere(np.abs(seen).max(-1) > 0)}
+    assert touched == used
+
+
+def test_memory_of_training_grows_linearly_with_the_row():
+    config, mesh = cases.config("dspark"), meshes.make_mesh(1, 1)
+    params = drafter_network.abstract(config, mesh, "train", "float32")
+    shared = jax.eval_shape(lambda: cases.shared("float32"))
+
+    def temporary(length):
+        def total(trained, ids, shared, features, tokens, anchors):
+            rows = tokens, features, tokens, tokens, anchors
+            return block_drafter.forward_blocks(
+                trained.replace(ids=ids), config, shared, *rows, block=64
+            ).sum()
+
+        features = jax.ShapeDtypeStruct((1, length, config.feature_width), jnp.float32)
+        tokens, anchors = (
+            jax.ShapeDtypeStruct((1, size), jnp.int32) for size in (length, length // 4)
+        )
+        program = jax.jit(jax.grad(total)).lower(
+            params.replace(ids=None), params.ids, shared, features, tokens, anchors
+        )
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(4096) < 2.2 * temporary(2048)
+
+
+def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
+    """By hand: no MLP, attention to one earlier token whose value is known, so the logits are those of x + its value."""
+    config = dataclasses.replace(
+        cases.config("dspark_bare"),
+        block_size=1, num_layers=1, hidden_size=2, mlp_dim=1, num_heads=1, num_kv_heads=1, head_dim=2, vocab_size=3,
+        draft_vocab_size=3, captures=(1,), mask_token_id=0, rms_eps=0.0,
+    )  # fmt: skip
+    spec = block_config.weights(config, 1)
+    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), spec)
+    ones = jnp.ones(2)
+    layers = zeros.layers.replace(
+        attention_norm=ones[None], mlp_norm=ones[None], q_norm=ones[None], k_norm=ones[None],
+        q=jnp.eye(2)[None], k=jnp.eye(2)[None], v=3 * jnp.eye(2)[None], o=jnp.eye(2)[None],
+    )  # fmt: skip
+    params = zeros.replace(fuse=jnp.eye(2), context_norm=ones, final_norm=ones, layers=layers)
+    embed = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    shared = drafter_network.Shared(embed, jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]]))
+    rows = jnp.array([[1]]), jnp.array([[[5.0, 5.0]]]), jnp.array([[0]]), jnp.array([[1]])
+    hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[0]]))
+    # The anchor alone: x = (0, 2), with norm (0, sqrt 2), gets the value (0, 3 sqrt 2); the last norm makes it (0, sqrt 2).
+    root = np.sqrt(2)
+    np.testing.assert_allclose(hidden, [[[[0, root]]]], atol=1e-12)
+    logits = block_drafter.logits(params, config, shared, hidden)[0, 0, 0, :3]
+    np.testing.assert_allclose(logits, [0, root, -root], atol=1e-12)
+    # One token before it: its features (5, 5) have c = (1, 1), at position 0; those of the anchor, (9, 0), are not seen.
+    # The query is (0, sqrt 2), turned by the angle of position 1, as the anchor's key is: their product is 2.
+    rows = (
+        jnp.array([[0, 1]]),
+        jnp.array([[[5.0, 5.0], [9.0, 0.0]]]),
+        jnp.array([[0, 1]]),
+        jnp.array([[1, 1]]),
+    )
+    hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[1]]))
+    turn = 1 / config.rope.factor
+    query = root * np.array([-np.sin(turn), np.cos(turn)])
+    weight = np.exp(np.array([query @ [1, 1], 2.0]) / root)
+    weight /= weight.sum()
+    x = np.array([0, 2]) + weight[0] * 3 * np.array([1, 1]) + weight[1] * 3 * np.array([0, root])
+    np.testing.assert_allclose(hidden[0, 0, 0], x / np.sqrt(np.mean(x * x)), rtol=1e-12)
+
+
+def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
+    config, params = cases.config("dspark"), cases.params("dspark")
+    random = np.random.RandomState(3)
+    hidden, tokens = random.randn(2, 3, 16), random.randint(0, cases.VOCAB, (2, 3))
+    hidden, tokens = jnp.asarray(hidden), jnp.asarray(tokens)
+    embedding = block_drafter.markov_embedding(params, tokens, "float64")
+    np.testing.assert_array_equal(embedding, np.asarray(params.markov_in)[tokens])
+    np.testing.assert_allclose(
+        block_drafter.markov_bias(params, config, embedding),
+        embedding @ params.markov_out.T,
+        **EXACT,
+    )
+    both = np.concatenate([hidden, embedding], -1)
+    odds = block_drafter.confidence(params, hidden, embedding)
+    np.testing.assert_allclose(odds, both @ params.confidence + params.confidence_bias, **EXACT)
+    bare = block_drafter.markov_embedding(cases.params("dspark_bare"), tokens, "float64")
+    assert bare.shape == (2, 3, 0)
+
+
+def test_new_weights_are_the_same_on_every_mesh_and_begin_without_a_markov_bias():
+    config = cases.config("dspark")
+    one, other = (
+        drafter_network.init(config, meshes.make_mesh(*shape), jax.random.key(3), "float32", cases.IDS)
+        for shape in ((1, 1), (2, 2))
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    np.testing.assert_array_equal(one.ids, cases.IDS)
+    assert one.head is None
+    assert one.context_kv is None
+    assert not np.any(one.markov_out)
+    assert np.std(one.markov_in[: cases.VOCAB]) == pytest.approx(0.02, rel=0.2)
+    assert not one.markov_in[cases.VOCAB :].any()
+
+
+def test_defaults_follow_the_policy():
+    config = drafter_network.for_policy(cases.policy(), "dspark")
+    assert (config.num_layers, config.block_size, config.depth, config.markov_rank) == (2, 8, 8, 16)
+    assert (config.captures, config.mask_token_id, config.whole) == ((2, 3, 4, 5), 36, True)
+    config = drafter_network.for_policy(cases.policy(), "dflash")
+    assert (config.depth, config.markov_rank, config.confidence) == (7, 0, False)
+    ranks = {576: 64, 896: 64, 1023: 64, 1024: 128, 3584: 256, 5120: 256, 64: 16, 2: 16}
+    assert {width: block_config.default_rank(width) for width in ranks} == ranks
+    depths = {36: (2, 10, 18, 26, 34), 12: (2, 4, 6, 8, 10), 4: (1, 2, 3, 4), 1: (1,), 2: (1, 2)}
+    assert {depth: block_config.default_captures(depth) for depth in depths} == depths
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("dflash", {"markov_rank": 4}, "markov_rank 4, confidence False: not for a drafter of kind dflash"),
+        ("dflash", {"block_size": 1}, "block_size 1: a dflash drafter needs at least 2"),
+        ("dspark", {"block_size": 0}, "block_size 0: a dspark drafter needs at least 1"),
+        ("dspark", {"mask_token_id": 37}, "mask_token_id 37 is not within 0..36"),
+        ("dspark", {"captures": (3, 3)}, "rising depth, from 0 on"),
+        ("dspark", {"captures": (-1, 3)}, "rising depth, from 0 on"),
+        ("dspark", {"captures": (2, 8)}, "after layers \\(2, 8\\), the policy has 7 layers"),
+        ("dspark", {"draft_vocab_size": 38}, "draft_vocab_size 38 is not within 1..37"),
+        ("dspark", {"num_kv_heads": 3}, "3 KV heads"),
+        ("dspark", {"hidden_size": 24}, "hidden_size 24 is not the policy's 16"),
+    ],
+)  # fmt: skip
+def test_conflicting_fields_are_refused_by_name(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        drafter_network.for_policy(cases.policy(), kind, **changes)
+
+
+def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
+    with pytest.raises(ValueError, match="4 attention heads.*use one of"):
+        drafter_network.abstract(cases.config("dflash"), meshes.make_mesh(1, 3), "train", "float32")
+    config = dataclasses.replace(cases.config("dspark"), markov_rank=5)
+    with pytest.raises(ValueError, match="mesh.data 2 does not divide the drafter's Markov rank 5"):
+        drafter_network.abstract(config, meshes.make_mesh(2, 1), "train", "float32")

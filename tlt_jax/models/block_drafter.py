@@ -1,0 +1,254 @@
+"""The network of a block drafter: cache extension and drafting for rollout, blocks at many anchors for training.
+
+Let c_s be one linear map of the policy's features of token s, normed. A block at token t, its anchor, has B queries at
+positions t, ..., t + B - 1: the embeddings of the anchor, then of the mask token. In every layer, with that layer's own
+matrices, keys and values are those of c_s for all s < t and of the block's own hidden states; so slot s of the cache holds
+the keys and values of c_s. Output j predicts token t + 1 + j, for j = 0, ..., P - 1 (DFlash, arXiv 2602.06036, section 3;
+DSpark, arXiv 2607.05147).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tlt_jax.distributed.mesh import sharding
+from tlt_jax.kernels import block_attention, cache_rows, tree_attention
+from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.models import kv_cache, layers as ops
+from tlt_jax.models.architecture import Layer
+from tlt_jax.models.block_config import BlockConfig, BlockParams
+from tlt_jax.models.decoder_layer import (
+    finish,
+    finish_nodes,
+    heads,
+    keys_values,
+    node_heads,
+    packed_angles,
+    rotated,
+    tree_layer,
+)
+from tlt_jax.models.drafter_network import Shared, cast
+from tlt_jax.models.kv_cache import KVCache, Scratch
+from tlt_jax.shapes import shaped
+
+
+def abstract_cache(
+    config: BlockConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
+) -> KVCache:
+    """Shape, dtype and sharding of a data group's cache: a KVCache of the drafter's layers."""
+    return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
+
+
+def context(
+    params: BlockParams, config: BlockConfig, features: Float[Array, "*A F"], axis: int
+) -> Float[Array, "*A Z"]:
+    """c, which every layer reads, from the policy's features."""
+    fused = ops.project(features, params.fuse, None, axis)
+    return ops.rms_norm(fused, params.context_norm, config.rms_eps, axis)
+
+
+@shaped
+def slots_of(
+    params: BlockParams,
+    config: BlockConfig,
+    features: Float[Array, "B W F"],
+    starts: Int[Array, " B"],
+) -> Scratch:
+    """Keys and values of W tokens of each row, from position starts[b] on, in every layer. `params`: "rollout" layout."""
+    B, W, _ = features.shape
+    positions = (starts[:, None] + jnp.arange(W)).reshape(-1)
+    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, features.dtype)
+    c = context(params, config, features.reshape(B * W, -1).T, 0)
+    kv = ops.project(c, params.context_kv, None, 0)
+    keys, values = [], []
+    for layer, (k, v) in zip(params.layers, kv, strict=True):
+        k = rotated(k, layer.k_norm, config.block, cos.T, sin.T, 0)
+        k, v = ops.kv_by_node(k, v, B)
+        keys.append(k)
+        values.append(v)
+    return Scratch(tuple(keys), tuple(values), features[..., :0])
+
+
+@jax.named_scope("drafter/extend")
+@shaped
+def extend(
+    params: BlockParams,
+    config: BlockConfig,
+    cache: KVCache,
+    features: Float[Array, "B W F"],
+    starts: Int[Array, " B"],
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """The cache with W more slots of every row, from starts[b] on, for which it must have space.
+
+    Computed in the dtype of `features`; `params`: "rollout" layout.
+    """
+    rows = slots_of(params, config, features, starts)
+    if cache_rows.runs(mesh, cache.slots_last):
+        rows = rows.replace(after=features[:, 0])  # nothing has read the cache
+    return kv_cache.commit(cache, rows, None, starts, mesh)
+
+
+@jax.named_scope("drafter/fill")
+@shaped
+def fill(
+    params: BlockParams,
+    config: BlockConfig,
+    cache: KVCache,
+    features: Float[Array, "R W F"],
+    rows: Int[Array, " R"],
+    starts: Int[Array, " R"],
+) -> KVCache:
+    """The cache with W more slots of sequences rows[r], from starts[r] on. `params`: "rollout" layout."""
+    return kv_cache.write(cache, slots_of(params, config, features, starts), rows, starts)
+
+
+@jax.named_scope("drafter/block")
+@shaped
+def draft(
+    params: BlockParams,
+    config: BlockConfig,
+    shared: Shared,
+    cache: KVCache,
+    roots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    levels: int,
+    mesh: Mesh | None = None,
+) -> Float[Array, "B P Z"]:
+    """Normed hidden states of the first P = `levels` outputs of a block for each row, whose anchor is token roots[b].
+
+    The anchor's position is lengths[b]; the block sees the first lengths[b] slots of the cache. The last layer has the
+    queries of these outputs only; a causal block, nothing after them. `params`: "rollout" layout.
+    """
+    B, outputs = roots.shape[0], slice(config.skipped, config.skipped + levels)
+    N = outputs.stop if config.causal else config.block_size
+    tokens = jnp.full((B, N), config.mask_token_id, roots.dtype).at[:, 0].set(roots)
+    positions = (lengths[:, None] + jnp.arange(N)).reshape(-1)
+    x = shared.embed[tokens.reshape(-1)].T
+    angles = ops.rope_angles(config.rope, config.head_dim, positions, x.dtype)
+    cos, sin = (angle.T for angle in angles)
+    seen = jnp.ones((N, N), bool)
+    seen = jnp.broadcast_to(jnp.tril(seen) if config.causal else seen, (B, N, N))
+    last, *kept = params.layers[-1], cache.keys[-1], cache.values[-1]
+    normed = arrivals = None
+    for layer, following, keys, values in zip(
+        params.layers, params.layers[1:], cache.keys, cache.values, strict=False
+    ):
+        past = keys, values, lengths, cache.slots_last
+        (x, normed), _, _, arrivals = tree_layer(
+            layer, config.block, (x, normed), following.attention_norm, (cos, sin), seen, past, mesh, arrivals
+        )  # fmt: skip
+    with jax.named_scope("layer"):
+        q, k, v = node_heads(last, config.block, x, (cos, sin), B, mesh, normed)
+        q, seen = q[:, :, :, outputs], seen[:, outputs]
+        attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, mesh)
+        x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
+        attended = ops.by_feature(attended)
+        x, normed = finish_nodes(last, config.block, x, attended, params.final_norm, mesh)
+    x = ops.rms_norm(x, params.final_norm, config.rms_eps, 0) if normed is None else normed
+    # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
+    return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)
+
+
+@jax.named_scope("drafter/head")
+@shaped
+def logits(
+    params: BlockParams, config: BlockConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
+) -> Float[Array, "*batch U"]:
+    """Logits over the draft vocabulary without the Markov bias, in at least float32; those of padding are the lowest."""
+    if params.head is not None:
+        matrix = params.head
+    else:
+        matrix = shared.head if params.ids is None else shared.head[params.ids]
+    scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
+    if params.ids is not None:
+        return scores
+    return masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+
+
+@shaped
+def markov_embedding(
+    params: BlockParams, tokens: Int[Array, "*batch"], dtype: DTypeLike
+) -> Float[Array, "*batch r"]:
+    """The Markov head's embedding of the tokens before the predicted ones; of width 0 without that head."""
+    if params.markov_in is None:
+        return jnp.zeros((*tokens.shape, 0), dtype)
+    return params.markov_in[tokens].astype(dtype)
+
+
+@jax.named_scope("drafter/markov")
+@shaped
+def markov_bias(
+    params: BlockParams, config: BlockConfig, embedding: Float[Array, "*batch r"]
+) -> Float[Array, "*batch U"]:
+    """What the Markov head adds to `logits`, in at least float32; 0 at padding. For drafters with that head only."""
+    return contract("...r,vr->...v", embedding, params.markov_out.astype(embedding.dtype))
+
+
+@shaped
+def confidence(
+    params: BlockParams, hidden: Float[Array, "*batch Z"], embedding: Float[Array, "*batch r"]
+) -> Float[Array, "*batch"]:
+    """The confidence head's log-odds that the policy accepts the token here, given those before, in at least float32.
+
+    `embedding`: that of the Markov head of the tokens before. For drafters with a confidence head only.
+    """
+    both = jnp.concatenate([hidden, embedding], axis=-1)
+    scores = contract("...d,d->...", both, params.confidence.astype(both.dtype))
+    return scores + params.confidence_bias.astype(scores.dtype)
+
+
+@jax.named_scope("drafter/blocks")
+@shaped
+def forward_blocks(
+    params: BlockParams,
+    config: BlockConfig,
+    shared: Shared,
+    tokens: Int[Array, "R T"],
+    features: Float[Array, "R T F"],
+    positions: Int[Array, "R T"],
+    segments: Int[Array, "R T"],
+    anchors: Int[Array, "R A"],
+    block: int = 512,
+    mesh: Mesh | None = None,
+) -> Float[Array, "R A P Z"]:
+    """Normed hidden states of the P outputs of the blocks at A tokens of packed rows; what `extend` and `draft` compute.
+
+    anchors[r, a]: a token of row r; -1: none, and the result is any finite number. Output j predicts token
+    anchors[r, a] + 1 + j. Computed in the dtype of `features`; `params`: "train" layout. The backward pass recomputes every
+    layer, and attention in chunks of `block` queries: memory grows linearly with T and with A. With a mesh, rows stay
+    sharded over `data`.
+    """
+
+    def rows(x: Array) -> Array:
+        if mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding(mesh, ("batch",), "train"))
+
+    params, N = cast(params, features.dtype), config.block_size
+    at = jnp.maximum(anchors, 0)
+    queries = jnp.full((*anchors.shape, N), config.mask_token_id, tokens.dtype)
+    queries = queries.at[..., 0].set(jnp.take_along_axis(tokens, at, axis=1))
+    places = jnp.take_along_axis(positions, at, axis=1)[..., None] + jnp.arange(N)
+    angles = packed_angles(config.block, places.reshape(places.shape[0], -1), features.dtype)
+    angles = tuple(one.reshape(*places.shape, 1, -1) for one in angles)
+    past_angles = packed_angles(config.block, positions, features.dtype)
+    c = rows(context(params, config, rows(features), -1))
+
+    @jax.checkpoint
+    def advance(x: Array, layer: Layer) -> tuple[Array, None]:
+        y = ops.rms_norm(x, layer.attention_norm, config.rms_eps)
+        q, k, v = heads(layer, config.block, y, *angles, -1)
+        q = q.reshape(*k.shape[:4], -1, config.head_dim)
+        past = keys_values(layer, config.block, c, *past_angles, -1)
+        attended = block_attention.attend(q, k, v, anchors, *past, segments, config.causal, block)
+        return rows(finish(layer, config.block, x, attended.reshape(*x.shape[:3], -1), -1)), None
+
+    x = rows(shared.embed[queries].astype(features.dtype))
+    x, _ = jax.lax.scan(advance, x, params.layers)
+    x = ops.rms_norm(x, params.final_norm, config.rms_eps)
+    return x[:, :, config.skipped :]
