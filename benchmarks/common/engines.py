@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
+from tlt_jax.config.schema import NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, eagle, hf
+from tlt_jax.models import architecture, drafter_network, hf
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
@@ -40,15 +41,15 @@ def sizes(
 
 
 def random_engine(
-    model: ModelConfig, mesh: Mesh, sequences: int, *, drafts: bool, dtype: str = "float32",
+    model: ModelConfig, mesh: Mesh, sequences: int, *, kind: str = NONE, dtype: str = "float32",
     strategies: Sequence[str] = (), draft_vocab: int | None = None, captures_states: bool = False,
 ) -> tuple[Engine, Weights]:  # fmt: skip
-    """An engine of a random policy, with a random EAGLE-3 drafter if it drafts, and the weights of data group 0.
+    """An engine of a random policy, with a random drafter of this kind if one is named, and the weights of data group 0.
 
     Without `strategies` it has those of the default configuration; without `draft_vocab` the drafter has all tokens.
     """
-    config = Config()
-    speculation = replace(config.speculation, drafter="a directory" if drafts else "none")
+    config, drafts = Config(), kind != NONE
+    speculation = replace(config.speculation, drafter="a directory" if drafts else NONE)
     config = replace(
         config,
         model=replace(config.model, compute_dtype=dtype),
@@ -58,9 +59,9 @@ def random_engine(
     drafter, params = None, None
     if drafts:
         vocab = draft_vocab or model.vocab_size
-        drafter = eagle.for_policy(model, "eagle3", draft_vocab_size=vocab)
+        drafter = drafter_network.for_policy(model, kind, draft_vocab_size=vocab)
         ids = np.arange(vocab) if draft_vocab else None
-        params = eagle.init(drafter, mesh, jax.random.key(1), dtype, ids)
+        params = drafter_network.init(drafter, mesh, jax.random.key(1), dtype, ids)
     engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures_states)
     policy = architecture.init(model, mesh, jax.random.key(0), dtype)
     return engine, jax.block_until_ready(engine.publish(policy, params)[0])

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from benchmarks.common.engines import FullRows, model_of, random_engine, sizes
 from benchmarks.common.timing import clocked
+from tlt_jax.config.schema import NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
@@ -157,8 +158,8 @@ def engine_of(device: Device, drafts: bool) -> tuple[Engine, Weights]:
     """An engine of the random policy, with a random EAGLE-3 drafter if it drafts, and its weights."""
     shape = device.shape
     return random_engine(
-        device.model(), device.mesh, max(shape.batches), drafts=drafts, dtype=device.dtype, strategies=shape.trees,
-        draft_vocab=shape.draft_vocab,
+        device.model(), device.mesh, max(shape.batches), kind="eagle3" if drafts else NONE, dtype=device.dtype,
+        strategies=shape.trees, draft_vocab=shape.draft_vocab,
     )  # fmt: skip
 
 

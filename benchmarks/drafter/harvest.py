@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = results.ResultTable(COLUMNS, args.csv)
     for batch in map(int, results.listed(args.batches)):
         sides = [
-            random_engine(model, mesh, batch, drafts=True, captures_states=captures)
+            random_engine(model, mesh, batch, kind="eagle3", captures_states=captures)
             for captures in (False, True)
         ]
         for strategy in (PLAIN, DRAFTING):

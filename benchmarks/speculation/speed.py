@@ -4,9 +4,10 @@ python -m benchmarks.speculation.speed --policy DIR --drafter DIR [--drafter ngr
     [--section.knob VALUE ...]
 python -m benchmarks.speculation.speed --policy DIR --drafter DIR --tail    64 answers with a long tail
 
-The first drafter races with every tuner and every strategy alone, the others with the first tuner; a turn decodes --waves times
-as many answers as are live, 8 at least. benchmarks/speculation/race.py explains turns and columns. The measured answers were
-those to long problems: --rollout.max_new_tokens 192 --data.task_args "{min_length: 12, max_length: 18, tail: 0.0}".
+The first drafter races with every tuner and every strategy alone, the others with the first tuner, or without tuners with
+every strategy alone; a turn decodes --waves times as many answers as are live, 8 at least. benchmarks/speculation/race.py
+explains turns and columns. The measured answers were those to long problems: --rollout.max_new_tokens 192
+--data.task_args "{min_length: 12, max_length: 18, tail: 0.0}".
 With --tail a turn is a rollout of 64 answers that starts full and ends with the few long ones; drafters race with tuners alone.
 The measured answers: --rollout.max_new_tokens 470 --data.task_args "{min_length: 6, max_length: 30, tail: 2.0}".
 One sequence and many trees: --live 1 --tuners '' --alone 3_1_4,7_1_8,...
@@ -34,8 +35,9 @@ def arms_of(args: argparse.Namespace) -> dict[str, Speculation]:
     for drafter in args.drafter:
         for tuner in tuners if drafter == first else tuners[:1]:
             arms[f"{label(drafter)} {tuner}"] = Speculation(drafter, tuner, texts)
-    for text in alone:
-        arms[f"{label(first)} {text}"] = Speculation(first, "fixed", [text])
+    for drafter in args.drafter if not tuners else [first]:
+        for text in alone:
+            arms[f"{label(drafter)} {text}"] = Speculation(drafter, "fixed", [text])
     return arms
 
 
