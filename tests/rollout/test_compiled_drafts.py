@@ -10,6 +10,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import launches, topology
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import data_group, make_mesh
+from tlt_jax.kernels import cache_rows
 from tlt_jax.models import drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
@@ -19,6 +20,9 @@ from tlt_jax.spec_decode.strategy import parse
 # Qwen2.5-7B; the weights of its layers are no part of a draft.
 POLICY = ModelConfig("qwen2", 152_064, 3584, 28, 28, 4, 128, 18_944, 32_768, qkv_bias=True)
 DRAFT_VOCAB = 32_000
+KEYS = (
+    (4096 + 128) * 4 * 128 * 2
+)  # bytes of a layer's keys in a cache of 4096 slots, padded, of one row
 SLICES, FREE = (
     ("gather", "dynamic-slice", "slice"),
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"),
@@ -97,14 +101,19 @@ def test_on_a_cpu_no_product_with_the_head_reads_its_tokens_along_columns(batch)
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_block_of_seven_levels_moves_half_the_bytes_of_seven_passes_at_most():
-    """And runs half the kernels. Each draft reads its weights once a pass, and little else."""
-    found = {}
+    """And runs half the kernels. Each draft reads its weights once a pass, and little else.
+
+    Without Triton some versions of XLA copy one array of the cache to write rows into it, and move a tenth more of DSpark's
+    bytes.
+    """
+    found, mesh = {}, make_mesh(1, 1, topology.describe("h200:1").devices)
+    most, more = (1 << 20, 1.1) if cache_rows.runs(mesh, False) else (KEYS, 1.2)
     for kind in ("eagle3", "dspark"):
         compiled, one_round = launches.compile_and_read(lowered(kind, "h200:1", "7_1_8", 1, 1, 1.0))
         hlo = compiled.as_text()
         found[kind] = round_bytes(hlo), one_round.kernels
-        assert weight_bytes(kind) < found[kind][0] < 1.1 * weight_bytes(kind), found
-        assert launches.largest_copy(hlo) < 1 << 20 and one_round.host_loops == 0
+        assert weight_bytes(kind) < found[kind][0] < more * weight_bytes(kind), found
+        assert launches.largest_copy(hlo) <= most and one_round.host_loops == 0
     pairs = zip(found["dspark"], found["eagle3"], strict=True)
     assert all(2 * one <= other for one, other in pairs), found
 
