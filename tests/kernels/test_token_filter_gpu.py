@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from kernels.devices import on_device
 from kernels.triton_runs import REASON, compiled, kernels, resource_usage
 
 FILTERS = {"top-p": (0, 0.95), "top-k": (50, 1.0), "both": (20, 0.95)}
 VOCABULARIES = (152064, 49152)
 REGISTERS = 128  # of a thread: two programs of 8 warps fit a multiprocessor
-HIDES_DEVICES = ("JAX_PLATFORMS", "XLA_FLAGS")  # as the tests set them
 
 
 @pytest.mark.gpu
@@ -49,21 +44,6 @@ def test_three_kernels_read_wide_and_fit_a_multiprocessor_twice(name, vocab, mon
     assert "st.global" in order[:counted] and "ld.global" in order[counted:]
 
 
-def on_device(cases: list[tuple]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`token_filter_on_device` of the cases on the GPU of this machine."""
-    environment = {name: os.environ[name] for name in os.environ if name not in HIDES_DEVICES}
-    script = Path(__file__).with_name("token_filter_on_device.py")
-    done = subprocess.run(
-        [sys.executable, script], input=pickle.dumps(cases), capture_output=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    platform, capability, results = pickle.loads(done.stdout)
-    if platform != "gpu":
-        pytest.skip(f"the device is a {platform}, the kernels are for GPUs")
-    assert capability is not None, done.stderr.decode()
-    return results
-
-
 @pytest.mark.device
 def test_on_a_gpu_the_kernels_keep_the_logits_that_xla_keeps():
     rng = np.random.default_rng(0)
@@ -74,7 +54,9 @@ def test_on_a_gpu_the_kernels_keep_the_logits_that_xla_keeps():
         for logits in (wide, tied, small)
         for top_k, top_p in (*FILTERS.values(), (2000, 0.99), (0, 0.9999))
     ]
-    for (logits, top_k, top_p), (ours, xla, again) in zip(cases, on_device(cases), strict=True):
+    for (logits, top_k, top_p), (ours, xla, again) in zip(
+        cases, on_device("token_filter_on_device.py", cases), strict=True
+    ):
         assert again.tobytes() == ours.tobytes(), "whoever comes last"
         for row, one, other in zip(logits, ours, xla, strict=True):
             if top_p == 1:
