@@ -114,7 +114,7 @@ def lower(
 
     rows = minibatches.abstract_rows(config, recipe)
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
-    if rows.reference is not None or rows.old is not None:
+    if minibatches.scores(config):
         scores = partial(programs.score.lower, params, rows.replace(old=None, reference=None))
         yield PlannedProgram("log-probs", scores, recipe.mesh, resident)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tlt_jax import optimizer
-from tlt_jax.config import Config, changes, older, page, parse as parsing, validate
+from tlt_jax.config import Config, algorithms, changes, older, page, parse as parsing, validate
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
     CONFIG,
@@ -293,6 +293,49 @@ def test_the_config_of_an_older_version_is_read_with_the_current_names(write, tm
         read_resolved(path)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cap", "level", "kept"),
+    [
+        ("float32", 0.0, "auto", 2.0),
+        ("bfloat16", 0.0, "none", 2.0),
+        ("float32", 1.5, "token", 1.5),
+        ("bfloat16", None, "none", 2.0),
+    ],
+)
+def test_importance_weights_of_an_older_run_folder_stay_as_they_were(
+    write, tmp_path, dtype, cap, level, kept
+):
+    """There importance_cap 0, the default, was none, in every dtype. In float32 auto is none, so that the run goes on."""
+    got = parse([*write(), "--model.compute_dtype", dtype])
+    tree = yaml.safe_load(to_yaml(got))
+    for knob in ("importance", "importance_cap", "importance_mask", "clip_dual", "kl_in"):
+        del tree["algorithm"][knob]
+    tree["algorithm"] |= {} if cap is None else {"importance_cap": cap}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(tree))
+    read = read_resolved(tmp_path / "resolved.yaml")
+    assert (read.algorithm.importance, read.algorithm.importance_cap) == (level, kept)
+    is_same = level == "auto"
+    assert bool(changes.changes(got, read)) != is_same
+    assert algorithms.importance(got.algorithm, dtype) == (
+        "token" if dtype == "bfloat16" else "none"
+    )
+
+
+def test_a_cap_of_an_older_file_is_read_with_its_meaning(write):
+    arguments = write()
+    file = Path(arguments[-1])
+    text = file.read_text()
+    for given, level, cap in (
+        ("importance_cap: 0", "none", 2.0),
+        ("importance_cap: 1.5", "token", 1.5),
+        ("importance: sequence, importance_cap: 1.5", "sequence", 1.5),
+        ("clip_low: 0.1", "auto", 2.0),
+    ):
+        file.write_text(f"{text}\nalgorithm: {{{given}}}\n")
+        found = parse(arguments).algorithm
+        assert (found.importance, found.importance_cap) == (level, cap)
+
+
 @pytest.mark.parametrize(("old", "new"), [("true", "full"), ("false", "none"), ("auto", "auto")])
 def test_remat_of_an_older_configuration_or_run_folder_is_read_by_its_new_name(
     write, tmp_path, old, new
@@ -393,9 +436,30 @@ WRONG = [
     ("--rollout.prompts 0", "rollout.prompts 0 is too small: use at least 1"),
     (
         "--algorithm.advantage gae",
-        "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo",
+        "algorithm.advantage 'gae' is not known: use grpo | rloo | dr_grpo | reinforce_pp",
     ),
-    ("--algorithm.loss ppp", "algorithm.loss 'ppp' is not known: use ppo | module:function"),
+    (
+        "--algorithm.loss ppp",
+        "algorithm.loss 'ppp' is not known: use ppo | gspo | cispo | module:function",
+    ),
+    ("--algorithm.kl_in reward", "algorithm.kl_in reward with algorithm.kl_coef 0: nothing is"),
+    ("--algorithm.clip_dual 3 --algorithm.loss cispo", "with algorithm.loss 'cispo', which clips"),
+    ("--algorithm.clip_dual 3 --algorithm.loss a:b", "algorithm.loss 'a:b', which is yours: use"),
+    ("--algorithm.clip_dual 1", "algorithm.clip_dual 1 is not above 1: use a larger one"),
+    ("--algorithm.importance_cap 0", "is below 1: use at least 1, or algorithm.importance none"),
+    ("--algorithm.importance_mask 1", "algorithm.importance_mask 1 is not above 1"),
+    (
+        "--algorithm.importance_mask 2",
+        "algorithm.importance none (auto, in model.compute_dtype float32) has no effect: set",
+    ),
+    (
+        "--algorithm.importance_mask 2 --algorithm.importance none",
+        "algorithm.importance_mask 2 with algorithm.importance none has no effect: set algorithm",
+    ),
+    (
+        "--algorithm.importance_cap 3",
+        "algorithm.importance_cap 3 with algorithm.importance none (auto",
+    ),
     (
         "--speculation.tuner a.b:",
         "speculation.tuner 'a.b:' is not known: use goodput | threshold | beg_mab | fixed | module:function",

@@ -71,9 +71,9 @@ def test_all_functions_of_a_run_are_used_and_its_configuration_can_be_read(tmp_p
         called.add("reward")
         return {"score": float(len(completion)), "seven": 7.0}
 
-    def loss(logprobs, old_logprobs, advantages, clip_low, clip_high):
+    def loss(tokens, clip_low, clip_high):
         called.add("loss")
-        return -advantages * logprobs
+        return -tokens.advantages * tokens.logprobs
 
     def tuner(strategies):
         called.add("tuner")
@@ -240,7 +240,7 @@ def needs_one(one):
     ({"data.train": int, "reward.terms": {"exact": 1.0}}, "data.train 'builtins:int' gave a int: return or yield"),
     ({"speculation.tuner": lambda: None}, "has no name"),
     ({"speculation.tuner": needs_one}, "speculation.tuner"),
-    ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' does not take logprobs"),
+    ({"algorithm.loss": needs_one}, "algorithm.loss 'test_callables:needs_one' is called as loss(tokens: tlt_jax."),
     ({"data.task": needs_one}, "data.task_args {} do not fit 'test_callables:needs_one': missing"),
 ])  # fmt: skip
 def test_a_function_that_takes_or_returns_something_else_is_one_line(tmp_path, given, message):

@@ -22,8 +22,8 @@ from tlt_jax import cli
 from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import loop, policy_update
-from tlt_jax.train.recipe import Objective
+from tlt_jax.train import loop, losses, policy_loss
+from tlt_jax.train.objective import Objective
 
 ROOT = Path(tlt_jax.__file__).parents[1]
 BLOCKS = re.findall(
@@ -155,20 +155,16 @@ def test_the_rows_of_the_page_are_trained_on(capsys):
 
 
 def test_the_loss_of_the_page_has_the_gradient_worked_by_hand_and_trains():
-    """PPO has none where the clip is active; CISPO has the limit times the advantage."""
-    ratios, advantages = jnp.array([[1.5, 1.5, 0.5, 0.5]]), jnp.array([[1.0, -1.0, 1.0, -1.0]])
+    """Two answers of two tokens in a row: of the second, a log-ratio beyond the limit is clipped, and keeps no gradient."""
+    log_ratios = jnp.log(jnp.array([[1.2, 0.9, 2.0, 1.1]]))
     old, mask = jnp.full((1, 4), -1.0), jnp.ones((1, 4), bool)
-    rows = policy_update.Rows(
-        *[jnp.zeros((1, 4), jnp.int32)] * 4, mask * 1.0, advantages, old=old
-    )  # fmt: skip
-
-    def gradient(loss):
-        objective = Objective(clip_low=0.2, clip_high=0.3, loss=loss)
-        total = lambda given: policy_update.policy_loss(objective, rows, given, mask)[0].sum()  # noqa: E731
-        return jax.grad(total)(old + jnp.log(ratios))[0]
-
-    np.testing.assert_allclose(gradient("ppo"), [0.0, 1.5, -0.5, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(gradient("my_losses:cispo"), [-1.3, 1.3, -0.8, 0.8], rtol=1e-6)
+    advantages, segments = jnp.array([[-1.0, -1.0, 1.0, 1.0]]), jnp.array([[1, 1, 2, 2]])
+    tokens = losses.Tokens(old + log_ratios, old, None, advantages, segments, mask)
+    objective = Objective(clip_low=0.4, clip_high=0.4, loss="my_losses:gmpo")
+    found = policy_loss.slope(objective, tokens, mask * 1.0)
+    first, second = np.sqrt(1.2 * 0.9), np.sqrt(np.exp(0.4) * 1.1)
+    assert float(found.loss) == pytest.approx(2 * first - 2 * second, rel=1e-6)
+    np.testing.assert_allclose(found.grads, [[first, first, 0.0, -second]], rtol=1e-6)
     config, _ = trained("loss")
     assert {"actor/pg_loss", "actor/ratio_max"} <= set(events(config))
     assert not any("pg_clipfrac" in name for name in events(config))
@@ -197,14 +193,23 @@ def no_task(**arguments):
 def one_argument(only):
     return only
 
-def mean(logprobs, old, advantages, low, high):
-    return logprobs.mean()
+def older(logprobs, old_logprobs, advantages, clip_low, clip_high):
+    return logprobs
 
-def pair(logprobs, old, advantages, low, high):
-    return logprobs, old
+def mean(tokens, low, high):
+    return tokens.logprobs.mean()
 
-def branches(logprobs, old, advantages, low, high):
-    return logprobs if advantages.sum() > 0 else old
+def pair(tokens, low, high):
+    return tokens.logprobs, tokens.mask
+
+def branches(tokens, low, high):
+    return tokens.logprobs if tokens.advantages.sum() > 0 else tokens.old_logprobs
+
+def counts(tokens, low, high):
+    return tokens.segments
+
+def misspelt(tokens, low, high):
+    return tokens.log_probs
 
 def no_tuner(strategies):
     return {}
@@ -227,8 +232,11 @@ MISTAKES = [
     ("--data.train", "wrong:no_rows", "wrong:no_rows: the function yields no rows: yield one mapping per row"),
     ("--data.train", "wrong:texts", "wrong:texts:1: not a dict (str): yield {column: value, ...}"),
     ("--algorithm.loss", "wrong:missing", "algorithm.loss 'wrong:missing': module 'wrong' has no function"),
-    ("--algorithm.loss", "wrong:one_argument", "algorithm.loss 'wrong:one_argument' does not take logprobs, old_logprobs,"),
-    ("--algorithm.loss", "wrong:branches", "or JAX cannot trace it: Attempted boolean conversion of traced array"),
+    ("--algorithm.loss", "wrong:one_argument", "is called as loss(tokens: tlt_jax.train.losses.Tokens, clip_low, clip_high),"),
+    ("--algorithm.loss", "wrong:older", "takes other arguments (missing a required argument: 'clip_low'): the arrays that it"),
+    ("--algorithm.loss", "wrong:branches", "JAX cannot trace or differentiate it: Attempted boolean conversion of traced"),
+    ("--algorithm.loss", "wrong:counts", "JAX cannot trace or differentiate it: grad requires real"),
+    ("--algorithm.loss", "wrong:misspelt", "differentiate it: 'Tokens' object has no attribute 'log_probs'"),
     ("--algorithm.loss", "wrong:mean", "gave shape () for tokens of shape (2, 3): return an array with the loss of each"),
     ("--algorithm.loss", "wrong:pair", "gave a tuple for tokens of shape (2, 3)"),
     ("--speculation.tuner", "wrong:no_tuner", "speculation.tuner 'wrong:no_tuner' gave a dict: return a Tuner"),

@@ -103,8 +103,8 @@ OF_ROLLOUTS = [
     (Evaluator, "evaluate", reading(eval__correct_at=1.0), check_scores),
 ]
 OF_BATCHES = [
-    (minibatches, "group_advantages", loop_mutants.flipped, check_batches),
-    (minibatches, "group_advantages", loop_mutants.dealt_to_the_next, check_batches),
+    (minibatches, "answer_advantages", loop_mutants.flipped, check_batches),
+    (minibatches, "answer_advantages", loop_mutants.dealt_to_the_next, check_batches),
     (Packed, "spread", loop_mutants.dealt_in_the_order_of_packing, check_batches),
     (minibatches, "make_batch", loop_mutants.of_the_first_minibatch, check_batches),
     (policy_batch, "make_batch", loop_mutants.without_last_tokens, check_batches),

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from tlt_jax.train import losses
-from tlt_jax.train.advantages import ADVANTAGES, answer_weights, group_advantages, zero_variance
+from tlt_jax.train.advantages import (
+    ADVANTAGES,
+    answer_advantages,
+    answer_weights,
+    group_advantages,
+    zero_variance,
+)
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0], [0.3, 0.3, 0.3, 0.3]])
 
@@ -40,6 +46,19 @@ def test_advantages_sum_to_zero_in_each_group_and_ignore_a_shift(kind):
     np.testing.assert_allclose(group_advantages(rewards + 3.0, kind), found, atol=1e-12)
 
 
+def test_reinforce_pp_whitens_the_rewards_of_all_tokens():
+    """As verl's masked_whiten over a batch of answers, each token with the reward of its answer."""
+    random = np.random.default_rng(0)
+    rewards, lengths = random.normal(size=(3, 4)), random.integers(1, 9, (3, 4))
+    found = answer_advantages(rewards, lengths, "reinforce_pp")
+    tokens = np.repeat(rewards.reshape(-1), lengths.reshape(-1))
+    expected = (rewards - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert not answer_advantages(np.full((2, 1), 0.1), np.array([[3], [4]]), "reinforce_pp").any()
+    one_each = answer_advantages(np.array([[1.0], [0.0]]), np.array([[2], [2]]), "reinforce_pp")
+    np.testing.assert_allclose(one_each, [[0.75**0.5], [-(0.75**0.5)]], rtol=1e-6)
+
+
 def test_groups_of_equal_rewards_are_counted_and_teach_nothing():
     rewards = np.full((2, 3), 0.1)
     rewards[1, 0] = 0.2
@@ -52,6 +71,8 @@ def test_rewards_without_a_group_or_not_finite_are_refused():
         group_advantages(np.ones((4, 1)), "grpo")
     with pytest.raises(ValueError, match="1 of 4 rewards are not finite"):
         group_advantages(np.array([[1.0, np.nan], [0.0, 1.0]]), "grpo")
+    with pytest.raises(ValueError, match="1 of 2 rewards are not finite"):
+        answer_advantages(np.array([[1.0], [np.inf]]), np.ones((2, 1)), "reinforce_pp")
 
 
 @pytest.mark.parametrize(
@@ -69,34 +90,72 @@ def test_token_weights_are_those_worked_by_hand(kind, weights):
         assert np.sum(lengths * weights) == pytest.approx(1.0)
 
 
+def tokens_of(new, old, advantages, recorded=None) -> losses.Tokens:
+    """Tokens of one row and answer with these probabilities."""
+    arrays = (jnp.log(jnp.asarray(part)) for part in (new, old))
+    recorded = None if recorded is None else jnp.log(jnp.asarray(recorded))
+    count = len(new)
+    return losses.Tokens(
+        *arrays, recorded, jnp.asarray(advantages), jnp.ones(count, int), jnp.ones(count, bool)
+    )
+
+
+def value_and_slope(loss, tokens):
+    """The loss of each token, and the gradient of their sum in the log-probs."""
+    found = loss(tokens)
+    gradient = jax.grad(lambda new: loss(tokens._replace(logprobs=new)).loss.sum())
+    return found, gradient(tokens.logprobs)
+
+
+RATIOS, ADVANTAGES_OF = np.array([1.5, 1.5, 0.5, 0.5, 1.1, 4.0]), [1.0, -1.0, 1.0, -1.0, 2.0, -1.0]
+RATIO_TOKENS = dict(new=0.1 * RATIOS, old=np.full(6, 0.1), advantages=ADVANTAGES_OF)
+
+
 def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient():
-    ratios = jnp.array([1.5, 1.5, 0.5, 0.5, 1.1])
-    advantages = jnp.array([1.0, -1.0, 1.0, -1.0, 2.0])
-    old = jnp.full(5, -1.0)
+    tokens = tokens_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3), tokens)
+    np.testing.assert_allclose(found.loss, [-1.3, 1.5, -0.5, 0.8, -2.2, 4.0], rtol=1e-6)
+    assert found.clipped_high.tolist() == [True, False, False, False, False, False]
+    assert found.clipped_low.tolist() == [False, False, False, True, False, False]
+    np.testing.assert_allclose(gradient, [0.0, 1.5, -0.5, 0.0, -2.2, 4.0], rtol=1e-6)
 
-    def loss(logprobs):
-        return losses.policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.3)
 
-    logprobs = old + jnp.log(ratios)
-    found = loss(logprobs)
-    np.testing.assert_allclose(found.loss, [-1.3, 1.5, -0.5, 0.8, -2.2], rtol=1e-6)
-    np.testing.assert_allclose(found.ratio, ratios, rtol=1e-6)
-    assert found.clipped_high.tolist() == [True, False, False, False, False]
-    assert found.clipped_low.tolist() == [False, False, False, True, False]
-    gradient = jax.grad(lambda logprobs: loss(logprobs).loss.sum())(logprobs)
-    np.testing.assert_allclose(gradient, [0.0, 1.5, -0.5, 0.0, -2.2], rtol=1e-6)
+def test_the_dual_clip_bounds_the_loss_of_negative_advantages_alone():
+    tokens = tokens_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3, 3.0), tokens)
+    np.testing.assert_allclose(found.loss, [-1.3, 1.5, -0.5, 0.8, -2.2, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [0.0, 1.5, -0.5, 0.0, -2.2, 0.0], rtol=1e-6)
+    assert found.clipped_dual.tolist() == [False] * 5 + [True]
+
+
+def test_cispo_weighs_each_log_prob_by_the_clipped_ratio_and_keeps_every_gradient():
+    tokens = tokens_of(**RATIO_TOKENS)
+    found, gradient = value_and_slope(lambda one: losses.cispo_loss(one, 0.2, 0.3), tokens)
+    weights = np.array([1.3, 1.3, 0.8, 0.8, 1.1, 1.3])
+    np.testing.assert_allclose(gradient, -weights * ADVANTAGES_OF, rtol=1e-6)
+    np.testing.assert_allclose(found.loss, -weights * ADVANTAGES_OF * tokens.logprobs, rtol=1e-6)
+    assert found.clipped_high.tolist() == [True, True, False, False, False, True]
+    assert found.clipped_low.tolist() == [False, False, True, True, False, False]
 
 
 def test_extreme_ratios_leave_loss_and_gradient_finite():
-    old, advantages = jnp.zeros(4), jnp.array([1.0, -1.0, 1.0, -1.0])
-    logprobs = jnp.array([500.0, 500.0, -500.0, -500.0])
-    total, gradient = jax.value_and_grad(
-        lambda logprobs: jnp.sum(
-            losses.policy_loss(logprobs, old, advantages, 0.2, 0.2).loss
-            + losses.kl_k3(logprobs, old)
-        )
-    )(logprobs)
-    assert jnp.isfinite(total) and jnp.isfinite(gradient).all()
+    zeros, ones = jnp.zeros((1, 4)), jnp.ones((1, 4))
+    advantages = jnp.array([[1.0, -1.0, 1.0, -1.0]])
+    tokens = losses.Tokens(
+        zeros, zeros, zeros, advantages, jnp.arange(1, 5)[None], ones.astype(bool)
+    )
+    logprobs = jnp.array([[500.0, 500.0, -500.0, -500.0]])
+    for loss in losses.BUILT_IN.values():
+        total, gradient = jax.value_and_grad(
+            lambda logprobs, loss=loss: jnp.sum(
+                loss(tokens._replace(logprobs=logprobs), 0.2, 0.2).loss
+                + losses.kl_k3(logprobs, zeros)
+            )
+        )(logprobs)
+        assert jnp.isfinite(total) and jnp.isfinite(gradient).all()
+    for level in ("token", "sequence"):
+        found = losses.importance(tokens._replace(old_logprobs=logprobs), level, 2.0, 3.0)
+        assert jnp.isfinite(found.ratio).all() and not found.weight.any(), "all are masked"
 
 
 def test_k3_is_that_worked_by_hand_and_its_mean_is_the_divergence():
@@ -110,7 +169,11 @@ def test_k3_is_that_worked_by_hand_and_its_mean_is_the_divergence():
 
 
 def test_importance_weights_are_truncated_and_carry_no_gradient():
-    old, recorded = jnp.log(jnp.array([0.5, 0.2])), jnp.log(jnp.array([0.1, 0.4]))
-    np.testing.assert_allclose(losses.importance_weight(old, recorded, 2.0), [2.0, 0.5], rtol=1e-6)
-    gradient = jax.grad(lambda old: losses.importance_weight(old, recorded, 2.0).sum())(old)
+    tokens = tokens_of([0.5, 0.5], [0.5, 0.2], [1.0, 1.0], recorded=[0.1, 0.4])
+
+    def weights(old):
+        return losses.importance(tokens._replace(old_logprobs=old), "token", 2.0).weight
+
+    np.testing.assert_allclose(weights(tokens.old_logprobs), [2.0, 0.5], rtol=1e-6)
+    gradient = jax.grad(lambda old: weights(old).sum())(tokens.old_logprobs)
     np.testing.assert_array_equal(gradient, 0.0)

@@ -15,7 +15,8 @@ from tlt_jax.models import architecture, hf
 from tlt_jax.optimizer import Adam
 from tlt_jax.train import policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
-from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train.objective import Objective
+from tlt_jax.train.recipe import Recipe
 
 MODEL = architecture.ModelConfig(
     family="qwen2", vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
@@ -23,7 +24,11 @@ MODEL = architecture.ModelConfig(
 )  # fmt: skip
 CASES = {
     "on policy": (Objective(), "token_mean", False),
-    "every term": (Objective(0.1, 0.3, 0.2, 0.05, 1.5, 0.7), "sequence_mean", True),
+    "every term": (
+        Objective(0.1, 0.3, 0.2, 0.05, 1.5, 0.7, importance="token"),
+        "sequence_mean",
+        True,
+    ),
     "dr_grpo": (Objective(kl_coef=0.1, temperature=0.0), "dr_grpo", True),
 }
 
@@ -48,7 +53,7 @@ def torch_loss(model, objective, examples, weights, advantages, given):
             ratio * advantages[i],
             torch.clamp(ratio, 1 - objective.clip_low, 1 + objective.clip_high) * advantages[i],
         )
-        if objective.importance_cap:
+        if objective.importance == "token":
             surrogate = surrogate * torch.clamp(
                 torch.exp(old - recorded), max=objective.importance_cap
             )

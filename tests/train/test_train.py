@@ -660,7 +660,7 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
     knobs = {
         "algorithm.kl_coef": 0.1,
         "algorithm.minibatches": 2,
-        "algorithm.importance_cap": 2.0,
+        "algorithm.importance": "token",
         "eval.every": 0,
     }
     config, updates, written = configure(tmp_path / "run", knobs), [], []
@@ -678,7 +678,7 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
     for first, second in updates:
         assert float(first["ratio_mean"]) == pytest.approx(1, abs=1e-5)
         assert abs(float(second["ratio_mean"]) - 1) > 1e-5
-        assert float(first["importance_weight_mean"]) == pytest.approx(1, abs=1e-3)
+        assert float(first["rollout_corr/rollout_is_mean"]) == pytest.approx(1, abs=1e-3)
     assert int(state_of(config).step) == 2 * STEPS
     resumed = stopped_after(2, config, tmp_path / "resumed")
     assert loop.train(resumed) == cli.DONE

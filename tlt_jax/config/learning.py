@@ -6,21 +6,25 @@ from dataclasses import dataclass
 
 from tlt_jax.config.knobs import knob
 
-PPO = "ppo"  # value of algorithm.loss
+PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
+REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
+LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
+AUTO, NONE, TOKEN, SEQUENCE = "auto", "none", "token", "sequence"  # values of algorithm.importance
 
 
 @dataclass(frozen=True)
 class Algorithm:
     advantage: str = knob(
         "grpo",
-        "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean",
-        one_of=("grpo", "rloo", "dr_grpo"),
+        "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean | reinforce_pp: (r - mean) / "
+        "std over all answer tokens of the step",
+        one_of=("grpo", "rloo", "dr_grpo", REINFORCE_PP),
     )
     loss: str = knob(
         PPO,
-        "policy-gradient loss of a token. ppo: clipped surrogate | module:function: a function of log-probs, old log-probs, "
-        "advantages, clip_low and clip_high",
-        one_of=(PPO,),
+        "policy-gradient loss of a token. ppo: clipped surrogate | gspo: the same with the ratio of the whole answer | cispo: "
+        "log-prob weighted by the clipped ratio | module:function: a function of the tokens' arrays, clip_low and clip_high",
+        one_of=(PPO, GSPO, CISPO),
         or_own=True,
     )
     aggregation: str = knob(
@@ -29,18 +33,37 @@ class Algorithm:
         one_of=("token_mean", "sequence_mean", "dr_grpo"),
     )
     clip_low: float = knob(
-        0.2, "PPO clip: lower bound 1 - clip_low of the ratio", at_least=0, at_most=1
+        0.2, "clip: lower bound 1 - clip_low of the ratio", at_least=0, at_most=1
     )
-    clip_high: float = knob(0.2, "PPO clip: upper bound 1 + clip_high of the ratio", at_least=0)
+    clip_high: float = knob(0.2, "clip: upper bound 1 + clip_high of the ratio", at_least=0)
+    clip_dual: float = knob(
+        0.0,
+        "dual clip of ppo and gspo: the loss of a negative advantage A is at most -clip_dual A (above 1); 0: off",
+        at_least=0,
+    )
     kl_coef: float = knob(
-        0.0, "weight of the k3 KL to the frozen start policy; 0: no reference policy", at_least=0
+        0.0, "weight of the KL to the frozen start policy; 0: no reference policy", at_least=0
+    )
+    kl_in: str = knob(
+        LOSS,
+        "where the KL is. loss: the k3 estimate of a token is added to its loss | reward: log-prob - reference of each token "
+        "is subtracted from the reward, before advantages",
+        one_of=(LOSS, REWARD),
     )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
     minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
-    importance_cap: float = knob(
+    importance: str = knob(
+        AUTO,
+        "importance weights between rollout and update: none | token: of each token | sequence: the product over the answer | "
+        "auto: token when model.compute_dtype is bfloat16, else none. They use the recorded log-probs, whose last bits depend "
+        "on the rollout's shape",
+        one_of=(AUTO, NONE, TOKEN, SEQUENCE),
+    )
+    importance_cap: float = knob(2.0, "upper bound of the importance weights, at least 1")
+    importance_mask: float = knob(
         0.0,
-        "upper bound of truncated importance weights between sampler and trainer; 0: off. They use the recorded "
-        "log-probs, whose last bits depend on the rollout's shape",
+        "an answer gets no policy gradient when its importance ratio, with importance token that of any of its tokens, is "
+        "above this or below its inverse (above 1); 0: off",
         at_least=0,
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import parse as parsing
+from tlt_jax.config.learning import AUTO, NONE, TOKEN
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
@@ -62,10 +63,23 @@ def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
     def value(name: str, one: Any) -> Any:
         return VALUES[name].get(one, one) if name in VALUES and isinstance(one, bool) else one
 
-    return {
+    current = {
         name: section(name, knobs) if isinstance(knobs, Mapping) else value(name, knobs)
         for name, knobs in tree.items()
     }
+    algorithm = current.get("algorithm")
+    if isinstance(algorithm, Mapping) and "importance_cap" in algorithm:
+        current["algorithm"] = with_importance(algorithm)
+    return current
+
+
+def with_importance(algorithm: Mapping[str, Any], default: str = NONE) -> dict[str, Any]:
+    """The section algorithm with the knob importance. In older versions its cap was 0 for none (`default`), else token."""
+    if "importance" in algorithm:
+        return dict(algorithm)
+    cap = {name: one for name, one in algorithm.items() if name == "importance_cap" and one}
+    others = {name: one for name, one in algorithm.items() if name != "importance_cap"}
+    return {**others, "importance": TOKEN if cap else default, **cap}
 
 
 def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -93,4 +107,7 @@ def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
             f"{path}: the run was made by an older version of tlt_jax, with {', '.join(missing)}, "
             "which this version does not have: continue it with that version, or start another run folder"
         )
-    return renamed(updated)
+    # Importance weights were off by default, as auto still is in float32.
+    is_narrow = updated.get("model", {}).get("compute_dtype") == "bfloat16"
+    off = NONE if is_narrow else AUTO
+    return renamed(updated | {"algorithm": with_importance(updated.get("algorithm", {}), off)})

@@ -6,6 +6,7 @@ import re
 from typing import Protocol
 
 from tlt_jax.config import extension
+from tlt_jax.config.algorithms import validate_algorithm
 from tlt_jax.config.inputs import REWARDS
 from tlt_jax.config.parse import nearest
 from tlt_jax.config.schema import ADAPTIVE, AUTO, Config
@@ -125,11 +126,7 @@ def validate_learning(config: Config) -> None:
             else "are both set: set train.steps 0 to train by epochs"
         )
         raise ConfigError(f"train.steps {train.steps} and train.epochs {train.epochs} {state}")
-    if rollout.samples < 2:
-        raise ConfigError(
-            f"rollout.samples {rollout.samples}: {algorithm.advantage} advantages compare the answers to one "
-            "prompt, use at least 2"
-        )
+    validate_algorithm(algorithm, rollout.samples, config.model.compute_dtype)
     if rollout.prompts % algorithm.minibatches:
         fits = [n for n in range(1, rollout.prompts + 1) if rollout.prompts % n == 0]
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Advantages of the answers to a prompt, and weights of their tokens; on the host, in NumPy.
+"""Advantages of answers, and weights of their tokens; on the host, in NumPy.
 
 Shapes: P prompts, G answers per prompt (a GRPO group).
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tlt_jax.config.learning import REINFORCE_PP
+
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
+VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)
 
 
 def zero_variance(rewards: np.ndarray) -> np.ndarray:
@@ -47,12 +50,40 @@ def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
         raise ValueError(
             f"rewards have shape {rewards.shape}: advantages need [prompts, samples], at least 2 samples"
         )
+    check_finite(rewards)
+    return np.where(zero_variance(rewards)[:, None], 0.0, ADVANTAGES[kind](rewards))
+
+
+def check_finite(rewards: np.ndarray) -> None:
+    """Raises ValueError for rewards that are not finite."""
     if not np.isfinite(rewards).all():
         raise ValueError(
             f"{np.sum(~np.isfinite(rewards))} of {rewards.size} rewards are not finite"
         )
 
-    return np.where(zero_variance(rewards)[:, None], 0.0, ADVANTAGES[kind](rewards))
+
+def whitened_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Advantages float64[P, G] of REINFORCE++ (Hu 2025, arXiv 2501.03262) of rewards [P, G], without a KL in the reward.
+
+    (reward - mean) / sqrt(variance + 1e-8), of the rewards at all answer tokens: an answer counts by its `lengths` [P, G] in
+    tokens. The variance is the unbiased one, of n - 1. Exactly 0 when all rewards are equal. Raises ValueError for rewards
+    that are not finite.
+    """
+    rewards, lengths = np.asarray(rewards, np.float64), np.asarray(lengths, np.float64)
+    check_finite(rewards)
+    if rewards.max() == rewards.min():
+        return np.zeros(rewards.shape)
+    tokens = lengths.sum()
+    centered = rewards - np.sum(lengths * rewards) / tokens
+    variance = np.sum(lengths * centered**2) / (tokens - 1)
+    return centered / np.sqrt(variance + VARIANCE_FLOOR)
+
+
+def answer_advantages(rewards: np.ndarray, lengths: np.ndarray, kind: str) -> np.ndarray:
+    """Advantages float64[P, G] of rewards [P, G] of answers of `lengths` [P, G] tokens; `kind`: algorithm.advantage."""
+    if kind == REINFORCE_PP:
+        return whitened_advantages(rewards, lengths)
+    return group_advantages(rewards, kind)
 
 
 def answer_weights(lengths: np.ndarray, kind: str, max_new_tokens: int) -> np.ndarray:

@@ -14,17 +14,18 @@ import numpy as np
 from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint.index import leaf_index
 from tlt_jax.config import Config
+from tlt_jax.config.learning import REWARD
 from tlt_jax.data import packing
 from tlt_jax.data.encoder import Prompt
-from tlt_jax.data.packing import Example
+from tlt_jax.data.packing import Example, Packed
 from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.train import policy_batch, policy_update
+from tlt_jax.train import kl_rewards, policy_batch, policy_update
 from tlt_jax.train.accounts import Stopwatch
-from tlt_jax.train.advantages import answer_weights, group_advantages
+from tlt_jax.train.advantages import answer_advantages, answer_weights
 from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
@@ -117,23 +118,19 @@ class PolicyTraining:
         is called with the rows of all accumulation steps before the first optimizer step.
         """
         config, rewards = self.config, rewards_of(prompts, rollout, scores)
-        advantages = group_advantages(rewards, config.algorithm.advantage).reshape(-1)
-
-        batches, fills = zip(
+        given = first_advantages(config, rollout, rewards).reshape(-1)
+        batches, packed = zip(
             *(
-                make_batch(config, self.recipe, prompts, rollout, advantages, part)
+                make_batch(config, self.recipe, prompts, rollout, given, part)
                 for part in split(config, rollout.completions)
             ),
             strict=True,
         )
 
         with self.watch.phase("old_log_prob"):
-            if len(batches) > 1:
-                batches = [scored(self.programs, state.params, batch, "old") for batch in batches]
-            if self.reference is not None:
-                batches = [
-                    scored(self.programs, self.reference, batch, "reference") for batch in batches
-                ]
+            batches, advantages, measured = self.with_logprobs(
+                state.params, batches, packed, rewards, given
+            )
 
         if teach:
             teach([rows for batch in batches for rows in batch])
@@ -141,9 +138,39 @@ class PolicyTraining:
         updates = []
         for batch in batches:
             state, metrics = policy_update.update(self.programs, state, batch)
-            updates.append(jax.device_get(metrics))
+            updates.append(jax.device_get(metrics) | measured)
 
-        return state, Learned(updates, rewards, advantages, float(np.mean(fills)))
+        fill = float(np.mean([one.fill for one in packed]))
+        return state, Learned(updates, rewards, advantages, fill)
+
+    def with_logprobs(
+        self,
+        params: Params,
+        batches: Sequence[Batch],
+        packed: Sequence[Packed],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+    ) -> tuple[Sequence[Batch], np.ndarray, dict[str, float]]:
+        """The batches with the log-probs that the update reads, the advantages of all answers, and metrics.
+
+        With a KL in the reward, the advantages of the batches are those of rewards less the KL.
+        """
+        algorithm, measured = self.config.algorithm, {}
+        is_single, in_reward = len(batches) == 1, algorithm.kl_in == REWARD
+        if in_reward or not is_single:
+            batches = [scored(self.programs, params, batch, "old") for batch in batches]
+        if self.reference is not None:
+            batches = [
+                scored(self.programs, self.reference, batch, "reference") for batch in batches
+            ]
+        if in_reward:
+            batches, advantages, kl = kl_rewards.penalized(
+                algorithm, self.recipe.mesh, batches, packed, rewards
+            )
+            unread = {"reference": None} | ({"old": None} if is_single else {})
+            batches = [[rows.replace(**unread) for rows in batch] for batch in batches]
+            measured = {"reward_kl_penalty": kl}
+        return batches, advantages, measured
 
 
 def rewards_of(
@@ -152,6 +179,14 @@ def rewards_of(
     """float[prompts, samples]: the reward of every answer."""
     values = [scores[answer.uid].value for answer in rollout.completions]
     return np.array(values).reshape(len(prompts), -1)
+
+
+def first_advantages(config: Config, rollout: RolloutResult, rewards: np.ndarray) -> np.ndarray:
+    """float64[prompts, samples]: the advantages; with a KL in the reward the rewards, until the KL is known."""
+    if config.algorithm.kl_in == REWARD:
+        return rewards
+    lengths = np.array([len(answer.tokens) for answer in rollout.completions])
+    return answer_advantages(rewards, lengths.reshape(rewards.shape), config.algorithm.advantage)
 
 
 def split(config: Config, answers: Sequence[Completion]) -> list[np.ndarray]:
@@ -188,8 +223,8 @@ def make_batch(
     rollout: RolloutResult,
     advantages: np.ndarray,
     part: np.ndarray,
-) -> tuple[Batch, float]:
-    """The answers `part` as a minibatch of packed rows, and the share that is not padding."""
+) -> tuple[Batch, Packed]:
+    """The answers `part` as a minibatch of packed rows, and how they are packed."""
     answers = [rollout.completions[i] for i in part]
     examples = [example(prompts, answer) for answer in answers]
     packed = packing.pack(
@@ -201,14 +236,14 @@ def make_batch(
     recorded = [answer.logprobs for answer in answers]
     return policy_batch.make_batch(
         packed, recipe.mesh, recipe.longest, weights, advantages[part], recorded
-    ), packed.fill
+    ), packed
 
 
 def abstract_rows(config: Config, recipe: Recipe) -> Rows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation."""
     is_given = {
         "recorded": True,
-        "reference": config.algorithm.kl_coef != 0,
+        "reference": recipe.objective.kl_coef != 0,
         "old": config.algorithm.minibatches > 1,
     }
     given = tuple(name for name, is_one in is_given.items() if is_one)
@@ -216,7 +251,13 @@ def abstract_rows(config: Config, recipe: Recipe) -> Rows:
     return policy_batch.abstract_rows(recipe.mesh, *sizes, given)
 
 
+def scores(config: Config) -> bool:
+    """Whether an update computes old or reference log-probs."""
+    return config.algorithm.minibatches > 1 or config.algorithm.kl_coef != 0
+
+
 def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:
     """The batch with the log-probs under `params` stored in `field`."""
-    logprobs = policy_update.token_logprobs(programs, params, batch)
+    bare = [rows.replace(old=None, reference=None) for rows in batch]  # one program for both
+    logprobs = policy_update.token_logprobs(programs, params, bare)
     return [rows.replace(**{field: part}) for rows, part in zip(batch, logprobs, strict=True)]

@@ -81,6 +81,12 @@ def make_batch(
     return put(steps, rows_sharding(mesh))
 
 
+def with_advantages(batch: Batch, packed: Packed, advantages: np.ndarray, mesh: Mesh) -> Batch:
+    """The batch with other advantages, float[n] of its examples."""
+    placed = put(list(packed.spread(advantages)), rows_sharding(mesh))
+    return [rows.replace(advantages=part) for rows, part in zip(batch, placed, strict=True)]
+
+
 def abstract_rows(mesh: Mesh, rows: int, row_tokens: int, given: tuple[str, ...] = ()) -> Rows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation.
 

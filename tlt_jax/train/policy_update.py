@@ -14,17 +14,19 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from tlt_jax import optimizer
-from tlt_jax.config.learning import PPO
+from tlt_jax.config.learning import NONE
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.models import architecture, targets, token_logprobs as scoring, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.optimizer import TrainState
-from tlt_jax.train import losses
+from tlt_jax.train import losses, policy_loss
+from tlt_jax.train.losses import Tokens
+from tlt_jax.train.objective import Objective
 from tlt_jax.train.policy_batch import Batch, Rows, rows_sharding
-from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train.recipe import Recipe
 
 # Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
@@ -74,13 +76,35 @@ def states(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T D"]:
 
 
 def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], tuple[dict, dict]]:
-    """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets."""
+    """The loss of one accumulation step, sum(weights * token loss); for metrics, sums and maxima over its targets.
+
+    Where it needs whole answers, the log-probs of all targets are computed first, then the policy-gradient loss and its
+    gradient in them, which the pass with the logits' gradient takes.
+    """
+    x, objective = states(params, rows, recipe), recipe.objective
+    if objective.is_supervised or not objective.needs_answers:
+        return head_loss(params, x, rows, None, recipe)
+    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows, recipe)
+    whole = policy_loss.slope(objective, tokens_of(rows, logprobs), rows.weights)
+    rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
+    totals, peaks = whole.metrics
+    return whole.loss + rest, (totals | sums, peaks | maxima)
+
+
+def head_loss(
+    params: Params,
+    x: Float[Array, "R T D"],
+    rows: Rows,
+    grads: Float[Array, "R T"] | None,
+    recipe: Recipe,
+) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+    """`group_loss` of all targets, from the last hidden states."""
     return targets.target_loss(
         params,
         recipe.model,
         recipe.mesh,
-        states(params, rows, recipe),
-        rows,
+        x,
+        (rows, grads),
         rows.weights > 0,
         partial(group_loss, objective=recipe.objective),
         chunk=recipe.logits_chunk,
@@ -88,9 +112,16 @@ def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], 
 
 
 def group_loss(
-    logits: Float[Array, "G t V"], rows: Rows, objective: Objective
+    logits: Float[Array, "G t V"],
+    given: tuple[Rows, Float[Array, "G t"] | None],
+    objective: Objective,
 ) -> tuple[Float[Array, " G"], tuple[dict, dict]]:
-    """`loss` of some targets [G, t] of each data group, with its sums and maxima, from their logits."""
+    """The loss of some targets [G, t] of each data group, with its sums and maxima, from their logits.
+
+    `given`: their rows, and None; or the gradient of the policy-gradient loss in their log-probs. Then this loss has its
+    gradient, but neither its value nor its metrics.
+    """
+    rows, grads = given
     mask = rows.weights > 0
     logprobs, entropy = scoring.score(
         logits, rows.targets, objective.temperature, objective.entropy_coef != 0
@@ -100,7 +131,9 @@ def group_loss(
     if objective.is_supervised:
         return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
-    pg_loss, totals, maxima = policy_loss(objective, rows, logprobs, mask)
+    pg_loss, totals, maxima = jnp.zeros_like(logprobs), {}, {}
+    if grads is None:
+        pg_loss, totals, maxima = policy_loss.policy_loss(objective, tokens_of(rows, logprobs))
     token_loss = pg_loss - objective.entropy_coef * entropy
     totals |= {"tokens": mask, "entropy": entropy}
 
@@ -113,37 +146,21 @@ def group_loss(
         )
         maxima["rollout_logprob_diff_max"] = difference
 
-    sums = {
-        name: jnp.sum(jnp.where(mask, part, 0), axis=-1, dtype=token_loss.dtype)
-        for name, part in totals.items()
-    }
-    sums["pg_loss"] = jnp.sum(rows.weights * pg_loss, axis=-1)
-    return jnp.sum(rows.weights * token_loss, axis=-1), (
-        sums,
-        {name: jnp.max(jnp.where(mask, part, 0), axis=-1) for name, part in maxima.items()},
-    )
-
-
-def policy_loss(
-    objective: Objective, rows: Rows, logprobs: Float[Array, "R T"], mask: Bool[Array, "R T"]
-) -> tuple[Float[Array, "R T"], dict, dict]:
-    """Policy-gradient loss of each token; for metrics, per-token values to sum and to take the maximum of."""
-    old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
-    given = logprobs, old, rows.advantages, objective.clip_low, objective.clip_high
-    if objective.loss == PPO:
-        token_loss, ratio, low, high = losses.policy_loss(*given)
-        totals = {"pg_clipfrac": low | high, "pg_clipfrac_low": low, "pg_clipfrac_high": high}
+    sums = policy_loss.summed(mask, totals, token_loss.dtype)
+    loss = jnp.sum(rows.weights * token_loss, axis=-1)
+    if grads is None:
+        sums["pg_loss"] = jnp.sum(rows.weights * pg_loss, axis=-1)
     else:
-        token_loss, totals = losses.custom_loss(objective.loss, *given), {}
-        ratio = losses.exp_ratio(logprobs - old)
-    totals, maxima = totals | {"ratio_mean": ratio}, {"ratio_max": ratio}
+        loss += jnp.sum(grads * (logprobs - jax.lax.stop_gradient(logprobs)), axis=-1)
+    return loss, (sums, policy_loss.largest(mask, maxima))
 
-    if not objective.importance_cap:
-        return token_loss, totals, maxima
-    weight = losses.importance_weight(
-        old, jnp.where(mask, rows.recorded, 0), objective.importance_cap
-    )
-    return weight * token_loss, totals | {"importance_weight_mean": weight}, maxima
+
+def tokens_of(rows: Rows, logprobs: Float[Array, "R T"]) -> Tokens:
+    """What a loss is computed from. Without rows.old the old log-probs are the given ones, without a gradient."""
+    mask = rows.weights > 0
+    old = jax.lax.stop_gradient(logprobs) if rows.old is None else jnp.where(mask, rows.old, 0)
+    recorded = None if rows.recorded is None else jnp.where(mask, rows.recorded, 0)
+    return Tokens(logprobs, old, recorded, rows.advantages, rows.segments, mask)
 
 
 def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
@@ -187,18 +204,12 @@ def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, 
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam)
 
-    tokens = sums.totals.get("tokens")
-    means = {
-        name: part if name == "pg_loss" else part / tokens
-        for name, part in sums.totals.items()
-        if name != "tokens"
-    }
     return state, {
         "loss": sums.loss,
         "grad_norm": norm,
         "lr": rate,
         "nonfinite": state.skipped,
-        **means,
+        **policy_loss.means(sums.totals),
         **sums.maxima,
     }
 
@@ -209,25 +220,32 @@ def check(rows: Rows, recipe: Recipe) -> None:
         raise ValueError(
             f"kl_coef {recipe.objective.kl_coef} needs the reference's log-probs: give rows.reference"
         )
-    if recipe.objective.importance_cap and rows.recorded is None:
+    if recipe.objective.importance != NONE and rows.recorded is None:
         raise ValueError(
-            f"importance_cap {recipe.objective.importance_cap} needs the sampler's log-probs: give rows.recorded"
+            f"importance {recipe.objective.importance} needs the sampler's log-probs: give rows.recorded"
         )
 
 
 def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
     """Log-probability of each target, 0 elsewhere."""
-    scores = targets.target_logprobs(
+    scores = head_logprobs(params, states(params, rows, recipe), rows, recipe)
+    return scores.astype(rows.weights.dtype)
+
+
+def head_logprobs(
+    params: Params, x: Float[Array, "R T D"], rows: Rows, recipe: Recipe
+) -> Float[Array, "R T"]:
+    """Log-probability of each target, 0 elsewhere, from the last hidden states."""
+    return targets.target_logprobs(
         params,
         recipe.model,
         recipe.mesh,
-        states(params, rows, recipe),
+        x,
         rows.targets,
         rows.weights > 0,
         temperature=recipe.objective.temperature,
         chunk=recipe.logits_chunk,
     )
-    return scores.astype(rows.weights.dtype)
 
 
 class UpdatePrograms(NamedTuple):

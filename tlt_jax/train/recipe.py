@@ -1,4 +1,4 @@
-"""The objective of a policy update, and the static arguments of its programs."""
+"""The static arguments of the programs of a policy update."""
 
 from __future__ import annotations
 
@@ -7,30 +7,13 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
-from tlt_jax.config.learning import PPO
+from tlt_jax.config.algorithms import importance
+from tlt_jax.config.learning import LOSS
 from tlt_jax.data import packing
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.remat import Remat
 from tlt_jax.optimizer import Adam
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss that the update minimizes.
-
-    The clipped policy gradient, or the user's `loss`, with KL and entropy terms (GRPO, arXiv
-    2402.03300), or with `is_supervised` the negative log-likelihood of the answers.
-    `importance_cap` 0: no importance weights between sampler and trainer.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    importance_cap: float = 0.0
-    temperature: float = 1.0
-    is_supervised: bool = False
-    loss: str = PPO
+from tlt_jax.train.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -57,8 +40,10 @@ class Recipe:
         """
         algorithm = config.algorithm
         objective = Objective(
-            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef,
-            algorithm.importance_cap, config.rollout.temperature, loss=algorithm.loss,
+            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef if algorithm.kl_in == LOSS else 0.0,
+            algorithm.entropy_coef, algorithm.importance_cap, config.rollout.temperature, loss=algorithm.loss,
+            clip_dual=algorithm.clip_dual, importance=importance(algorithm, config.model.compute_dtype),
+            importance_mask=algorithm.importance_mask,
         )  # fmt: skip
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,

@@ -29,8 +29,9 @@ from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.optimizer import WEIGHT_DECAY, Adam
 from tlt_jax.train import accumulation, memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
+from tlt_jax.train.objective import Objective
 from tlt_jax.train.policy_batch import Batch
-from tlt_jax.train.recipe import Objective, Recipe
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.setup import Setup
 
 FORMAT = 1  # version of the cache

@@ -109,10 +109,8 @@ def update_programs(parts: Machinery) -> UpdatePrograms:
     state, rows = policy_update.abstract_state(recipe), minibatches.abstract_rows(config, recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
     engine.reshard.compile(lambda: (state.params,))
-    if rows.old is not None:
+    if minibatches.scores(config):
         early.score.compile(lambda: (state.params, rows.replace(old=None, reference=None)))
-    if rows.reference is not None:
-        early.score.compile(lambda: (state.params, rows.replace(reference=None)))
     early.empty.compile(lambda: (state.params, rows))
     early.accumulate.compile(lambda: (sums(), state.params, rows))
     early.apply.compile(lambda: (state, sums()))

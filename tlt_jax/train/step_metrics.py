@@ -98,13 +98,15 @@ def of_update(
 
     Means over the steps, but the maximum of maxima, and the last counter and learning rate.
     """
-    merge = {"ratio_max": max, "rollout_logprob_diff_max": max, "nonfinite": last, "lr": last}
+    merge = {"nonfinite": last, "lr": last}
     merged = {
-        name: merge.get(name, mean)([float(update[name]) for update in updates])
+        name: merge.get(name, max if name.endswith("_max") else mean)(
+            [float(update[name]) for update in updates]
+        )
         for name in updates[0]
     }
     return {
-        **{f"actor/{name}": value for name, value in merged.items()},
+        **{name if "/" in name else f"actor/{name}": value for name, value in merged.items()},
         "actor/packed_ratio": fill,
         "groups/zero_variance": float(zero_variance(rewards).mean()),
         **statistics("advantages", advantages, ("mean", "min", "max")),
