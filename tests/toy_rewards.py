@@ -30,5 +30,14 @@ def digits(prompt: str, completion: str, row: dict) -> float:
     return float(completion.isdigit())
 
 
+def often(prompt: str, completion: str, row: dict) -> float:
+    """0 or 1, and for half of the prompts the same for all answers; each takes another time."""
+    time.sleep(
+        float(os.environ.get("TOY_REWARD_SECONDS", 0)) * (zlib.crc32(completion.encode()) % 7)
+    )
+    is_alike = zlib.crc32(prompt.encode()) % 2
+    return float(is_alike or zlib.crc32(completion.encode()) % 2)
+
+
 if os.environ.get("JAX_PROCESS_ID") == "1" and os.environ.get("TOY_REWARD_RAISES"):
     raise ImportError("only process 0 has this reward")

@@ -525,9 +525,9 @@ def test_a_process_takes_samples_that_wait_for_rows_of_another():
     board = LocalBoard()
     one, two = (WorkQueue(board, "s", prompts=1, samples=4) for _ in range(2))
     assert one.take(1).samples == [(0, 0)]
-    assert two.take(2) == ([(0, 1), (0, 2)], frozenset(), False)
-    assert two.take(2) == ([(0, 3)], frozenset(), True)
-    assert one.take(1, prefilled=[0]) == ([], frozenset([0]), True)
+    assert two.take(2)[:3] == ([(0, 1), (0, 2)], frozenset(), False)
+    assert two.take(2)[:3] == ([(0, 3)], frozenset(), True)
+    assert one.take(1, prefilled=[0])[:3] == ([], frozenset([0]), True)
 
 
 def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():

@@ -16,7 +16,7 @@ import pytest
 from tlt_jax.config import Config
 from tlt_jax.config.inputs import REWARDS
 from tlt_jax.errors import RewardError
-from tlt_jax.rewards import Score, Scorer, answers, scorer as scorer_module, terms
+from tlt_jax.rewards import Score, Scorer, answers, scorer as scorer_module, terms, worker
 from tlt_jax.train import health
 
 USER_REWARD = """
@@ -259,7 +259,7 @@ def test_a_reward_that_cannot_be_loaded_stops_at_start(user_module, name, part):
 def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     reward = Config().reward
-    for word in (*REWARDS, *scorer_module.PASSED):
+    for word in (*REWARDS, *worker.PASSED):
         assert f"`{word}`" in page, word
     for sentence in (
         f"`reward.failure_score` ({reward.failure_score:g} by default)",

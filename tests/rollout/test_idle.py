@@ -166,6 +166,7 @@ def test_a_pieces_seconds_are_bounded_by_two_polls_and_the_lower_bound_excludes_
         listeners=[],
         states={0: GroupState()},
         is_idle=lambda group: True,
+        is_waiting=lambda group: False,
         is_done=lambda: False,
     )
     background = IdleDriver(idle, work, 5, 2, 0.0, lambda: math.inf)

@@ -17,11 +17,24 @@ COMMON = (
 # Values of speculation.drafter; any other value is a directory.
 NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
 AUTO = "auto"  # value of drafter_training.share
+KEEP = "keep"  # value of rollout.unused
 
 
 @dataclass(frozen=True)
 class Rollout:
     prompts: int = knob(8, "prompts of one RL step", at_least=1)
+    max_prompts: int = knob(
+        0,
+        "dynamic sampling (DAPO): prompts whose answers all score alike are replaced by further ones while the rollout runs, "
+        "until rollout.prompts are left that do not, or this many were tried; 0: none is replaced",
+        at_least=0,
+    )
+    unused: str = knob(
+        KEEP,
+        "prompts of rollout.max_prompts that a step did not need. keep: the next step starts with them, with new answers | "
+        "drop: it starts after them",
+        one_of=(KEEP, "drop"),
+    )
     samples: int = knob(8, "answers per prompt (the group of GRPO)", at_least=1)
     temperature: float = knob(1.0, "sampling temperature; 0 is greedy", at_least=0)
     top_k: int = knob(0, "sample from the k likeliest tokens; 0: from all", at_least=0)

@@ -9,7 +9,7 @@ from tlt_jax.config import extension
 from tlt_jax.config.algorithms import validate_algorithm
 from tlt_jax.config.inputs import REWARDS
 from tlt_jax.config.parse import nearest
-from tlt_jax.config.schema import ADAPTIVE, AUTO, Config
+from tlt_jax.config.schema import ADAPTIVE, AUTO, KEEP, Config
 from tlt_jax.errors import ConfigError
 
 
@@ -42,6 +42,7 @@ def validate(config: Config) -> None:
     """Raises ConfigError for knobs that conflict, without knowing devices and model."""
     validate_model_and_data(config)
     validate_learning(config)
+    validate_dynamic_sampling(config)
     validate_shapes(config)
     profile_steps(config)
 
@@ -146,6 +147,21 @@ def validate_learning(config: Config) -> None:
     if best and best not in eval_metrics(config):
         raise ConfigError(
             f"checkpoint.best_metric {best!r} is not measured: use one of {', '.join(eval_metrics(config))}"
+        )
+
+
+def validate_dynamic_sampling(config: Config) -> None:
+    """Raises ConfigError when the prompts that a step may try conflict with other knobs."""
+    rollout, train = config.rollout, config.train
+    if 0 < rollout.max_prompts <= rollout.prompts:
+        raise ConfigError(
+            f"rollout.max_prompts {rollout.max_prompts} is not above rollout.prompts {rollout.prompts}: no prompt could be "
+            f"replaced: use {2 * rollout.prompts} or more, or 0"
+        )
+    if rollout.max_prompts and rollout.unused == KEEP and train.epochs:
+        raise ConfigError(
+            f"train.epochs {train.epochs} with rollout.max_prompts {rollout.max_prompts}: how many prompts a step takes is not "
+            "known before, so neither is the number of steps: set train.steps, or rollout.unused drop"
         )
 
 

@@ -48,12 +48,16 @@ class Dataset:
         return None if self.task else len(self.train)
 
     def prompts(self, step: int) -> list[Prompt]:
-        """The rollout.prompts prompts of this step.
-
-        Steps continue across epochs; each epoch has its own shuffle.
-        """
+        """The rollout.prompts prompts of this step of a run that takes as many in every step."""
         size = self.config.rollout.prompts
-        positions = range(step * size, (step + 1) * size)
+        return self.window(step * size, size)
+
+    def window(self, position: int, size: int) -> list[Prompt]:
+        """The next `size` prompts from a position of the data on.
+
+        Positions continue across epochs; each epoch has its own shuffle.
+        """
+        positions = range(position, position + size)
         if self.task:
             rows = _task_rows(self.task, self.config.train.seed, positions, TRAIN)
             return _within_limit(self.encoder.prompts(rows), self.config.data)

@@ -35,7 +35,7 @@ class Progress:
         self.console = console or Console(soft_wrap=True)
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
-        self._pace, self._widths = Pace(total_steps, first_step), [0] * 10  # of the columns so far
+        self._pace, self._widths = Pace(total_steps, first_step), [0] * 11  # of the columns so far
 
         self._bar = None
         if live and self.console.is_terminal:
@@ -183,7 +183,7 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
     """The columns after the step, the most important first; "" for those that the step has no value for.
 
     Reward, length, loss and agreement (of a drafter's training), speed, seconds per step, what is left, accept length,
-    idle time.
+    share of prompts replaced, idle time.
     """
 
     def cell(form: str, name: str) -> str:
@@ -205,6 +205,7 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
         f"{pace.per_step:.{1 if pace.per_step < 9.95 else 0}f} s/step",
         pace.left,
         accept,
+        cell("replaced {:.0%}", "groups/replaced"),
         idle,
     ]
 

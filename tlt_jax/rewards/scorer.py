@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -25,13 +25,10 @@ from typing import Any
 from tlt_jax.config import Config
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import terms
-from tlt_jax.rewards.worker import start_thread
+from tlt_jax.rewards.worker import environment, start_thread
 
 START_S = 120.0  # seconds a worker may take to import its rewards
 LONGEST = 2**20  # most bytes of a worker's message
-# Environment variables that workers get; names that end in * are prefixes.
-PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
-          "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
 MAX_FAILED_STARTS = 5
 
 log = logging.getLogger(__name__)
@@ -90,8 +87,9 @@ class Scorer:
         self._is_local = bool(names)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Hashable, bytes]] = deque()
-        self._unfinished: set[Hashable] = set()
+        self._unfinished: dict[Hashable, tuple[Hashable, bytes]] = {}  # key -> its job
         self._scores: dict[Hashable, Score] = {}
+        self._new: list[Hashable] = []  # keys of scores that `news` has not returned
         self._fatal = ""
         self._is_closing = False
         self._failed_starts = 0
@@ -121,13 +119,32 @@ class Scorer:
 
         Raises ValueError when the key is being scored, or has a score that was not collected.
         """
-        job = pickle.dumps((prompt, completion, row))
+        job = key, pickle.dumps((prompt, completion, row))
         with self._changed:
             if key in self._unfinished or key in self._scores:
                 raise ValueError(f"completion {key!r} is already being scored")
-            self._unfinished.add(key)
-            self._waiting.append((key, job))
+            self._unfinished[key] = job
+            self._waiting.append(job)
         self._wake.send_bytes(b".")
+
+    def news(self) -> dict[Hashable, Score]:
+        """The scores computed since the last call, by key; never waits. `collect` returns them too.
+
+        Raises RewardError when workers cannot run.
+        """
+        with self._changed:
+            if self._fatal:
+                raise RewardError(self._fatal)
+            new, self._new = self._new, []
+            return {key: self._scores[key] for key in new}
+
+    def drop_others(self, needed: Container[Hashable]) -> None:
+        """Drops all scores and unscored completions but those with a needed key; what a worker is scoring ends unnoticed."""
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if job[0] in needed)
+            self._unfinished = {k: job for k, job in self._unfinished.items() if k in needed}
+            self._scores = {key: score for key, score in self._scores.items() if key in needed}
+            self._new = [key for key in self._new if key in needed]
 
     def collect(self, interrupted: Callable[[], bool] = lambda: False) -> dict[Hashable, Score]:
         """The scores of all completions submitted since the last call, by key; waits for them.
@@ -140,7 +157,7 @@ class Scorer:
                 self._wait()
             if self._fatal:
                 raise RewardError(self._fatal)
-            scores, self._scores = self._scores, {}
+            scores, self._scores, self._new = self._scores, {}, []
         return scores
 
     def close(self) -> None:
@@ -264,7 +281,8 @@ class Scorer:
 
         if worker.job is not None and failure == "crash" and not worker.term:
             with self._changed:  # no reward had started: not the fault of the job
-                self._waiting.appendleft(worker.job)
+                if self._is_wanted(worker.job):
+                    self._waiting.appendleft(worker.job)
         elif worker.job is not None:
             self._finish(worker, self._failed(failure, worker, detail))
         elif not worker.is_ready:
@@ -287,27 +305,22 @@ class Scorer:
 
     def _finish(self, worker: Worker, score: Score) -> None:
         with self._changed:
-            key, _ = worker.job
-            worker.job, worker.deadline = None, math.inf
-            self._unfinished.discard(key)
-            self._scores[key] = score
+            job, worker.job, worker.deadline = worker.job, None, math.inf
+            if self._is_wanted(job):
+                key, _ = job
+                del self._unfinished[key]
+                self._scores[key] = score
+                self._new.append(key)
             self._changed.notify_all()
+
+    def _is_wanted(self, job: tuple[Hashable, bytes]) -> bool:
+        """Whether the job was not dropped, with the lock held; another one may have its key by now."""
+        return self._unfinished.get(job[0]) is job
 
     def _fail(self, reason: str) -> None:
         with self._changed:
             self._fatal = reason
             self._changed.notify_all()
-
-
-def environment(names: Sequence[str]) -> dict[str, str]:
-    """The environment of a worker: the variables of PASSED, and these names."""
-    prefixes = tuple(name[:-1] for name in PASSED if name.endswith("*"))
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if name in PASSED or name in names or name.startswith(prefixes)
-    }
-    return passed | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def read(message: bytes) -> list[Any]:

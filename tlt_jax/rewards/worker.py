@@ -12,14 +12,31 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tlt_jax.config import Config
 from tlt_jax.errors import UserError
 from tlt_jax.rewards import terms
+
+# Environment variables that workers get; names that end in * are prefixes.
+PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHON*", "OMP_*",
+          "OPENBLAS_*", "MKL_*", "HF_*")  # fmt: skip
+
+
+def environment(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a worker: the variables of PASSED, and these names."""
+    prefixes = tuple(name[:-1] for name in PASSED if name.endswith("*"))
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name in names or name.startswith(prefixes)
+    }
+    return passed | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def main(descriptor: int, alive: int) -> None:

@@ -41,6 +41,7 @@ from tlt_jax.rollout.run import RolloutRun
 from tlt_jax.rollout.scheduler import deterministic
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
+from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, name
@@ -238,6 +239,7 @@ class Engine:
         idle_work: IdleWork | None = None,
         least_idle: float = 0.0,
         wanted: Callable[[Sequence[Completion]], set[int]] = exchange.everything,
+        selection: Selection | None = None,
     ) -> tuple[RolloutResult, TunerState]:
         """The result of a rollout, the same in all processes, and the tuner's state after it (None: an initial one before).
 
@@ -247,9 +249,10 @@ class Engine:
         the stats idle_used and idle_delay are its seconds, and how long the end of the rollout waited for it. `wanted`
         returns the uids whose tokens this process needs of answers that other processes decode; it gets zeros for the
         others. Raises Interrupted in all processes soon after `interrupted()` is true in one; what the tuner learned in
-        this rollout is then lost.
+        this rollout is then lost. With a `selection` (in all processes) the result has the answers to the chosen prompts
+        alone, `on_finish` gets those that may be chosen, and the rollout ends as soon as the choice is known.
         """
-        run = RolloutRun(self, next(self.rollouts), request, weights, tuner, harvesters)
+        run = RolloutRun(self, next(self.rollouts), request, weights, tuner, harvesters, selection)
         result = run.decode(listeners, on_finish, interrupted, idle_work, least_idle)
         result = run.exchanged(result, wanted)
         self.lengths = [len(one.tokens) for one in result.completions]

@@ -20,7 +20,9 @@ from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.tuner.interface import Measurement
 
 # The RolloutResult.stats that merge to the largest of the processes' values; others are summed.
-LARGEST = ("seconds", "programs", "pool_programs", "pool_bytes", "compile_seconds", "idle_delay")
+LARGEST = (
+    "seconds", "programs", "pool_programs", "pool_bytes", "compile_seconds", "idle_delay", "score_wait",
+)  # fmt: skip
 
 
 def packed(result: RolloutResult) -> bytes:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Look, Retired
+from tlt_jax.rollout.selection import Choice
 from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -43,7 +44,8 @@ class Completion:
 class Span:
     """A span of the timeline of a group's devices, in seconds since the start of the rollout.
 
-    `kind` is the program's, or "speculate" for a chunk that drafts; `number` the index of the program within its group.
+    `kind` is the program's, or "speculate" for a chunk that drafts; `number` the index of the program within its group,
+    -1, -2, ... of idle work.
     """
 
     group: int
@@ -61,7 +63,8 @@ class RolloutResult:
     `partial`: uid -> int32[n], the tokens so far of the sequences that a stopped rollout did not finish. `measurements`: one
     for each chunk that ran a round. `reliability`: float[3, bins], by bins of the acceptance probability that scores
     predict: drafted nodes, the sum of their predicted probabilities, and accepted nodes (see Stats). `compile_waits`: by
-    data group, start and end of its host's waits for a compilation, on the clock of the spans.
+    data group, start and end of its host's waits for a compilation, on the clock of the spans. `choice`: the prompts whose
+    completions these are, of a rollout that selects; the answers to others are left out.
     """
 
     completions: list[Completion]
@@ -72,6 +75,7 @@ class RolloutResult:
     stats: dict[str, float]
     partial: dict[int, np.ndarray] = field(default_factory=dict)
     compile_waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    choice: Choice | None = None
 
 
 @dataclass

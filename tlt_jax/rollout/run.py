@@ -20,6 +20,8 @@ from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import GroupContext, Harvester, Needs, Queue, no_context
+from tlt_jax.rollout.selecting import Selecting
+from tlt_jax.rollout.selection import Choice, Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.tuner.interface import State as TunerState
 
@@ -39,6 +41,7 @@ class RolloutRun:
         weights: Mapping[int, Weights],
         tuner: TunerState | None,
         harvesters: Mapping[int, Harvester] | None = None,
+        selection: Selection | None = None,
     ):
         self.engine, self.number, self.request = engine, number, request
         self.tuner = engine.tuner.init() if tuner is None else tuner
@@ -46,6 +49,12 @@ class RolloutRun:
         if job.is_first:  # no process reads keys of the rollout before the last any more
             job.board.delete(f"rollout/{number - 2}/")
         self.ending = Ending(len(engine.groups), job.board, self.scope, job.index, job.count)
+        self.selecting = None
+        if selection:
+            self.selecting = Selecting(
+                selection, len(request.prompts), request.samples, engine.cost_table is not None,
+                job.board, self.scope, job.index, job.count,
+            )  # fmt: skip
         self.planners, self.queues = self.make_planners(), self.make_queues()
         if engine.ngram_memory:
             engine.ngram_memory.begin(request.prompts, request.samples)
@@ -55,7 +64,8 @@ class RolloutRun:
         """The planner of each local group."""
         engine, request = self.engine, self.request
         payback = engine.payback[request.params]
-        payback.begin(request.rollouts_left, len(request.keys))
+        expected = self.selecting.bound if self.selecting else len(request.prompts)
+        payback.begin(request.rollouts_left, expected * request.samples)
         local = engine.local_groups
 
         def planner() -> Planner:
@@ -67,7 +77,9 @@ class RolloutRun:
 
     def make_queues(self) -> dict[int, Queue]:
         """The queue that each local group takes samples from."""
-        engine, sizes = self.engine, (len(self.request.prompts), self.request.samples)
+        engine, selecting = self.engine, self.selecting
+        bound = (lambda: selecting.bound) if selecting else None
+        sizes = len(self.request.prompts), self.request.samples, bound
         if engine.cost_table:
             return {
                 index: deterministic.DealtQueue(index, len(engine.groups), *sizes)
@@ -104,9 +116,15 @@ class RolloutRun:
         """
         programs, groups = self.engine.programs, self.engine.local_groups
         before, waited = len(programs.compiles), len(programs.waited)
-        rollout = driver.start(self.contexts, [self.remember, *listeners], on_finish)
+        own, selecting = [self.remember], self.selecting
+        if selecting:
+            own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
+        rollout = driver.start(self.contexts, [*own, *listeners], on_finish)
         background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
-        result = driver.run(rollout, interrupted, background, self.ending)
+        result = driver.run(rollout, interrupted, background, self.ending, selecting)
+        if selecting:
+            result = kept(result, selecting.choice)
+            result.stats.update(score_wait=selecting.waited)
 
         began = rollout.recorder.begin
         waits = [(start - began, end - began) for start, end in programs.waited[waited:]]
@@ -149,7 +167,8 @@ class RolloutRun:
     ) -> RolloutResult:
         """The result of all processes; of answers that others decoded, this one has the tokens of those `wanted`."""
         job = self.engine.job
-        return exchange.exchanged(job, result, wanted) if job.count > 1 else result
+        merged = exchange.exchanged(job, result, wanted) if job.count > 1 else result
+        return replace(merged, choice=self.selecting.choice) if self.selecting else merged
 
     def learned(self, result: RolloutResult) -> TunerState:
         """The tuner's state after the rollout, the same in all processes."""
@@ -163,6 +182,14 @@ class RolloutRun:
         for measurement in result.measurements:  # all learn the same, in the same order
             tuner = engine.tuner.observe(tuner, measurement)
         return tuner
+
+
+def kept(result: RolloutResult, choice: Choice) -> RolloutResult:
+    """The result with the answers to the chosen prompts alone; the stat kept_tokens has their tokens."""
+    prompts = frozenset(choice.prompts)
+    completions = [one for one in result.completions if one.prompt in prompts]
+    result.stats.update(kept_tokens=sum(len(one.tokens) for one in completions))
+    return replace(result, completions=completions, partial={})
 
 
 def make_planner(

@@ -29,6 +29,7 @@ from tlt_jax.rollout.scheduler.driver import BackgroundWork, Rollout
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
+from tlt_jax.rollout.selecting import Selecting
 from tlt_jax.simulate import decoding, scenarios
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
 from tlt_jax.simulate.scenarios import Scenario
@@ -304,9 +305,11 @@ def contexts(
     planner: Decider,
     groups: int = 1,
     catches_up: bool = True,
+    selecting: Selecting | None = None,
 ) -> list[GroupContext]:
-    """Groups that share one queue and one planner; the drafter NGRAM never catches up."""
-    queue = WorkQueue(LocalBoard(), "simulator", len(request.prompts), request.samples)
+    """Groups that share one queue, up to the bound of `selecting`, and one planner; the drafter NGRAM never catches up."""
+    bound = (lambda: selecting.bound) if selecting else None
+    queue = WorkQueue(LocalBoard(), "simulator", len(request.prompts), request.samples, bound)
     learned = Needs(catches_up=catches_up)
     needs = {"": learned, NGRAM: Needs(), LEARNED: learned, MERGED: learned}
     fixed = {"weights": Weights((), ()), "request": request, "queue": queue, "planner": planner}
@@ -314,18 +317,26 @@ def contexts(
 
 
 def simulate(
-    rollout: Rollout, programs: SimulatedPrograms, background: BackgroundWork | None = None
+    rollout: Rollout,
+    programs: SimulatedPrograms,
+    background: BackgroundWork | None = None,
+    selecting: Selecting | None = None,
 ) -> RolloutResult:
     """Runs the rollout and the `background` work to their end; between events the clock jumps to the next program's end.
 
+    With `selecting` the rollout stops when the choice is known; times at which scores come are in `programs.due`.
     A poll just before that end sees the program unfinished: otherwise each measurement would be
     uncertain by a whole chunk.
     """
     clock, result = programs.clock, None
     while True:
         happened = result is None and any(look.events for look in rollout.poll())
+        if selecting:
+            happened |= selecting.poll(clock.now(), rollout.is_decoding())
+            if selecting.is_over:
+                rollout.stop()
         happened |= background is not None and background.poll()
-        if result is None and rollout.is_done():
+        if result is None and rollout.is_done() and (selecting is None or selecting.is_over):
             result = rollout.result()
         if result and (background is None or background.is_done):
             return result

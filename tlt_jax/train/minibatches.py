@@ -117,7 +117,7 @@ class PolicyTraining:
         The state is donated. With several minibatches the old log-probs of all are those before the first step. `teach`
         is called with the rows of all accumulation steps before the first optimizer step.
         """
-        config, rewards = self.config, rewards_of(prompts, rollout, scores)
+        config, rewards = self.config, rewards_of(rollout, scores)
         given = first_advantages(config, rollout, rewards).reshape(-1)
         batches, packed = zip(
             *(
@@ -173,12 +173,11 @@ class PolicyTraining:
         return batches, advantages, measured
 
 
-def rewards_of(
-    prompts: Sequence[Prompt], rollout: RolloutResult, scores: Mapping[int, Score]
-) -> np.ndarray:
-    """float[prompts, samples]: the reward of every answer."""
+def rewards_of(rollout: RolloutResult, scores: Mapping[int, Score]) -> np.ndarray:
+    """float[prompts, samples]: the reward of every answer, of the prompts that have answers."""
     values = [scores[answer.uid].value for answer in rollout.completions]
-    return np.array(values).reshape(len(prompts), -1)
+    answered = {answer.prompt for answer in rollout.completions}
+    return np.array(values).reshape(len(answered), -1)
 
 
 def first_advantages(config: Config, rollout: RolloutResult, rewards: np.ndarray) -> np.ndarray:

@@ -19,8 +19,9 @@ from tlt_jax.train import policy_update
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 
-# Keys in a checkpoint's meta, with JSON values: the tuner's state, and the budget of the drafter's training in the update.
-TUNER, INVESTMENT = "tuner", "investment"
+# Keys in a checkpoint's meta, with JSON values: the tuner's state, the budget of the drafter's training in the update, and the
+# position of the data.
+TUNER, INVESTMENT, POSITION = "tuner", "investment", "position"
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class RunState:
     drafting in Trainer), and what never changes (the KL reference, a drafter that is not trained). `policy` and
     `drafter` (weights, Adam moments, counters) are None when the run does not train them; `tuner` is
     JSON, None when the run does not decode. `step`: number of finished steps. `investment`: progress
-    and cost of the drafter's training in policy updates.
+    and cost of the drafter's training in policy updates. `position`: of the next step's first prompt in the data; None: every
+    step so far took rollout.prompts prompts.
     """
 
     step: int = struct.field(pytree_node=False)
@@ -41,6 +43,7 @@ class RunState:
     drafter: TrainState | None = None
     tuner: TunerState | None = struct.field(pytree_node=False, default=None)
     investment: Investment = struct.field(pytree_node=False, default=Investment())
+    position: int | None = struct.field(pytree_node=False, default=None)
 
 
 def abstract(
@@ -70,6 +73,8 @@ def save(
     meta = {} if state.tuner is None else {TUNER: {"basis": basis, "state": state.tuner}}
     if meta and state.drafter is not None:
         meta[INVESTMENT] = state.investment.saved()
+    if state.position is not None:
+        meta[POSITION] = state.position
     store.save(
         state.step, {name: item for name, item in items.items() if item is not None}, meta, metrics
     )
@@ -88,7 +93,14 @@ def restore(
         like.step, {name: item for name, item in targets.items() if item is not None}
     )
     items, investment = restored.items, Investment.of(restored.meta.get(INVESTMENT))
-    state = RunState(like.step, items.get("policy"), items.get("drafter"), investment=investment)
+    position = restored.meta.get(POSITION)
+    state = RunState(
+        like.step,
+        items.get("policy"),
+        items.get("drafter"),
+        investment=investment,
+        position=position,
+    )
     if tuner is None:
         return state
     return state.replace(tuner=resumed_tuner(restored.meta.get(TUNER), tuner, basis))

@@ -29,6 +29,7 @@ from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import (
     accumulation,
     adaptive,
+    dynamic_sampling,
     evaluation,
     losses,
     memory,
@@ -132,7 +133,8 @@ def begin_rollout(parts: Machinery, state: RunState | None = None) -> None:
             engine.use_learned(False)
     step, tuner = (state.step, state.tuner) if state is not None else (0, engine.tuner.init())
     if step < parts.steps:
-        prompts = setup.dataset.prompts(step)
+        position = None if state is None else state.position
+        prompts = dynamic_sampling.window(setup.config, setup.dataset, step, position)
         request = training_request(setup, engine, prompts, step, parts.steps)
         first.begin_compiling(engine, request, tuner)
 
@@ -150,7 +152,7 @@ def facts(config: Config, dataset: Dataset) -> dict[str, Any]:
 def total_steps(config: Config, dataset: Dataset) -> int:
     """RL steps of the run: train.steps, or those of train.epochs.
 
-    Raises DataError for epochs of a generated task.
+    A step of an epoch takes rollout.prompts rows, or rollout.max_prompts. Raises DataError for epochs of a generated task.
     """
     if config.train.steps:
         return config.train.steps
@@ -158,7 +160,8 @@ def total_steps(config: Config, dataset: Dataset) -> int:
         raise datasets.DataError(
             "train.epochs counts passes over rows, and a generated task has no last row: set train.steps"
         )
-    return max(1, config.train.epochs * dataset.rows // config.rollout.prompts)
+    taken = config.rollout.max_prompts or config.rollout.prompts
+    return max(1, config.train.epochs * dataset.rows // taken)
 
 
 def example(dataset: Dataset) -> list[str]:

@@ -115,13 +115,12 @@ def of_update(
 
 def of_step(
     dataset: Dataset,
-    config: Config,
-    step: int,
+    position: int,
     scalars: Mapping[str, float],
     watch: Stopwatch,
     job: Job,
 ) -> dict[str, float]:
-    """Ends the step's lap; its seconds, throughput in tokens per second, and epochs so far.
+    """Ends the step's lap; its seconds, throughput in tokens per second, and epochs so far; `position`: of the data.
 
     A collective of all processes: compile seconds are those of the process that compiled longest.
     """
@@ -131,7 +130,7 @@ def of_step(
     rows = {}
     if dataset.rows:
         rows = {
-            "training/epoch": step * config.rollout.prompts / dataset.rows,
+            "training/epoch": position / dataset.rows,
             "training/rows_dropped": dataset.dropped,
         }
     return seconds | rows | {"perf/throughput": scalars["perf/total_num_tokens"] / training}

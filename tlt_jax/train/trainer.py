@@ -26,6 +26,7 @@ from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.train import (
     drafting_words,
+    dynamic_sampling,
     evaluation,
     minibatches,
     run_state,
@@ -35,6 +36,7 @@ from tlt_jax.train import (
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.drafting_words import DraftingWords
+from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.health import Health, failures
 from tlt_jax.train.minibatches import Learned, PolicyTraining
@@ -45,7 +47,7 @@ from tlt_jax.tuner.interface import State as TunerState
 
 
 class Rolled(NamedTuple):
-    """The rollout of a step: its prompts, the answers, the tuner's state after it.
+    """The rollout of a step: the prompts that it may try, the answers that it learns from, the tuner's state after it.
 
     `told`: text and log-prob sum of the local answers, by uid; `began`: when it started, on the stopwatch's clock.
     """
@@ -84,6 +86,7 @@ class Trainer:
     draft_timing: DraftTiming = field(init=False)
     drafting_words: DraftingWords = field(init=False)
     evaluator: Evaluator = field(init=False)
+    sampling: DynamicSampling = field(init=False)
     health: Health = field(init=False)
 
     def __post_init__(self):
@@ -93,6 +96,7 @@ class Trainer:
             config, self.engine, self.setup.dataset, self.setup.tokenizer, self.scorer
         )
         self.health, self.drafting_words = Health(config), DraftingWords(self.steps)
+        self.sampling = DynamicSampling(config, self.scorer)
 
     def step(self) -> int | None:
         """One RL step; the exit code when the run ends instead: it is done, was interrupted, or diverged."""
@@ -103,7 +107,7 @@ class Trainer:
             if self.state.step >= self.steps:
                 return DONE
             rolled = self.roll_out(weights)  # idle data groups train the drafter meanwhile
-            scores = self.score()
+            scores = self.score(rolled)
         except Interrupted:
             return self.stop(measured)
 
@@ -115,7 +119,9 @@ class Trainer:
                 self.state.policy, rolled.prompts, rolled.result, scores, taught.lesson
             )
         tuner = self.update_tuner(rolled.tuner, taught)
-        self.state = RunState(self.state.step + 1, policy, taught.drafter, tuner, taught.investment)
+        config, step, choice = self.setup.config, self.state.step, rolled.result.choice
+        position = dynamic_sampling.after(config, step, self.state.position, choice)
+        self.state = RunState(step + 1, policy, taught.drafter, tuner, taught.investment, position)
         self.report(rolled, scores, learned, taught.metrics | drafting)
         return self.diverged(rolled, scores)
 
@@ -169,7 +175,8 @@ class Trainer:
         """
         config, state = self.setup.config, self.state
         self.profiler.enter(state.step + 1)
-        prompts, told = self.setup.dataset.prompts(state.step), {}
+        dataset, told = self.setup.dataset, {}
+        prompts = dynamic_sampling.window(config, dataset, state.step, state.position)
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
@@ -187,13 +194,15 @@ class Trainer:
             began = self.watch.clock()
             result, tuner = self.engine.run(
                 request, weights, state.tuner, on_finish=finished,
-                interrupted=self.interrupted, wanted=wanted, **background,
+                interrupted=self.interrupted, wanted=wanted, **background, **self.sampling.arguments(),
             )  # fmt: skip
         return Rolled(prompts, result, tuner, told, began)
 
-    def score(self) -> dict[int, Score]:
+    def score(self, rolled: Rolled) -> dict[int, Score]:
         """The scores of all processes' answers, by uid. Raises Interrupted."""
         with self.watch.phase("reward"):
+            if rolled.result.choice:
+                self.scorer.drop_others({answer.uid for answer in rolled.result.completions})
             return evaluation.collected(self.setup.job, self.scorer, self.interrupted)
 
     def time_drafting(self, weights: dict[int, Weights], rolled: Rolled) -> dict[str, float]:
@@ -232,15 +241,16 @@ class Trainer:
         setup, state, result = self.setup, self.state, rolled.result
         self.profiler.leave(state.step)
         with self.watch.phase("metrics"):
-            scalars = step_metrics.of_rollout(setup.config, rolled.prompts, result, scores)
-            scalars |= step_metrics.of_update(*learned) | metrics
-            scalars |= step_metrics.of_step(
-                setup.dataset, setup.config, state.step, scalars, self.watch, setup.job
-            )
+            prompts = dynamic_sampling.taken(rolled.prompts, result.choice)
+            scalars = step_metrics.of_rollout(setup.config, prompts, result, scores)
+            scalars |= step_metrics.of_update(*learned) | metrics | self.sampling.metrics(result)
+            position = dynamic_sampling.start(setup.config, state.step, state.position)
+            scalars |= step_metrics.of_step(setup.dataset, position, scalars, self.watch, setup.job)
             seconds = step_metrics.seconds_without(scalars, "drafter", "eval")
             self.state = state.replace(investment=state.investment.after_step(seconds))
 
-            told = evaluation.told_first(setup.job, rolled.told)
+            own = {uid: one for uid, one in rolled.told.items() if uid in scores}
+            told = evaluation.told_first(setup.job, own)
             answers = []
             if setup.job.is_first:
                 answers = step_metrics.records(
@@ -250,8 +260,9 @@ class Trainer:
             phases = step_metrics.phases(self.watch, rolled.began)
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
             self.say_drafting(result)
-            if failed := failures(scores):
-                self.writer.say(f"step {state.step}/{self.steps}  {failed}")
+            for words in (dynamic_sampling.filled(result.choice), failures(scores)):
+                if words:
+                    self.writer.say(f"step {state.step}/{self.steps}  {words}")
 
     def say_drafting(self, result: RolloutResult) -> None:
         """Says when the rollout begins or ceases to draft."""

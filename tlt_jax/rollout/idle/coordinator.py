@@ -1,8 +1,9 @@
 """The coordinator of idle work, a pure state machine over messages; knows no device, clock or kind of work.
 
 The worker coordinator of TLT (arXiv 2511.16665, section 4.2). A data group is BUSY while it decodes,
-IDLE when it has nothing left to decode, and TRAINING while it does idle work. Groups work
-independently, so none waits for others: any number may train, and join at any time. Every message
+IDLE when it has nothing to decode, and TRAINING while it does idle work. Groups work
+independently, so none waits for others: any number may train, and join at any time. A group that
+waits for prompts is IDLE until it gets some. Every message
 carries its RL step; messages of other steps are ignored.
 """
 
@@ -51,6 +52,22 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """A group has nothing to decode now, and may get more in this step."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A group that waited decodes again."""
+
+    step: int
+    group: int
+
+
+@dataclass(frozen=True)
 class Expected:
     """The rollout is expected to take `seconds` more; sent repeatedly."""
 
@@ -73,7 +90,7 @@ class Ended:
     step: int
 
 
-Message = Finished | Expected | GaveUp | Ended
+Message = Finished | Waits | Resumed | Expected | GaveUp | Ended
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,13 @@ def receive(state: Coordinator, message: Message) -> tuple[Coordinator, list[Com
             if any(mode is Mode.BUSY for mode in state.modes):
                 return state, []
             return over(state)
+        case Waits(_, group):
+            is_busy = state.modes[group] is Mode.BUSY
+            return (with_mode(state, {group}, Mode.IDLE) if is_busy else state), []
+        case Resumed(_, group):
+            is_training = state.modes[group] is Mode.TRAINING
+            resumed = with_mode(state, {group}, Mode.BUSY)
+            return resumed, [Stop(state.step, group)] if is_training else []
         case Expected(_, seconds):
             return (state, []) if seconds < state.least_seconds else started(state)
         case GaveUp(_, group):

@@ -19,7 +19,9 @@ from tlt_jax.rollout.idle.coordinator import (
     Finished,
     GaveUp,
     Message,
+    Resumed,
     Start,
+    Waits,
 )
 
 EXPECT_EVERY = 0.05  # seconds between two estimates of the idle time
@@ -33,6 +35,8 @@ class Polled(Protocol):
     states: Mapping[int, Any]
 
     def is_idle(self, group: int) -> bool: ...
+
+    def is_waiting(self, group: int) -> bool: ...
 
     def is_done(self) -> bool: ...
 
@@ -84,6 +88,7 @@ class IdleDriver:
         )  # other processes read this one's expected time
         # group -> number and start of its piece, and the last poll that saw it running
         self.running: dict[int, tuple[int, float, float]] = {}
+        self.waiting: set[int] = set()  # groups that may get more to decode
         self.pieces = dict.fromkeys(rollout.states, 0)
         self.used = dict.fromkeys(rollout.states, 0.0)
         self.estimated_at, self.over_at, self.delay = -math.inf, math.nan, 0.0
@@ -92,8 +97,7 @@ class IdleDriver:
         """Reads finished pieces and dispatches new ones; whether anything happened. Never waits."""
         now, happened = self.rollout.clock.now(), False
         for group in self.rollout.states:
-            if self.rollout.is_idle(group) and self.state.modes[group] is coordinator.Mode.BUSY:
-                self.send(Finished(self.state.step, group))
+            self.look(group)
         if self.is_over():
             self.end()
         elif now - self.estimated_at >= EXPECT_EVERY and (self.idle() or self.is_shared):
@@ -102,6 +106,21 @@ class IdleDriver:
         for group in self.rollout.states:
             happened |= self.advance(group)
         return happened
+
+    def look(self, group: int) -> None:
+        """Tells the coordinator when the group has nothing to decode, and when it gets more."""
+        is_busy = self.state.modes[group] is coordinator.Mode.BUSY
+        if self.rollout.is_idle(group):
+            self.waiting.discard(group)
+            if is_busy:
+                self.send(Finished(self.state.step, group))
+        elif self.rollout.is_waiting(group):
+            if is_busy:
+                self.waiting.add(group)
+                self.send(Waits(self.state.step, group))
+        elif group in self.waiting:
+            self.waiting.discard(group)
+            self.send(Resumed(self.state.step, group))
 
     def idle(self) -> bool:
         """Whether a group is idle without work."""
@@ -151,8 +170,8 @@ class IdleDriver:
         if not self.work.dispatch(group):
             self.send(GaveUp(self.state.step, group))
             return []
-        number = self.rollout.states[group].dispatched + self.pieces[group]
         self.pieces[group] += 1
+        number = -self.pieces[group]  # the group's own programs count from 0, also after it
         now = self.rollout.clock.now()
         self.running[group] = number, now, now
         return [Dispatched(number, self.work.kind, 0, 0)]

@@ -12,6 +12,7 @@ from tlt_jax.rollout.events import Listener, Look
 from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import GroupContext, GroupState
+from tlt_jax.rollout.selecting import Selecting
 
 PAUSE = 2e-4, 5e-3  # seconds between two polls of the devices: at first, and at most
 LATE = 0.02  # growth of the pause: a poll is late by at most this share of the wait; polls take cores from CPU devices
@@ -77,6 +78,14 @@ class Rollout:
         """The group has finished: nothing in flight, no live row, an empty queue; its decoding state is released."""
         return self.states[group].is_released
 
+    def is_waiting(self, group: int) -> bool:
+        """As `is_idle`, but the queue may give the group more later."""
+        return self.states[group].is_waiting
+
+    def is_decoding(self) -> bool:
+        """A group of this process decodes."""
+        return not all(state.is_released or state.is_waiting for state in self.states.values())
+
     def is_done(self) -> bool:
         """All groups of this process are idle."""
         return all(state.is_released for state in self.states.values())
@@ -119,11 +128,13 @@ def run(
     interrupted: Callable[[], bool] | None = None,
     background: BackgroundWork | None = None,
     ending: Ending | None = None,
+    selecting: Selecting | None = None,
 ) -> RolloutResult:
     """Polls the rollout and the `background` work until all groups of all processes are idle; pauses grow between events.
 
     The result is taken when all groups of this process are idle. Raises Interrupted in every process
-    soon after `interrupted()` is true in one. Without an `ending` this is the only process.
+    soon after `interrupted()` is true in one. Without an `ending` this is the only process. With `selecting` the rollout
+    stops as soon as the choice of its prompts is known, and not before.
     """
     ending = ending or Ending(len(rollout.states))
     pause, result = PAUSE[0], None
@@ -133,10 +144,15 @@ def run(
         if ending.poll(rollout.clock.now()) == INTERRUPTED:
             raise Interrupted("the rollout was interrupted")
         happened = result is None and any(look.events for look in rollout.poll())
-        for group in filter(rollout.is_idle, rollout.states):
+        if selecting and not selecting.is_over:
+            happened |= selecting.poll(rollout.clock.now(), rollout.is_decoding())
+        is_chosen = selecting is None or selecting.is_over
+        if selecting and is_chosen:
+            rollout.stop()
+        for group in filter(rollout.is_idle, rollout.states) if is_chosen else ():
             ending.is_idle(group)
         happened |= background is not None and background.poll()
-        if rollout.is_done() and result is None:
+        if rollout.is_done() and is_chosen and result is None:
             result = rollout.result()
         elif not happened:
             rollout.clock.sleep(pause)

@@ -31,6 +31,7 @@ from tlt_jax.rollout.scheduler.state import (
     Joining,
     Prefilled,
     Running,
+    parked,
     queued,
 )
 from tlt_jax.spec_decode.admission import Admission
@@ -48,8 +49,8 @@ def advance(
     """Reads finished programs, then dispatches new ones, at most `in_flight` chunks ahead of the last one read.
 
     When stopping, no new decision is taken. Ended rows are harvested before any other program takes the decoding state. A
-    group that has finished releases it. With `is_in_order`, one flight is read at a time, once nothing more can be
-    dispatched: listeners see its events before any decision depends on them.
+    group that has finished, or waits for the queue, releases it. With `is_in_order`, one flight is read at a time, once
+    nothing more can be dispatched: listeners see its events before any decision depends on them.
     """
     events: list[Event] = []
     if context.is_in_order and state.flights and state.is_blocked:
@@ -86,6 +87,8 @@ def advance(
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
         state = replace(released, is_exhausted=True, is_released=True)
         events.append(WentIdle())
+    elif state.is_waiting and state.device is not None:
+        state = parked(state)
     return state, events
 
 
@@ -169,7 +172,7 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         rounds=request.rounds,
         batch=state.batch,
         slots=state.slots,
-        waiting=not state.is_exhausted,
+        waiting=not (state.is_exhausted or state.is_held),
         sources=tuple(sorted({source.sizes for source in sources})),
         finished=state.finished,
     )
@@ -202,13 +205,18 @@ def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
 
 
 def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tuple[int, int]]]:
-    """Takes (prompt, sample) for every free row, as long as the queue has some."""
-    if state.is_exhausted:
+    """Takes (prompt, sample) for every free row, as long as the queue has some.
+
+    Where programs are read in order, a group to which the queue gave nothing asks again once it has nothing left: when
+    the queue gives more depends on a clock, and the shapes that the group has then do not.
+    """
+    if state.is_exhausted or (context.is_in_order and state.is_held and state.device is not None):
         return state, []
     free = context.request.capacity - sum(running is not None for running in state.rows)
     taken = context.queue.take(free, [prompt for one in state.prefills for prompt in one.rows])
     started = state.started | taken.started
-    return replace(state, started=started, is_exhausted=taken.is_exhausted), taken.samples
+    state = replace(state, started=started, is_exhausted=taken.is_exhausted, is_held=taken.is_held)
+    return state, taken.samples
 
 
 def prefill_sources(

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tlt_jax.distributed.board import Board
 
 
 class Taken(NamedTuple):
-    """(prompt, sample) for a group's free rows; prompts whose samples are all started; whether the queue is empty."""
+    """(prompt, sample) for a group's free rows; prompts whose samples are all started; whether the queue is empty.
+
+    `is_held`: it gives nothing now, and may give more later.
+    """
 
     samples: list[tuple[int, int]]
     started: frozenset[int]
     is_exhausted: bool
+    is_held: bool = False
 
 
 class WorkQueue:
     """The queue of one rollout: `prompts` prompts of `samples` samples each, on the board's counters below `scope`.
 
     A group that starts all samples of its prompts at once sends one message to the board for all of
-    them. Only a prompt with waiting samples has its own counter.
+    them. Only a prompt with waiting samples has its own counter. `bound`: prompts from there on are not given now; None:
+    all are.
     """
 
-    def __init__(self, board: Board, scope: str, prompts: int, samples: int):
+    def __init__(
+        self,
+        board: Board,
+        scope: str,
+        prompts: int,
+        samples: int,
+        bound: Callable[[], int] | None = None,
+    ):
         self.board, self.scope, self.prompts, self.samples = board, scope, prompts, samples
+        self.bound = bound or (lambda: prompts)
         self.claimed = 0  # prompts that all processes have claimed, as last read
         self.whole: set[int] = set()  # the prompts whose samples this process started all at once
+        self.emptied = -1  # the bound with which nothing was left
 
     def take(self, free: int, prefilled: Iterable[int] = ()) -> Taken:
         """Starts up to `free` samples: of prompts prefilled by the caller, then of whole new prompts, then stolen ones."""
+        bound = self.bound()
+        if bound == self.emptied < self.prompts:
+            return Taken([], frozenset(), False, True)
         found: list[tuple[int, int]] = []
         started: set[int] = set()
         for prompt in prefilled:
-            if len(found) < free:
+            if len(found) < free and prompt < bound:
                 samples, is_last = self._start(prompt, free - len(found))
                 found += samples
                 started |= {prompt} if is_last else set()
 
-        while len(found) < free and (new := self._claim(-(-(free - len(found)) // self.samples))):
+        while len(found) < free and (new := self._claim(free - len(found), bound)):
             for prompt in new:
                 samples = range(min(free - len(found), self.samples))
                 found += [(prompt, sample) for sample in samples]
@@ -48,23 +65,31 @@ class WorkQueue:
                     self.whole.add(prompt)
                     started.add(prompt)
 
-        is_exhausted = False
-        while len(found) < free and not is_exhausted:
-            stolen = self._steal(free - len(found))
-            is_exhausted = not stolen
+        is_empty = False
+        while len(found) < free and not is_empty:
+            stolen = self._steal(free - len(found), bound)
+            is_empty = not stolen
             found += stolen
-        return Taken(found, frozenset(started), is_exhausted)
+        self.emptied = bound if is_empty else self.emptied
+        is_exhausted = is_empty and bound >= self.prompts
+        return Taken(found, frozenset(started), is_exhausted, is_empty and not is_exhausted)
 
     def _waiting(self, prompt: int) -> str:
         """The key of the counter of a prompt's started samples; no counter exists when all were started at once."""
         return f"{self.scope}/waiting/{prompt}"
 
-    def _claim(self, count: int) -> range:
-        """Claims the next prompts, at most `count`."""
-        if self.claimed >= self.prompts:
+    def _claim(self, free: int, bound: int) -> range:
+        """Claims the next prompts below the bound, as many as fill `free` rows.
+
+        Several processes may claim at once: whoever gets prompts beyond the bound leaves their samples to all.
+        """
+        count = min(-(-free // self.samples), bound - self.claimed)
+        if count <= 0:
             return range(0)
         self.claimed = self.board.increment(f"{self.scope}/claimed", count)
-        return range(min(self.claimed - count, self.prompts), min(self.claimed, self.prompts))
+        for prompt in range(max(self.claimed - count, bound), min(self.claimed, self.prompts)):
+            self.board.increment(self._waiting(prompt), 0)
+        return range(min(self.claimed - count, bound), min(self.claimed, bound))
 
     def _start(self, prompt: int, count: int) -> tuple[list[tuple[int, int]], bool]:
         """Starts up to `count` waiting samples of a prompt; also whether none is left."""
@@ -74,10 +99,11 @@ class WorkQueue:
         samples = range(min(end - count, self.samples), min(end, self.samples))
         return [(prompt, sample) for sample in samples], end >= self.samples
 
-    def _steal(self, count: int) -> list[tuple[int, int]]:
-        """Steals at most `count` samples, one of each prompt with waiting samples; empty when none waits."""
+    def _steal(self, count: int, bound: int) -> list[tuple[int, int]]:
+        """Steals at most `count` samples, one of each begun prompt with waiting samples; empty when none waits."""
         found: list[tuple[int, int]] = []
         for key, started in self.board.counters(f"{self.scope}/waiting/").items():
-            if started < self.samples and len(found) < count:
-                found += self._start(int(key.rpartition("/")[2]), 1)[0]
+            prompt = int(key.rpartition("/")[2])
+            if started < self.samples and len(found) < count and prompt < bound:
+                found += self._start(prompt, 1 if started else count - len(found))[0]
         return found

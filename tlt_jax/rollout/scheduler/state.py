@@ -207,6 +207,7 @@ class GroupState:
     retired: int = 0
     started: frozenset[int] = frozenset()
     is_exhausted: bool = False
+    is_held: bool = False  # the queue gave nothing when asked last, and may give more
     drafter_lag: int = 0
     unmarked: int = 0
     finished: int = 0  # sequences that this group has finished
@@ -225,6 +226,11 @@ class GroupState:
         return self.is_exhausted and not (self.is_busy or any(self.rows))
 
     @property
+    def is_waiting(self) -> bool:
+        """As `is_idle`, but the queue may give more later."""
+        return self.is_held and not (self.is_busy or any(self.rows))
+
+    @property
     def is_busy(self) -> bool:
         """Something is in flight, or certain to be dispatched."""
         return bool(self.flights or self.decision or self.windows)
@@ -235,4 +241,15 @@ def queued(state: GroupState, flight: InFlight) -> GroupState:
     flight = replace(flight, programs=1 + state.unmarked)
     return replace(
         state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
+    )
+
+
+def parked(state: GroupState) -> GroupState:
+    """The state of a group without sequences, which may get more: as at the start, without its memory on the device."""
+    return GroupState(
+        dispatched=state.dispatched,
+        retired=state.retired,
+        finished=state.finished,
+        is_held=True,
+        is_blocked=True,
     )

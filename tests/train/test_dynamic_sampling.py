@@ -1,0 +1,212 @@
+"""Dynamic sampling in whole runs: what each step trains on is that of a NumPy reference that decodes everything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import Job
+from training_runs import assert_equal, completions, state_of, stopped_after
+
+from tlt_jax import cli
+from tlt_jax.config import Config
+from tlt_jax.errors import ConfigError
+from tlt_jax.train import loop
+
+STEPS, KEEP, WINDOW, SAMPLES = 3, 2, 6, 3
+DYNAMIC = {
+    "train.steps": STEPS,
+    "rollout.prompts": KEEP,
+    "rollout.max_prompts": WINDOW,
+    "rollout.samples": SAMPLES,
+    "reward.terms": {"toy_rewards:often": 1.0},
+    "eval.every": 0,
+}
+ADAPTIVE_KNOBS = {
+    "speculation.drafter": "adaptive",
+    "speculation.strategies": ["2_1_3"],
+    "drafter_training.share": 0.0,
+    "idle_training.floor": 1,
+    "idle_training.least_idle_s": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def run(configure, shared):
+    """run(name, knobs) -> the configuration of a finished run of these knobs, which is run once."""
+    done: dict[str, Config] = {}
+
+    def make(name: str, knobs: dict | None = None) -> Config:
+        if name not in done:
+            config = configure(shared / name, DYNAMIC | (knobs or {}))
+            assert loop.train(config) == cli.DONE
+            done[name] = config
+        return done[name]
+
+    return make
+
+
+def lines(config: Config) -> list[dict]:
+    """The metrics of each step."""
+    found = (Path(config.run) / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, found) if "groups/tried" in line]
+
+
+def steps_of(config: Config) -> list[dict[int, list[tuple[str, str, float]]]]:
+    """Of each step: prompt, answer and reward of every answer, by the prompt's place in the step's window."""
+    found = []
+    for _, answers in sorted(completions(config).items()):
+        by_prompt: dict[int, list[tuple[str, str, float]]] = {}
+        for one in answers:
+            by_prompt.setdefault(one[8], []).append((one[2], one[3], one[4]))
+        found.append(by_prompt)
+    return found
+
+
+def chosen(everything: dict[int, list[tuple[str, str, float]]]) -> tuple[list[int], int, int]:
+    """Of the answers to all prompts of a window: the kept prompts, how many count, and how many were looked at."""
+    rewards = np.array([[reward for *_, reward in everything[prompt]] for prompt in range(WINDOW)])
+    counting = np.flatnonzero(rewards.std(axis=1) > 0)
+    others = np.flatnonzero(rewards.std(axis=1) == 0)
+    first = counting[:KEEP]
+    tried = int(first[-1]) + 1 if len(first) == KEEP else WINDOW
+    return sorted([*first, *others[: KEEP - len(first)]]), len(first), tried
+
+
+@pytest.fixture(scope="module")
+def still(run):
+    """Runs of a policy that never changes: one that drops what a step did not need, and one that decodes all of each window."""
+    rate = {"optim.learning_rate": 0.0}
+    whole = {"rollout.max_prompts": 0, "rollout.prompts": WINDOW}
+    return run("drop", rate | {"rollout.unused": "drop"}), run("everything", rate | whole)
+
+
+def test_a_step_trains_on_the_first_prompts_whose_answers_differ_of_all_answers_to_its_window(
+    still,
+):
+    dropping, everything = still
+    seen = set()
+    for ours, whole, line in zip(
+        steps_of(dropping), steps_of(everything), lines(dropping), strict=True
+    ):
+        kept, counted, tried = chosen(whole)
+        assert ours == {prompt: whole[prompt] for prompt in kept}
+        assert line["groups/tried"] == tried and line["groups/filled"] == KEEP - counted
+        assert line["groups/replaced"] == pytest.approx(1 - KEEP / tried)
+        assert line["train/num_gen_batches"] == tried / KEEP
+        assert line["groups/zero_variance"] == 1 - counted / KEEP
+        assert 0 <= line["perf/wasted_ratio"] < 1
+        seen.add((counted, tried))
+    assert len(seen) > 1, "the steps need different numbers of prompts"
+
+
+def test_a_step_starts_with_the_prompts_that_the_last_one_did_not_need(run, still):
+    prompts = [answers[0][0] for step in steps_of(still[1]) for _, answers in sorted(step.items())]
+    keeping, position = run("keep"), 0
+    for ours, line in zip(steps_of(keeping), lines(keeping), strict=True):
+        for prompt, answers in ours.items():
+            assert {text for text, *_ in answers} == {prompts[position + prompt]}
+        position += int(line["groups/tried"])
+    assert position < STEPS * WINDOW, "some were kept for the next step"
+
+
+@pytest.mark.parametrize(
+    "name, knobs, seconds",
+    [
+        ("drafts", {"speculation.drafter": "ngram", "speculation.strategies": ["2_1_3"]}, "0"),
+        ("rows", {"rollout.slots": 2, "rollout.batch_buckets": [1, 2]}, "0.02"),
+        ("idle", ADAPTIVE_KNOBS, "0.01"),
+    ],
+)
+def test_drafts_rows_slow_rewards_and_idle_training_change_no_bit(
+    run, monkeypatch, name, knobs, seconds
+):
+    monkeypatch.setenv("TOY_REWARD_SECONDS", seconds)
+    ours, plain = run(name, knobs), run("keep")
+    assert completions(ours) == completions(plain)
+    assert_equal(state_of(ours, STEPS).params, state_of(plain, STEPS).params)
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.matrix)])
+def test_another_number_of_groups_takes_the_same_answers(run, groups):
+    ours, plain = run(f"groups{groups}", {"mesh.data": groups}), run("keep")
+    assert completions(ours) == completions(plain)
+
+
+@pytest.mark.parametrize("name, knobs", [("keep", {}), ("drop", {})])
+def test_a_resumed_run_ends_with_the_same_bits(run, still, tmp_path, name, knobs):
+    whole = run(name)
+    config = stopped_after(1, whole, tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    assert completions(config) == completions(whole)
+    assert_equal(state_of(config, STEPS), state_of(whole, STEPS))
+
+
+def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configure, tmp_path):
+    """A checkpoint of a run without dynamic sampling has no position."""
+    whole = run("everything")
+    before = stopped_after(1, whole, tmp_path / "run")
+    config = replace(before, override=True, rollout=replace(before.rollout, max_prompts=WINDOW + 1))
+    assert loop.train(config) == cli.DONE
+    prompts = [answers[0][0] for step in steps_of(whole) for _, answers in sorted(step.items())]
+    second = steps_of(config)[1]
+    assert {answers[0][0] for answers in second.values()} <= set(prompts[WINDOW:])
+
+
+def test_two_processes_train_as_one_does(run, configure, tmp_path):
+    knobs = DYNAMIC | {"mesh.fake_devices": 2, "rollout.slots": 2, "rollout.batch_buckets": [2]}
+    config = configure(tmp_path / "two", knobs)
+    with Job(config, 2, by_launcher=True, TOY_REWARD_SECONDS="0.01") as job:
+        assert job.wait() == [cli.DONE], job.said()
+    assert completions(config) == completions(run("keep"))
+    names = ("groups/tried", "groups/replaced", "groups/filled", "reward/mean")
+    assert [[line[name] for name in names] for line in lines(config)] == [
+        [line[name] for name in names] for line in lines(run("keep"))
+    ]
+
+
+def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path, monkeypatch):
+    knobs = DYNAMIC | {
+        "model.compute_dtype": "bfloat16",
+        "rollout.deterministic": True,
+        "speculation.drafter": "ngram",
+        "speculation.strategies": ["2_1_3"],
+    }
+    first = configure(tmp_path / "first", knobs)
+    assert loop.train(first) == cli.DONE
+    monkeypatch.setenv("TOY_REWARD_SECONDS", "0.01")
+    second = stopped_after(1, first, tmp_path / "second")
+    assert loop.train(second) == cli.DONE
+    assert completions(second) == completions(first)
+    assert_equal(state_of(second, STEPS), state_of(first, STEPS))
+
+
+@pytest.mark.parametrize(
+    "knobs, fix",
+    [
+        ({"rollout.max_prompts": KEEP}, "rollout.max_prompts 2 is not above rollout.prompts 2.*use 4 or more, or 0"),
+        ({"train.steps": 0, "train.epochs": 1}, "set train.steps, or rollout.unused drop"),
+    ],
+)  # fmt: skip
+def test_prompts_to_try_that_cannot_be_are_refused_with_the_fix(configure, tmp_path, knobs, fix):
+    with pytest.raises(ConfigError, match=fix):
+        configure(tmp_path, DYNAMIC | knobs)
+
+
+def test_epochs_count_the_prompts_of_the_windows(configure, shared, tmp_path):
+    """Five rows less none for evaluation: 2 epochs have 10, and a step drops what it does not need of 3."""
+    data = {"data.train": shared / "rows.jsonl", "model.tokenizer": shared / "tokenizer"}
+    epochs = {
+        "train.steps": 0,
+        "train.epochs": 2,
+        "rollout.unused": "drop",
+        "rollout.max_prompts": 3,
+    }
+    config = configure(tmp_path / "epochs", DYNAMIC | data | epochs | {"data.eval_size": 0})
+    assert loop.train(config) == cli.DONE
+    assert [line["training/epoch"] for line in lines(config)] == pytest.approx(
+        [3 / 5, 6 / 5, 9 / 5]
+    )
