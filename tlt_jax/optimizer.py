@@ -113,25 +113,31 @@ class TrainState:
 
 
 def advance(
-    learner: TrainState, grads: PyTree, is_finite: Bool[Array, ""], adam: Adam
+    learner: TrainState,
+    grads: PyTree,
+    is_finite: Bool[Array, ""],
+    adam: Adam,
+    has_targets: Bool[Array, ""] | bool = True,
 ) -> tuple[TrainState, ArrayLike]:
     """The state after one AdamW step, and its learning rate.
 
     When `is_finite` is False, weights, moments and schedule do not change, and the update counts as
-    skipped.
+    skipped. Without targets nothing changes: moments and decay would move weights without a gradient.
     """
     rate = adam.rate()(learner.step - learner.skipped)
     changes, opt_state = adam.transformation().update(grads, learner.opt_state, learner.params)
     params = optax.apply_updates(learner.params, changes)
 
     params, opt_state = jax.tree.map(
-        partial(jnp.where, is_finite), (params, opt_state), (learner.params, learner.opt_state)
+        partial(jnp.where, is_finite & has_targets),
+        (params, opt_state),
+        (learner.params, learner.opt_state),
     )
 
     counts = {
-        "step": learner.step + 1,
-        "skips": jnp.where(is_finite, 0, learner.skips + 1),
-        "skipped": learner.skipped + ~is_finite,
+        "step": learner.step + has_targets,
+        "skips": jnp.where(has_targets, jnp.where(is_finite, 0, learner.skips + 1), learner.skips),
+        "skipped": learner.skipped + (~is_finite & has_targets),
     }
     return learner.replace(params=params, opt_state=opt_state, **counts), rate
 

@@ -56,8 +56,8 @@ def of_the_first_minibatch(make_batch):
 def without_last_tokens(make_batch):
     """The last token of every answer has weight 0."""
 
-    def make(packed, mesh, longest, weights, advantages, recorded=None):
-        batch = make_batch(packed, mesh, longest, weights, advantages, recorded)
+    def make(packed, mesh, longest, weights, advantages, recorded=None, **marks):
+        batch = make_batch(packed, mesh, longest, weights, advantages, recorded, **marks)
         kept = packed.spread(weights)
         for (step, row, first), length in zip(packed.spans, packed.answer_lengths, strict=True):
             kept[step, row, first + length - 1] = 0

@@ -87,17 +87,31 @@ def check_files(run: Run) -> None:
 
 
 def learned(run: Run) -> Iterator[tuple[list, np.ndarray, np.ndarray]]:
-    """Texts, advantages (leave-one-out) and weights (equal for all answers) of every minibatch."""
+    """Texts, advantages (leave-one-out) and weights (equal for all answers that count) of every minibatch."""
     for step, one in enumerate(run.trainings, start=1):
-        rewards = np.array([line["reward"] for line in lines(run, step)])
+        answers = lines(run, step)
+        rewards = np.array([line["reward"] for line in answers])
         rewards = rewards.reshape(-1, one.request.samples)
         others = [[np.delete(group, i).mean() for i in range(len(group))] for group in rewards]
         advantages, pairs = (rewards - np.array(others)).reshape(-1), one.texts
+        lengths = np.array([line["length"] for line in answers])
+        counts = np.array([line["finish"] != "length" for line in answers])
+        counts |= run.config.algorithm.overlong == "kept"
         size = len(pairs) // run.config.algorithm.minibatches
-        weights = np.array([1 / (size * len(answer)) for _, answer in pairs])
         for first in range(0, len(pairs), size):
             part = slice(first, first + size)
-            yield pairs[part], advantages[part], weights[part]
+            weights = counts[part] * weights_of(run, lengths[part], counts[part])
+            yield pairs[part], advantages[part], weights
+
+
+def weights_of(run: Run, lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The weight of a token of the answers of a minibatch, where they count."""
+    longest, most = run.config.rollout.max_new_tokens, max(counts.sum(), 1)
+    return {
+        "token_mean": np.full(len(lengths), 1 / max(lengths[counts].sum(), 1)),
+        "sequence_mean": 1 / (most * lengths),
+        "dr_grpo": np.full(len(lengths), 1 / (len(lengths) * longest)),
+    }[run.config.algorithm.aggregation]
 
 
 def rows(batch) -> list[tuple[np.ndarray, ...]]:

@@ -243,7 +243,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
         "lr": 1e-2, "nonfinite": 0, "entropy": entropy[mask].mean(), "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(), "pg_clipfrac": (low | high).mean(), "pg_clipfrac_low": low.mean(),
         "pg_clipfrac_high": high.mean(), "rollout_logprob_diff_mean": difference.mean(),
-        "rollout_logprob_diff_max": difference.max(), "ppo_kl": -np.log(ratio).mean(),
+        "rollout_logprob_diff_max": difference.max(), "empty_updates": 0, "ppo_kl": -np.log(ratio).mean(),
         "rollout_corr/rollout_is_mean": weight.mean(), "rollout_corr/rollout_is_max": weight.max(),
         "rollout_corr/rollout_is_ratio_fraction_high": (weight > 1.5).mean(), "rollout_corr/kl": -np.log(weight).mean(),
     }  # fmt: skip
@@ -444,6 +444,19 @@ def test_update_that_is_not_finite_changes_nothing_and_is_counted(x64):
     expected, _ = update(recipe, state_of(recipe), batch)
     assert_same((state.params, state.opt_state), (expected.params, expected.opt_state))
     assert (int(state.step), int(state.skips), int(state.skipped)) == (3, 0, 2)
+
+
+def test_update_without_targets_changes_nothing_and_is_counted_apart(x64):
+    recipe = recipe_of(PLAIN)
+    batch = batch_of(recipe)
+    without = [rows.replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
+    state, _ = update(recipe, state_of(recipe), batch)  # moments and decay would move the weights
+    before = jax.device_get(state)
+    state, metrics = update(recipe, state, without)
+    assert_same(state, before)
+    expected = dict.fromkeys(metrics, 0.0) | {"lr": 1e-2, "empty_updates": 1}
+    assert {name: float(value) for name, value in metrics.items()} == expected
+    assert not any(part.any() for part in logprobs_of(recipe, state.params, without))
 
 
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):

@@ -31,6 +31,8 @@ KNOBS = ADAPTIVE | {
     "eval.every": 2,
     "checkpoint.export": True,
     "processes.lost_s": 5.0,
+    "algorithm.overlong": "filtered",
+    "reward.overlong_buffer": 20,
 }
 # Sums over data groups on several processes may be taken in another order.
 TOLERANCE = 1e-5
@@ -60,8 +62,16 @@ def assert_same(config: Config, alone: Config) -> None:
     assert [json.loads(line)["step"] for line in lines] == [*range(STEPS + 1)]
     ours, theirs = events(config), events(alone)
     assert [step for step, _ in ours["reward/mean"]] == [*range(1, STEPS + 1)]
-    for name in ("reward/mean", "response_length/mean", "eval/mean@2"):
+    for name in (
+        "reward/mean",
+        "reward/terms/overlong_reward",
+        "response_length/mean",
+        "eval/mean@2",
+    ):
         assert ours[name] == theirs[name], name
+    assert any(value for _, value in ours["response_length/clip_ratio"]), (
+        "the loss leaves answers out"
+    )
     assert run_folder.drafter_export(config).is_dir() and run_folder.export(config).is_dir()
 
 

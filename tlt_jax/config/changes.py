@@ -16,10 +16,10 @@ FREE = ("run", "override", "model.remat", "mesh.", "log.", "profile.", "processe
         "rollout.chunk", "rollout.compile_cache", "sft.cache", "reward.workers", "reward.memory_mib",
         "reward.environment", "data.max_too_long", "train.steps", "train.epochs")  # fmt: skip
 # Knobs that a resumed run may change with --override: they affect later steps.
-OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "rollout.temperature",
-               "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop", "rollout.max_prompts",
-               "rollout.unused", "train.row_tokens", "train.rows",
-               "train.logits_chunk", "train.attention_block", "drafter_training.steps",
+OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "reward.failure_score", "reward.overlong_",
+               "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.max_new_tokens", "rollout.stop",
+               "rollout.max_prompts", "rollout.unused", "train.row_tokens", "train.rows", "train.logits_chunk",
+               "train.attention_block", "drafter_training.steps",
                "drafter_training.learning_rate")  # fmt: skip
 LENGTH = ("train.steps", "train.epochs")
 SHOWN, WIDTH = 4, 60  # changes that an error names, and characters of a value

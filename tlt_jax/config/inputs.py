@@ -121,6 +121,17 @@ class Reward:
         f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function",
         or_own=True,
     )
+    overlong_buffer: int = knob(
+        0,
+        "in training, answers that end in the last so many tokens before rollout.max_new_tokens lose a part of the reward that "
+        "grows with their length; 0: none",
+        at_least=0,
+    )
+    overlong_factor: float = knob(
+        1.0,
+        "reward that an answer of rollout.max_new_tokens tokens loses with overlong_buffer",
+        above=0,
+    )
     workers: int = knob(1, "scoring processes", at_least=1)
     timeout_s: float = knob(
         10.0, "time limit of one score in seconds; the scoring process is killed after it", above=0

@@ -10,6 +10,7 @@ PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
 REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
 LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
 AUTO, NONE, TOKEN, SEQUENCE = "auto", "none", "token", "sequence"  # values of algorithm.importance
+KEPT, FILTERED = "kept", "filtered"  # values of algorithm.overlong
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Algorithm:
     )
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
     minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
+    overlong: str = knob(
+        KEPT,
+        "answers cut at rollout.max_new_tokens. kept: as any other | filtered: left out of the loss and of its means, "
+        "but not of the advantages of their group",
+        one_of=(KEPT, FILTERED),
+    )
     importance: str = knob(
         AUTO,
         "importance weights between rollout and update: none | token: of each token | sequence: the product over the answer | "

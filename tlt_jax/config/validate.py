@@ -89,6 +89,12 @@ def validate_rewards(config: Config) -> None:
                 f"reward.terms names {name!r}, which is not a reward: use {', '.join(REWARDS)} or module:function "
                 f"({nearest(name, REWARDS)})"
             )
+    buffer, longest = config.reward.overlong_buffer, config.rollout.max_new_tokens
+    if buffer > longest:
+        raise ConfigError(
+            f"reward.overlong_buffer {buffer} is longer than the longest answer, rollout.max_new_tokens {longest}: use at most "
+            f"{longest}, or 0 for no penalty"
+        )
     if "task" in config.reward.terms and config.data.train:
         raise ConfigError(
             f"reward 'task' scores the generated task, and data.train is {config.data.train!r}: set reward.terms, "

@@ -40,12 +40,12 @@ class Learned:
 
 
 class Rows(Protocol):
-    """Packed rows [R, T] of an accumulation step of the policy's update; `weights` > 0 where the next token is an answer's."""
+    """Packed rows [R, T] of an accumulation step of the policy's update; `is_answer` where the next token is an answer's."""
 
     tokens: jax.Array
     positions: jax.Array
     segments: jax.Array
-    weights: jax.Array
+    is_answer: jax.Array
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Lesson:
     def __call__(self, rows: Sequence[Rows]) -> None:
         chosen = self.choose(len(rows))
         batches = [
-            Batch(one.tokens, one.positions, one.segments, one.weights > 0)
+            Batch(one.tokens, one.positions, one.segments, one.is_answer)
             for one in (rows[place] for place in chosen)
         ]
         with self.timed():

@@ -86,16 +86,25 @@ def answer_advantages(rewards: np.ndarray, lengths: np.ndarray, kind: str) -> np
     return group_advantages(rewards, kind)
 
 
-def answer_weights(lengths: np.ndarray, kind: str, max_new_tokens: int) -> np.ndarray:
+def answer_weights(
+    lengths: np.ndarray, kind: str, max_new_tokens: int, is_kept: np.ndarray | None = None
+) -> np.ndarray:
     """Weight float64[n] of each token of the n answers of a minibatch; the loss is a weighted sum.
 
     token_mean: mean over all tokens (DAPO, arXiv 2503.14476). sequence_mean: mean over answers of
     their token means (GRPO, arXiv 2402.03300). dr_grpo: sum over the tokens of an answer divided by
     the longest length allowed, mean over answers (arXiv 2503.20783). `lengths` [n] in tokens.
+    Answers that are not `is_kept` (bool[n]; None: all are) get 0, and the means are over the others;
+    but dr_grpo divides by the number of all answers.
     """
     lengths = np.asarray(lengths, np.float64)
+    kept = np.ones(len(lengths), bool) if is_kept is None else is_kept
+    if not kept.any():
+        return np.zeros(len(lengths))
     if kind == "token_mean":
-        return np.full(len(lengths), 1.0 / lengths.sum())
-    if kind == "sequence_mean":
-        return 1.0 / (len(lengths) * lengths)
-    return np.full(len(lengths), 1.0 / (len(lengths) * max_new_tokens))
+        weights = np.full(len(lengths), 1.0 / lengths[kept].sum())
+    elif kind == "sequence_mean":
+        weights = 1.0 / (kept.sum() * lengths)
+    else:
+        weights = np.full(len(lengths), 1.0 / (len(lengths) * max_new_tokens))
+    return np.where(kept, weights, 0.0)

@@ -11,7 +11,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import KEEP
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.encoder import Prompt
-from tlt_jax.rewards import Scorer
+from tlt_jax.rewards import Scorer, overlong
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.selection import Choice, Selection
 from tlt_jax.train.advantages import zero_variance
@@ -20,21 +20,26 @@ MEMORY = 0.5  # weight of the share of prompts that counted before, relative to 
 
 
 class DynamicSampling:
-    """What a run selects its prompts with; `share`, of prompts that counted in the last steps, affects time only."""
+    """What a run selects its prompts with; `share`, of prompts that counted in the last steps, affects time only.
+
+    `lengths`: tokens of this process's answers of the rollout that runs, by uid.
+    """
 
     def __init__(self, config: Config, scorer: Scorer):
         self.config, self.scorer, self.share = config, scorer, 1.0
+        self.lengths: dict[int, int] = {}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of Engine.run that select prompts; none without rollout.max_prompts."""
-        rollout = self.config.rollout
+        rollout, self.lengths = self.config.rollout, {}
         if not rollout.max_prompts:
             return {}
         return {"selection": Selection(rollout.prompts, self.scores, counts, self.share)}
 
     def scores(self) -> dict[int, float]:
-        """The new scores of this process's answers, by uid."""
-        return {uid: score.value for uid, score in self.scorer.news().items()}
+        """The new rewards of this process's answers, by uid, with the penalty of long ones."""
+        news = overlong.penalized(self.config, self.scorer.news(), self.lengths)
+        return {uid: score.value for uid, score in news.items()}
 
     def metrics(self, result: RolloutResult) -> dict[str, float]:
         """What the choice of a rollout's prompts took; learns the share of prompts that count."""

@@ -122,22 +122,22 @@ def programs(mesh: Mesh) -> Programs:
 
 def token_kl(rows: Rows) -> Float[Array, "R T"]:
     """log-prob - reference of each target, 0 elsewhere."""
-    return jnp.where(rows.weights > 0, rows.old - rows.reference, 0)
+    return jnp.where(rows.is_answer, rows.old - rows.reference, 0)
 
 
 def answer_kl(rows: Rows) -> Float[Array, "R S"]:
     """The sum over each answer of log-prob - reference."""
-    return segment_sums(token_kl(rows), rows.segments, rows.weights > 0)
+    return segment_sums(token_kl(rows), rows.segments, rows.is_answer)
 
 
 def answer_advantages(rows: Rows) -> Float[Array, "R S"]:
     """The sum over each answer of its tokens' advantages."""
-    return segment_sums(rows.advantages, rows.segments, rows.weights > 0)
+    return segment_sums(rows.advantages, rows.segments, rows.is_answer)
 
 
 def returns(rows: Rows, kl_coef: float) -> Rows:
     """The rows with each token's return in the place of advantages, which held the reward of its answer."""
-    mask = rows.weights > 0
+    mask = rows.is_answer
 
     def joined(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
         (total, ends), (more, breaks) = later, earlier
@@ -150,10 +150,10 @@ def returns(rows: Rows, kl_coef: float) -> Rows:
 
 def moment(rows: Rows, center: float, power: int) -> Float[Array, ""]:
     """Sum over targets of (advantage - center) ** power."""
-    return jnp.sum(jnp.where(rows.weights > 0, (rows.advantages - center) ** power, 0))
+    return jnp.sum(jnp.where(rows.is_answer, (rows.advantages - center) ** power, 0))
 
 
 def scaled(rows: Rows, mean: float, scale: float) -> Rows:
     """The rows with advantages (advantage - mean) * scale."""
     whitened = (rows.advantages - mean) * scale
-    return rows.replace(advantages=jnp.where(rows.weights > 0, whitened, 0))
+    return rows.replace(advantages=jnp.where(rows.is_answer, whitened, 0))

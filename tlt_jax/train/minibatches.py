@@ -14,7 +14,7 @@ import numpy as np
 from tlt_jax import atomic, run_folder
 from tlt_jax.checkpoint.index import leaf_index
 from tlt_jax.config import Config
-from tlt_jax.config.learning import REWARD
+from tlt_jax.config.learning import FILTERED, REWARD
 from tlt_jax.data import packing
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example, Packed
@@ -22,7 +22,7 @@ from tlt_jax.errors import CheckpointError
 from tlt_jax.models import hf
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
-from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.train import kl_rewards, policy_batch, policy_update
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_advantages, answer_weights
@@ -215,6 +215,16 @@ def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
     return Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens)
 
 
+def is_filtering(config: Config) -> bool:
+    """Whether the loss leaves out answers that were cut at rollout.max_new_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
+    return config.algorithm.overlong == FILTERED
+
+
+def is_kept(config: Config, answers: Sequence[Completion]) -> np.ndarray:
+    """bool[answers]: whether the loss counts an answer."""
+    return np.array([not is_filtering(config) or one.finish != LENGTH for one in answers])
+
+
 def make_batch(
     config: Config,
     recipe: Recipe,
@@ -230,11 +240,20 @@ def make_batch(
         examples, packing.row_tokens(config), packing.rows(config), config.mesh.data
     )
     weights = answer_weights(
-        packed.answer_lengths, config.algorithm.aggregation, config.rollout.max_new_tokens
+        packed.answer_lengths,
+        config.algorithm.aggregation,
+        config.rollout.max_new_tokens,
+        is_kept(config, answers),
     )
     recorded = [answer.logprobs for answer in answers]
     return policy_batch.make_batch(
-        packed, recipe.mesh, recipe.longest, weights, advantages[part], recorded
+        packed,
+        recipe.mesh,
+        recipe.longest,
+        weights,
+        advantages[part],
+        recorded,
+        marks_answers=is_filtering(config),
     ), packed
 
 
@@ -244,6 +263,7 @@ def abstract_rows(config: Config, recipe: Recipe) -> Rows:
         "recorded": True,
         "reference": recipe.objective.kl_coef != 0,
         "old": config.algorithm.minibatches > 1,
+        "answers": is_filtering(config),
     }
     given = tuple(name for name, is_one in is_given.items() if is_one)
     sizes = packing.rows(config), packing.row_tokens(config)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.data.packing import Packed
 from tlt_jax.data.segments import most_segments
@@ -24,8 +24,9 @@ class Rows:
     """The packed rows of one accumulation step; see packing.Packed.
 
     Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
-    targets. Log-probs: `recorded` of the sampler; `old` of the policy before the first minibatch
+    targets that the loss counts. Log-probs: `recorded` of the sampler; `old` of the policy before the first minibatch
     (None: those of the update itself, so ratios are 1); `reference` of the frozen initial policy.
+    `answers`: 1 at all targets, also those that the loss leaves out; None: it counts all.
     """
 
     tokens: Int32[Array, "R T"]
@@ -37,6 +38,12 @@ class Rows:
     recorded: Float[Array, "R T"] | None = None
     old: Float[Array, "R T"] | None = None
     reference: Float[Array, "R T"] | None = None
+    answers: Float[Array, "R T"] | None = None
+
+    @property
+    def is_answer(self) -> Bool[Array, "R T"]:
+        """Where the next token is an answer's."""
+        return (self.weights if self.answers is None else self.answers) > 0
 
 
 Batch = Sequence[Rows]  # a minibatch, by accumulation step
@@ -54,10 +61,12 @@ def make_batch(
     weights: np.ndarray,
     advantages: np.ndarray,
     recorded: list[np.ndarray] | None = None,
+    marks_answers: bool = False,
 ) -> Batch:
     """The batch on the mesh.
 
-    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token. Raises
+    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token; `marks_answers`: with
+    `Rows.answers`, for weights of 0. Raises
     ValueError for an example longer than `longest` tokens (the recipe's limit), and for a row with more
     examples than attention supports.
     """
@@ -76,6 +85,8 @@ def make_batch(
     fields |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
     if recorded is not None:
         fields["recorded"] = packed.place(recorded)
+    if marks_answers:
+        fields["answers"] = packed.spread(np.ones(len(packed.answer_lengths)))
     steps = [Rows(**{name: array[step] for name, array in fields.items()})
              for step in range(len(packed.tokens))]  # fmt: skip
     return put(steps, rows_sharding(mesh))

@@ -129,11 +129,12 @@ def largest(mask: Bool[Array, "G t"], maxima: dict[str, Array]) -> dict[str, Flo
 
 
 def means(totals: dict[str, Array]) -> dict[str, Array]:
-    """The metrics of totals: means over targets or over answers, and pg_loss itself."""
+    """The metrics of totals: means over targets or over answers, 0 without any, and pg_loss itself."""
 
     def of(name: str) -> Array:
         if name == "pg_loss":
             return totals[name]
-        return totals[name] / totals["answers" if name in OF_ANSWERS else "tokens"]
+        count = totals["answers" if name in OF_ANSWERS else "tokens"]
+        return totals[name] / jnp.maximum(count, 1)
 
     return {name: of(name) for name in totals if name not in SKIPPED}

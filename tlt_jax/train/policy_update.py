@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax import optimizer
 from tlt_jax.config.learning import NONE
@@ -30,6 +30,7 @@ from tlt_jax.train.recipe import Recipe
 
 # Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
+EMPTY = "empty_updates"  # metric: 1 when a batch had no targets
 
 
 PolicyState = TrainState  # with params of type architecture.Params
@@ -84,7 +85,9 @@ def loss(params: Params, rows: Rows, recipe: Recipe) -> tuple[Float[Array, ""], 
     x, objective = states(params, rows, recipe), recipe.objective
     if objective.is_supervised or not objective.needs_answers:
         return head_loss(params, x, rows, None, recipe)
-    logprobs = head_logprobs(*jax.lax.stop_gradient((params, x)), rows, recipe)
+    logprobs = head_logprobs(
+        *jax.lax.stop_gradient((params, x)), rows.targets, rows.weights > 0, recipe
+    )
     whole = policy_loss.slope(objective, tokens_of(rows, logprobs), rows.weights)
     rest, (sums, maxima) = head_loss(params, x, rows, whole.grads, recipe)
     totals, peaks = whole.metrics
@@ -197,19 +200,23 @@ def accumulate(
 def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the gradients of a whole batch, and its metrics.
 
-    A non-finite update leaves weights and moments unchanged. Metrics are means or maxima over
-    targets.
+    A non-finite update leaves weights and moments unchanged; a batch without targets the whole state. Metrics are means or
+    maxima over targets, 0 without any.
     """
     norm = optax.tree.norm(sums.grads)
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam)
-
+    tokens = sums.totals.get("tokens")
+    has_targets = tokens is None or tokens > 0
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, has_targets)
+    means = policy_loss.means(sums.totals)
+    if tokens is not None:
+        means[EMPTY] = (tokens == 0).astype(jnp.int32)
     return state, {
         "loss": sums.loss,
         "grad_norm": norm,
         "lr": rate,
         "nonfinite": state.skipped,
-        **policy_loss.means(sums.totals),
+        **means,
         **sums.maxima,
     }
 
@@ -227,22 +234,27 @@ def check(rows: Rows, recipe: Recipe) -> None:
 
 
 def score(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T"]:
-    """Log-probability of each target, 0 elsewhere."""
-    scores = head_logprobs(params, states(params, rows, recipe), rows, recipe)
+    """Log-probability of each target, also of those that the loss leaves out; 0 elsewhere."""
+    x = states(params, rows, recipe)
+    scores = head_logprobs(params, x, rows.targets, rows.is_answer, recipe)
     return scores.astype(rows.weights.dtype)
 
 
 def head_logprobs(
-    params: Params, x: Float[Array, "R T D"], rows: Rows, recipe: Recipe
+    params: Params,
+    x: Float[Array, "R T D"],
+    ids: Int[Array, "R T"],
+    is_target: Bool[Array, "R T"],
+    recipe: Recipe,
 ) -> Float[Array, "R T"]:
-    """Log-probability of each target, 0 elsewhere, from the last hidden states."""
+    """Log-probability of the ids where `is_target`, 0 elsewhere, from the last hidden states."""
     return targets.target_logprobs(
         params,
         recipe.model,
         recipe.mesh,
         x,
-        rows.targets,
-        rows.weights > 0,
+        ids,
+        is_target,
         temperature=recipe.objective.temperature,
         chunk=recipe.logits_chunk,
     )

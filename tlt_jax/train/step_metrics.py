@@ -27,6 +27,7 @@ from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
 from tlt_jax.train.accounts import OTHER, Stopwatch
 from tlt_jax.train.advantages import zero_variance
+from tlt_jax.train.policy_update import EMPTY
 
 
 def of_rollout(
@@ -96,17 +97,19 @@ def of_update(
 ) -> dict[str, float]:
     """Metrics of the optimizer steps on one rollout; `fill`: filled share of the packed rows.
 
-    Means over the steps, but the maximum of maxima, and the last counter and learning rate.
+    Means over the steps that had targets, but the maximum of maxima, and the last counter and learning rate.
     """
     merge = {"nonfinite": last, "lr": last}
+    learned = [update for update in updates if not update[EMPTY]] or updates
     merged = {
         name: merge.get(name, max if name.endswith("_max") else mean)(
-            [float(update[name]) for update in updates]
+            [float(update[name]) for update in learned]
         )
         for name in updates[0]
     }
     return {
         **{name if "/" in name else f"actor/{name}": value for name, value in merged.items()},
+        f"actor/{EMPTY}": sum(bool(update[EMPTY]) for update in updates),
         "actor/packed_ratio": fill,
         "groups/zero_variance": float(zero_variance(rewards).mean()),
         **statistics("advantages", advantages, ("mean", "min", "max")),

@@ -18,7 +18,7 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models.drafter_network import DrafterParams
-from tlt_jax.rewards import Score, Scorer
+from tlt_jax.rewards import Score, Scorer, overlong
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.interface import RolloutEngine
@@ -107,7 +107,7 @@ class Trainer:
             if self.state.step >= self.steps:
                 return DONE
             rolled = self.roll_out(weights)  # idle data groups train the drafter meanwhile
-            scores = self.score(rolled)
+            scores = self.score(rolled.result)
         except Interrupted:
             return self.stop(measured)
 
@@ -180,6 +180,7 @@ class Trainer:
 
         def finished(answer: Completion) -> None:
             prompt = prompts[answer.prompt]
+            self.sampling.lengths[answer.uid] = len(answer.tokens)
             text = evaluation.submit(self.scorer, self.setup.tokenizer, prompt, answer)
             told[answer.uid] = text, float(np.sum(answer.logprobs, dtype=np.float64))
 
@@ -198,12 +199,14 @@ class Trainer:
             )  # fmt: skip
         return Rolled(prompts, result, tuner, told, began)
 
-    def score(self, rolled: Rolled) -> dict[int, Score]:
-        """The scores of all processes' answers, by uid. Raises Interrupted."""
+    def score(self, result: RolloutResult) -> dict[int, Score]:
+        """The scores of all processes' answers, by uid, with the penalty of long ones. Raises Interrupted."""
         with self.watch.phase("reward"):
-            if rolled.result.choice:
-                self.scorer.drop_others({answer.uid for answer in rolled.result.completions})
-            return evaluation.collected(self.setup.job, self.scorer, self.interrupted)
+            if result.choice:
+                self.scorer.drop_others({answer.uid for answer in result.completions})
+            scores = evaluation.collected(self.setup.job, self.scorer, self.interrupted)
+            lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
+            return overlong.penalized(self.setup.config, scores, lengths)
 
     def time_drafting(self, weights: dict[int, Weights], rolled: Rolled) -> dict[str, float]:
         """The metrics of this rollout's drafting; with speculation.time_drafting also how long drafting alone takes."""

@@ -1,0 +1,273 @@
+"""Answers that are too long: their penalty and their place in the loss are NumPy's, from the completions of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import loop_mutants
+import numpy as np
+import observed
+import pytest
+import toy_rewards
+from loop_mutants import plant, reading
+from loop_updates import check_batches, check_clipping, check_losses, learned, lines
+from observed import Rolled, Run
+
+from tlt_jax.config.validate import validate_rl
+from tlt_jax.drafter import step_training
+from tlt_jax.errors import ConfigError
+from tlt_jax.metrics import names
+from tlt_jax.rewards import Score, overlong
+from tlt_jax.train import minibatches
+from tlt_jax.train.advantages import answer_weights
+from tlt_jax.train.minibatches import PolicyTraining
+from tlt_jax.train.trainer import Trainer
+
+LONGEST, BUFFER, FACTOR = 6, 4, 0.7
+KNOBS = {
+    "model.param_dtype": "float64", "model.compute_dtype": "float64",
+    "model.init": observed.TINY["model.init"] | {"initializer_range": 0.5},
+    "rollout.prompts": 4, "rollout.samples": 4, "rollout.max_new_tokens": LONGEST, "rollout.stop": ["=", "::"],
+    "rollout.slots": 16, "rollout.batch_buckets": [16], "rollout.cache_buckets": [32],
+    "reward.terms": {"toy_rewards:digest": 2.0},
+    "reward.overlong_buffer": BUFFER, "reward.overlong_factor": FACTOR,
+    "algorithm.overlong": "filtered", "algorithm.advantage": "rloo",
+    "algorithm.entropy_coef": 0.1, "algorithm.minibatches": 2,
+    "optim.learning_rate": 0.02, "optim.weight_decay": 0.1, "optim.grad_clip": loop_mutants.GRAD_CLIP,
+    "train.steps": 2, "train.seed": 3, "train.row_tokens": 32, "train.rows": 1,
+    "data.eval_size": 4, "eval.every": 2,
+}  # fmt: skip
+
+
+def scalars(run: Run, step: int) -> dict[str, float]:
+    """The metrics of a step."""
+    text = (Path(run.config.run) / "metrics.jsonl").read_text()
+    return next(one for one in map(json.loads, text.splitlines()) if one["step"] == step)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    """A recorded run that filters, and penalizes the last tokens."""
+    return observed.watched(observed.configure(tmp_path_factory.mktemp("run"), KNOBS))
+
+
+@pytest.fixture
+def replay(run, tmp_path) -> Callable[..., Run]:
+    """replay({knob: value}, rollouts) -> the run again with known answers."""
+
+    def again(changes: dict | None = None, rollouts: list[Rolled] | None = None) -> Run:
+        config = observed.configure(tmp_path, KNOBS | (changes or {}))
+        return observed.watched(config, rollouts or run.rollouts)
+
+    return again
+
+
+def check_rewards(run: Run) -> None:
+    """The reward of each answer is its terms' and the penalty of its length; metrics and completions have it as a term."""
+    for step in (1, 2):
+        answers, found = lines(run, step), scalars(run, step)
+        lost = np.array(
+            [min((LONGEST - BUFFER - one["length"]) / BUFFER * FACTOR, 0.0) for one in answers]
+        )
+        terms = np.array([2.0 * toy_rewards.digest("", one["completion"], {}) for one in answers])
+        np.testing.assert_allclose([one["reward"] for one in answers], terms + lost, rtol=1e-12)
+        assert [one["parts"]["overlong_reward"] for one in answers] == lost.tolist()
+        assert [one["parts"]["overlong"] for one in answers] == (lost < 0).tolist()
+        assert found["reward/mean"] == pytest.approx(np.mean(terms + lost), rel=1e-12)
+        assert found["reward/terms/overlong_reward"] == pytest.approx(lost.mean(), rel=1e-12)
+        assert found["reward/terms/overlong"] == np.mean(lost < 0)
+
+
+CHECKS = [check_rewards, check_batches, check_losses, check_clipping]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_run_penalizes_and_filters_as_its_configuration_says(run, check, x64):
+    check(run)
+
+
+def test_the_run_has_what_the_checks_are_about(run):
+    answers = [one for step in (1, 2) for one in lines(run, step)]
+    kinds = {(one["finish"], one["parts"]["overlong_reward"] < 0) for one in answers}
+    assert kinds == {("stop", False), ("stop", True), ("length", True)}
+    assert all(
+        any(one["advantage"] for one in lines(run, step) if one["finish"] == "length")
+        for step in (1, 2)
+    )
+    assert run.updates[1].metrics["pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "dr_grpo"])
+@pytest.mark.parametrize("kind", ["filtered", "kept"])
+def test_means_are_over_the_answers_that_count(aggregation, kind, replay, x64):
+    again = replay({"algorithm.aggregation": aggregation, "algorithm.overlong": kind})
+    check_batches(again)
+    check_losses(again)
+
+
+def all_cut(rollouts: list[Rolled], first: int, last: int) -> list[Rolled]:
+    """The rollouts, the answers first to last - 1 of the first step cut at their limit."""
+    answers = [
+        replace(one, finish="length") if first <= i < last else one
+        for i, one in enumerate(rollouts[1].result.completions)
+    ]
+    return [
+        replace(one, result=replace(one.result, completions=answers)) if i == 1 else one
+        for i, one in enumerate(rollouts)
+    ]
+
+
+def test_a_minibatch_of_filtered_answers_is_left_out(run, replay, x64):
+    again = replay(
+        {"algorithm.kl_coef": 0.1, "algorithm.importance_cap": 2.0}, all_cut(run.rollouts, 8, 16)
+    )
+    first, second, *rest = again.updates
+    for one, other in zip(*map(jax.tree.leaves, (second.before, second.after)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not second.batch.weights.any() and second.batch.answers.any()
+    assert [one.metrics["empty_updates"] for one in again.updates] == [0, 1, 0, 0]
+    assert [int(one.after.step) for one in again.updates] == [1, 1, 2, 3]
+    found = scalars(again, 1)
+    assert found["actor/empty_updates"] == 1 and found["actor/nonfinite"] == 0
+    # Means are those of the other minibatch: zeros of this one do not count.
+    assert found["actor/ratio_mean"] == first.metrics["ratio_mean"] > 0.9
+    assert all(np.isfinite(value) for value in found.values() if isinstance(value, float))
+
+
+def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay, x64):
+    again = replay({"algorithm.overlong": "filtered"}, all_cut(run.rollouts, 0, 16))
+    start, end = again.updates[0].before, again.updates[1].after
+    for one, other in zip(*map(jax.tree.leaves, (start, end)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    found = scalars(again, 1)
+    assert found["actor/empty_updates"] == 2 and found["response_length/clip_ratio"] == 1
+    assert found["actor/loss"] == found["actor/grad_norm"] == 0 and found["actor/lr"] == 0.02
+    assert all(np.isfinite(value) for value in found.values() if isinstance(value, float))
+    assert scalars(again, 2)["actor/empty_updates"] == 0
+
+
+def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run, monkeypatch):
+    taught = []
+
+    def learn(drafter, policy, batches, *_):
+        taught.extend(batches)
+        return drafter, step_training.Learned({}, [])
+
+    monkeypatch.setattr(step_training, "learn", learn)
+    assert not all(weights.all() for *_, weights in learned(run))
+    lesson = step_training.Lesson(None, range, 0, None, None, nullcontext)
+    for update, (pairs, *_) in zip(run.updates, learned(run), strict=True):
+        taught.clear()
+        lesson([update.batch])
+        assert taught[0].loss_mask.sum() == sum(len(answer) for _, answer in pairs)
+
+
+def test_evaluations_are_not_penalized(run):
+    for file in (Path(run.config.run) / "evaluation").iterdir():
+        for one in map(json.loads, file.read_text().splitlines()):
+            assert one["reward"] == 2.0 * toy_rewards.digest("", one["completion"], {})
+            assert "overlong_reward" not in one["parts"]
+
+
+def inverted(is_kept):
+    """The complete answers are left out."""
+    return lambda *args: ~is_kept(*args)
+
+
+def over_all(answer_weights):
+    """The means count the answers that are left out."""
+    return lambda lengths, kind, longest, is_kept: is_kept * answer_weights(lengths, kind, longest)
+
+
+def unpenalized(penalized):
+    """The penalty is reported, and the reward is without it."""
+
+    def found(config, scores, lengths):
+        told = penalized(config, scores, lengths)
+        return {uid: replace(one, value=scores[uid].value) for uid, one in told.items()}
+
+    return found
+
+
+def doubled(penalty):
+    return lambda *args: 2 * penalty(*args)
+
+
+def of_others(baseline):
+    """Filtered answers do not count in the baseline of their group either."""
+    return lambda *args: np.where(np.arange(4) % 2, baseline(*args), 0.0)
+
+
+MUTANTS = [
+    (minibatches, "is_kept", inverted, check_batches),
+    (minibatches, "answer_weights", over_all, check_batches),
+    (minibatches, "group_advantages", of_others, check_batches),
+    (PolicyTraining, "update", reading(algorithm__overlong="kept"), check_batches),
+    (overlong, "penalized", unpenalized, check_rewards),
+    (overlong, "penalty", doubled, check_rewards),
+    (Trainer, "score", reading(reward__overlong_factor=1.0), check_rewards),
+    (Trainer, "score", reading(rollout__max_new_tokens=7), check_rewards),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "mutant", "check"), MUTANTS)
+def test_a_planted_mistake_is_caught(place, name, mutant, check, replay, monkeypatch, x64):
+    plant(monkeypatch, place, name, mutant)
+    with pytest.raises((AssertionError, KeyError)):
+        check(replay())
+
+
+# Without a run
+
+
+@pytest.mark.parametrize(
+    ("length", "reward"), [(1, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0)]
+)
+def test_the_penalty_is_that_of_dapo(length, reward):
+    """Its numbers (section 4.1): the longest answer has 20,480 tokens, the last 4,096 of them are penalized."""
+    assert overlong.penalty(length, 20480, 4096, 1.0) == reward
+    assert overlong.penalty(length, 20480, 4096, 0.5) == reward / 2
+
+
+def test_a_failed_score_stays_as_it_is(tmp_path):
+    config = observed.configure(tmp_path, KNOBS)
+    failed = Score(-2.0, {}, "timeout", "no answer after 10 s")
+    assert overlong.penalized(config, {7: failed}, {7: LONGEST}) == {7: failed}
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("token_mean", [1 / 7, 0, 1 / 7]),
+        ("sequence_mean", [1 / 4, 0, 1 / 10]),
+        ("dr_grpo", [1 / 48, 0, 1 / 48]),
+    ],
+)
+def test_weights_of_filtered_answers_are_those_worked_by_hand(kind, weights):
+    lengths = np.array([2, 16, 5])
+    kept = np.array([True, False, True])
+    np.testing.assert_allclose(answer_weights(lengths, kind, 16, kept), weights)
+    assert not answer_weights(lengths, kind, 16, np.zeros(3, bool)).any()
+
+
+def test_a_buffer_longer_than_any_answer_is_refused(tmp_path):
+    for knobs, message in (
+        (
+            {"reward.overlong_buffer": 7},
+            "overlong_buffer 7 is longer than .* rollout.max_new_tokens 6: use at most",
+        ),
+        ({"reward.overlong_factor": 0}, "overlong_factor"),
+        ({"algorithm.overlong": "masked"}, "algorithm.overlong"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate_rl(observed.configure(tmp_path, KNOBS | knobs))
+
+
+def test_the_terms_have_names_in_the_list():
+    known = {metric.name for metric in names.NAMES}
+    assert {f"reward/terms/{overlong.PENALTY}", f"reward/terms/{overlong.IS_PENALIZED}"} <= known
