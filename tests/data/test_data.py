@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config, load as configuration, parse
-from tlt_jax.data import dataset as datasets, files, tasks
+from tlt_jax.data import dataset as datasets, files, generated, tasks
 from tlt_jax.data.dataset import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -575,7 +575,7 @@ def test_a_task_that_does_not_fit_names_both_numbers():
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):
     config = make_config()
-    assert datasets.tokenizer(config).eos_token == tasks.EOS
+    assert datasets.tokenizer(config).eos_token == generated.EOS
     make_tokenizer(TEMPLATE).save_pretrained(tmp_path)
     loaded = datasets.tokenizer(replace(config, model=replace(config.model, path=str(tmp_path))))
     assert len(loaded) == len(make_tokenizer()) and loaded.chat_template == TEMPLATE

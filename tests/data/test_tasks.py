@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tlt_jax.data import tasks
+from tlt_jax.data import generated, tasks
 
 
 def worked(name: str, digits: list[int], modulus: int) -> str:
@@ -38,7 +38,7 @@ def test_a_list_is_folded_scanned_and_kept_as_by_hand():
     assert tasks.Ledger().solve("3725", "3027") == "A3B0C2D7=7"
 
 
-@pytest.mark.parametrize("name", tasks.TASKS)
+@pytest.mark.parametrize("name", ["fold", "ledger", "scan"])
 def test_solutions_are_worked_step_by_step_and_verify(name):
     task = tasks.make(name, {"modulus": 9, "min_length": 2, "max_length": 7, "tail": 0})
     rows = task.rows(3, range(200), "train")
@@ -98,7 +98,7 @@ def test_the_tokenizer_reads_every_character_also_when_saved_beside_a_model(fami
         assert len(ids) == len(text)
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == text
-        assert (tokenizer.eos_token, tokenizer.pad_token) == (tasks.EOS, tasks.PAD)
+        assert (tokenizer.eos_token, tokenizer.pad_token) == (generated.EOS, generated.PAD)
 
 
 @pytest.mark.parametrize(

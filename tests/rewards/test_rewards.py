@@ -15,8 +15,9 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.config.inputs import REWARDS
+from tlt_jax.data import answers
 from tlt_jax.errors import RewardError
-from tlt_jax.rewards import Score, Scorer, answers, scorer as scorer_module, terms, worker
+from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
 from tlt_jax.train import health
 
 USER_REWARD = """

@@ -70,7 +70,8 @@ class Mesh:
 class Data:
     task: str = knob(
         "fold",
-        "generated task, used when data.train is empty: fold | scan | ledger | module:function, which returns your Task",
+        "generated task, used when data.train is empty: fold | scan | ledger: digits, for a new policy | "
+        "word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns your Task",
         or_own=True,
     )
     task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")

@@ -248,7 +248,7 @@ def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
         if len(prompt.tokens) > data.max_prompt_tokens:
             raise DataError(
                 f"row {prompt.row['id']} of the task {data.task!r} has {len(prompt.tokens)} tokens, more than its longest_row "
-                f"and data.max_prompt_tokens {data.max_prompt_tokens}: correct longest_row"
+                f"and data.max_prompt_tokens {data.max_prompt_tokens}: raise it"
             )
     return prompts
 

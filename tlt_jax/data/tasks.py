@@ -13,25 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.config import extension
+from tlt_jax.data.generated import Row, character_tokenizer, is_eval, mix, row_keys, unit
+from tlt_jax.data.word_problems import WordProblems
 from tlt_jax.errors import ConfigError
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-# The splits have different random streams; "sft" draws from the lists of "train".
-SPLITS = {"train": 0, "eval": 1, "sft": 2}
-EVAL_SHARE = 4  # one list in four belongs to the evaluation split
 SMALLEST_SPACE = 64  # with fewer lists of one length a split could be empty
-
-
-@dataclass(frozen=True)
-class Row:
-    """One problem. The verifier expects `answer`; `solution` ends with it."""
-
-    id: str
-    prompt: str
-    solution: str
-    answer: str
 
 
 class Task(Protocol):
@@ -97,7 +85,7 @@ class ListTask:
         hurries = np.zeros(len(lengths), bool)
         if split == "sft":
             hurries = (
-                unit(_mix(_mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64)))
+                unit(mix(mix(np.asarray(indices, np.uint64)) + np.uint64(seed % 2**64)))
                 < self.hasty
             )
 
@@ -129,27 +117,8 @@ class ListTask:
         return Row("longest", self.ask(digits), self.solve(digits, digits), digits[-1])
 
     def tokenizer(self):
-        """A transformers fast tokenizer with one token per character, EOS and padding.
-
-        Byte-level (a blank is "Ġ"), because next to a Qwen2 config.json AutoTokenizer replaces the
-        pre-tokenizer and decoder of any tokenizer by those of Qwen2.
-        """
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        tokens = [PAD, EOS, UNKNOWN, *DIGITS[: self.modulus], "Ġ", "=", ":", *self.labels]
-        model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token=UNKNOWN)
-        backend = Tokenizer(model)
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
-
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            eos_token=EOS,
-            pad_token=PAD,
-            unk_token=UNKNOWN,
-            clean_up_tokenization_spaces=False,
-        )
+        """A transformers fast tokenizer with one token per character, EOS and padding."""
+        return character_tokenizer([*DIGITS[: self.modulus], "Ġ", "=", ":", *self.labels])
 
     @property
     def labels(self) -> str:
@@ -168,10 +137,9 @@ class ListTask:
 
         Rejects lists of the other split and draws them again.
         """
-        keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(SPLITS[split])) + indices
-        keys = _mix(keys)
+        keys = row_keys(seed, indices, split)
 
-        uniform = unit(_mix(keys))
+        uniform = unit(mix(keys))
         steps = np.searchsorted(self._length_cdf[:-1], uniform, side="right")
         lengths = self.min_length + steps
 
@@ -182,12 +150,12 @@ class ListTask:
         while missing.size:
             counters = np.uint64(attempt * self.max_length) + positions
             draw = (
-                (_mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)
+                (mix(keys[missing, None] + counters) >> np.uint64(33)) % np.uint64(self.modulus)
             ).astype(np.int64)
             draw *= positions < lengths[missing, None]
             digits[missing] = draw
-            is_eval = _is_eval(draw, lengths[missing])
-            missing, attempt = missing[is_eval != (split == "eval")], attempt + 1
+            held_out = is_eval(draw, lengths[missing])
+            missing, attempt = missing[held_out != (split == "eval")], attempt + 1
         return digits, lengths
 
 
@@ -238,7 +206,7 @@ class Ledger(ListTask):
         return "".join(map("".join, zip(LABELS, sums, strict=False))) + "=" + sums[-1]
 
 
-TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan}
+TASKS = {"fold": Fold, "ledger": Ledger, "scan": Scan, "word_problems": WordProblems}
 
 
 def make(name: str, args: dict[str, Any]) -> Task:
@@ -253,7 +221,7 @@ def make(name: str, args: dict[str, Any]) -> Task:
             f"data.task {name!r} is not a task: choose one of {', '.join(TASKS)}, or module:function"
         )
 
-    known = {f.name: f.type for f in fields(ListTask)}
+    known = {f.name: f.type for f in fields(TASKS[name])}
     for key, value in args.items():
         if key not in known:
             raise ConfigError(
@@ -276,24 +244,3 @@ def _own(name: str, args: dict[str, Any]) -> Task:
             f"data.task {name!r} gave a {type(task).__name__} without {', '.join(missing)}: see Task in tlt_jax/data/tasks.py"
         )
     return task
-
-
-def unit(bits: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1), uniform for uniform uint64."""
-    return (bits >> np.uint64(11)) * 2.0**-53
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The splitmix64 finalizer with its increment: a bijection that mixes uint64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _is_eval(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """True for lists of the evaluation split: a fixed hash of length and digits."""
-    state = _mix(lengths.astype(np.uint64))
-    for column in digits.T:
-        state = _mix(state + column.astype(np.uint64))
-    return state % np.uint64(EVAL_SHARE) == 0

@@ -9,9 +9,8 @@ from decimal import Decimal
 from typing import Any
 
 from tlt_jax.config import Config, extension
-from tlt_jax.data import tasks
+from tlt_jax.data import answers, tasks
 from tlt_jax.errors import ConfigError
-from tlt_jax.rewards import answers
 
 Reward = Callable[[str, str, dict[str, Any]], Any]
 ANSWER_IS = re.compile(r"(?i)answer\W{0,4}(?:is\b|:|=)")
