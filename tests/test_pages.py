@@ -13,8 +13,9 @@ import model_cases
 import pytest
 
 import tlt_jax
-from tlt_jax.config import Config, parse
+from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.config.knobs import knobs
+from tlt_jax.config.validate import validate_rl
 from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.models import hf
 
@@ -95,6 +96,28 @@ def test_every_knob_that_a_page_names_exists(page):
             unknown.add(name)
     assert unknown == set()
     assert page == "versions" or len(named) > 3
+
+
+def algorithms() -> dict[str, list[str]]:
+    """The rows of the table of algorithms by name: paper, knobs, when to use it, what it costs."""
+    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    head, _, *rows = [line for line in page.partition("\n## ")[0].splitlines() if line[:1] == "|"]
+    assert head == "| name | paper | knobs | when to use it | what it costs |"
+    cells = [row.strip("|").split(" | ") for row in rows]
+    return {name.strip(): [one.strip() for one in rest] for name, *rest in cells}
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_an_algorithm_of_the_table_is_a_configuration(name):
+    paper, setting, *words = algorithms()[name]
+    assert len(words) == 2 and all(words)
+    assert re.search(
+        r"\[\d{4}\.\d{5}\]\(https://arxiv\.org/abs/\d{4}\.\d{5}\)|\[.+ \d{4}\]\(https://.+\)", paper
+    )
+    spans = re.findall(r"`([^`]+)`", setting)
+    assert spans or setting == "the defaults"
+    pairs = [tuple(span.split(" ", 1)) for span in spans]
+    validate_rl(configuration.build({"model": {"init": {"model_type": "qwen2"}}}, pairs))
 
 
 def test_the_page_of_other_libraries_has_a_table_of_each():

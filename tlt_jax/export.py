@@ -1,4 +1,4 @@
-"""`python -m tlt_jax.export --run RUN --out DIR`: the policy or the drafter of a checkpoint as a model directory."""
+"""`python -m tlt_jax.export --run RUN --out DIR`: the policy, its adapters or the drafter of a checkpoint as a directory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ OWN = {
     "--out DIR": "directory to write",
     "[--step N]": "the checkpoint: a step, last (default), or best (by checkpoint.best_metric)",
     "[--drafter]": "export the drafter that the run trains (speculation.drafter adaptive), not the policy",
+    "[--adapter]": "export the adapters of a run with model.lora as a directory for Hugging Face's peft, not the policy, into "
+    "which they are merged",
     "[--dtype DTYPE]": f"dtype of the written weights: {' | '.join(DTYPES)} (default: model.param_dtype)",
 }
 ABOUT = f"""{cli.COMMANDS["export"].about}
@@ -31,9 +33,10 @@ def main() -> int:
     run, out = Path(cli.take(arguments, "--run")), Path(cli.take(arguments, "--out"))
     step = cli.take(arguments, "--step") if "--step" in arguments else "last"
     dtype = cli.take(arguments, "--dtype") if "--dtype" in arguments else ""
-    is_drafter = "--drafter" in arguments
-    if is_drafter:
-        arguments.remove("--drafter")
+    writers = {"drafter": export_drafter, "adapter": export_adapter}
+    wanted = [what for what in writers if f"--{what}" in arguments]
+    for what in wanted:
+        arguments.remove(f"--{what}")
 
     try:
         config = run_folder.read(run, arguments)
@@ -43,7 +46,12 @@ def main() -> int:
     with cli.prepared(config):
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is unknown: use {', '.join(DTYPES)}")
-        what, write = ("drafter", export_drafter) if is_drafter else ("policy", export)
+        if len(wanted) > 1:
+            raise ConfigError(
+                "--drafter and --adapter are two directories: export them one after the other"
+            )
+        what = wanted[0] if wanted else "policy"
+        write = writers.get(what, export)
         print(f"{out}: the {what} after step {write(config, run, out, step, dtype)}")
     return 0
 
@@ -64,6 +72,32 @@ def export(config: Config, run: Path, out: Path, step: str = "last", dtype: str 
     hf.save(
         params, model, out, mesh, tokenizer, dtype or config.model.param_dtype,
         files=prompt_format.files(config),
+    )  # fmt: skip
+    return chosen
+
+
+def export_adapter(
+    config: Config, run: Path, out: Path, step: str = "last", dtype: str = ""
+) -> int:
+    """Writes the adapters of a checkpoint of the run, for Hugging Face's peft; arguments as for `export`.
+
+    Raises ConfigError also when the run trains all weights.
+    """
+    from tlt_jax.data import dataset as datasets, prompt_format
+    from tlt_jax.models import hf_adapter, lora
+    from tlt_jax.train import saved, start_policy
+
+    if not (chosen_lora := lora.Lora.of(config.model.lora)):
+        raise ConfigError(
+            f"--adapter: {run} trains all weights, its model.lora.rank is 0: export the policy, without --adapter"
+        )
+    model, mesh = saved.sizes(config)
+    chosen, params = saved.policy(config, run, step, model, mesh)
+    adapters, _ = lora.parted(params)
+    base, tokenizer = start_policy.name_of_base(config, run), datasets.tokenizer(config)
+    hf_adapter.save(
+        adapters, chosen_lora, model, out, mesh, base, tokenizer, dtype or config.model.param_dtype,
+        prompt_format.files(config),
     )  # fmt: skip
     return chosen
 

@@ -14,6 +14,8 @@ FEATURE_NOISE = 2
 TRAIN_STREAM, EVAL_STREAM, GENERATE_STREAM, DRAFTER_STREAM = 3, 4, 5, 6
 # The draw of a block drafter's anchors folds in the optimizer step.
 DRAFTER_ANCHORS = 7
+# New adapters (model.lora) are drawn from the root.
+ADAPTER_WEIGHTS = 8
 # Order of the training rows (prompts of RL steps, supervised solutions): seeds of grain.
 ROLLOUT_STREAM, SFT_STREAM = 0, 1
 

@@ -34,7 +34,7 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.models import architecture, from_config, hf, remat as remats
+from tlt_jax.models import from_config, hf, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
 from tlt_jax.rollout.engine import Engine
@@ -106,7 +106,7 @@ def lower(
     """The largest programs of a step: prefill, rollout chunks, reshards, updates."""
     resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
     yield from lower_rollout(config, recipe, engine, rollout)
-    params = architecture.abstract(recipe.model, recipe.mesh, "train", config.model.param_dtype)
+    params = policy_update.abstract_policy(recipe)
     copy = resident | pick(kinds, "rollout copy")
     yield PlannedProgram(
         "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy
@@ -114,9 +114,11 @@ def lower(
 
     rows = minibatches.abstract_rows(config, recipe)
     programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
-    if minibatches.scores(config):
-        scores = partial(programs.score.lower, params, rows.replace(old=None, reference=None))
-        yield PlannedProgram("log-probs", scores, recipe.mesh, resident)
+    names = "log-probs", "log-probs of the reference"
+    base = policy_update.abstract_base(recipe)
+    for name, scored in zip(names, minibatches.scored_policies(config, params, base), strict=False):
+        scores = partial(programs.score.lower, scored, rows.replace(old=None, reference=None))
+        yield PlannedProgram(name, scores, recipe.mesh, resident)
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)

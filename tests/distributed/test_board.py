@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -532,8 +534,6 @@ def test_a_process_takes_samples_that_wait_for_rows_of_another():
 
 def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
     for seed in range(20):
-        import random
-
         order, board = random.Random(seed), LocalBoard()
         queues = [WorkQueue(board, "s", prompts=5, samples=3) for _ in range(3)]
         held, found = [set() for _ in queues], []
@@ -544,6 +544,30 @@ def test_two_queues_on_one_board_give_every_sample_once_whatever_the_order():
             held[which] |= {prompt for prompt, _ in taken.samples}
             held[which] -= taken.started
         assert sorted(found) == [(p, s) for p in range(5) for s in range(3)]
+
+
+def test_queues_give_no_prompt_beyond_their_bound_and_every_sample_below_it_once(board):
+    """Processes that claim at once may claim prompts beyond the bound: these wait for any of them until it rises."""
+    for seed in range(5):
+        order, bound = random.Random(seed), SimpleNamespace(now=1)
+        queues = [
+            WorkQueue(board, f"s{seed}", 9, 3, partial(getattr, bound, "now")) for _ in range(3)
+        ]
+        found, held = [], [set() for _ in queues]
+        for limit in (1, 3, 4, 9):
+            bound.now = limit
+            is_last = [False] * 3
+            while not all(is_last):
+                which = order.randrange(3)
+                taken = queues[which].take(order.randrange(1, 8), held[which])
+                assert all(prompt < limit for prompt, _ in taken.samples)
+                assert not (taken.is_held and taken.is_exhausted)
+                found += taken.samples
+                held[which] |= {prompt for prompt, _ in taken.samples}
+                held[which] -= taken.started
+                is_last[which] = taken.is_held or taken.is_exhausted
+                assert taken.is_exhausted <= (limit == 9)
+            assert sorted(found) == [(p, s) for p in range(limit) for s in range(3)]
 
 
 # Dead and hanging processes

@@ -146,6 +146,40 @@ def test_scoring_continues_while_the_caller_does_not_poll(user_module):
         assert scorer.collect() == {}
 
 
+def until(found) -> None:
+    """Waits for something that another thread does."""
+    for _ in range(3000):
+        if found():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not happen")
+
+
+def test_new_scores_are_seen_once_before_all_are_collected(user_module):
+    config, seen = make_config({user_module: 1.0}, timeout_s=60.0), {}
+    with Scorer(config) as scorer:
+        assert scorer.news() == {}
+        for key in range(3):
+            scorer.submit(key, "p", "abc", {"answer": "abc"})
+        scorer.submit("late", "p", "hang", {"answer": "abc"})
+        until(lambda: seen.update(new := scorer.news()) or len(seen) == 3 and not new)
+        assert seen.keys() == {0, 1, 2} and scorer.news() == {}
+        scorer.drop_others({0, 2})
+        assert scorer.collect().keys() == {0, 2}, "what hangs is not waited for"
+        assert scorer.news() == {}
+
+
+def test_a_dropped_completion_leaves_no_score_under_its_key(user_module):
+    """The worker still scores it when another completion gets its key."""
+    with Scorer(make_config({user_module: 1.0}, timeout_s=0.4)) as scorer:
+        scorer.submit("a", "p", "hang", {"answer": "abc"})
+        scorer.submit("b", "p", "never scored", {"answer": "abc"})
+        until(lambda: scorer._workers[0].job is not None)
+        scorer.drop_others(())
+        scorer.submit("a", "p", "abc", {"answer": "abc"})
+        assert scorer.collect() == {"a": Score(1.0, {user_module: 1.0})}
+
+
 def test_closing_does_not_wait_for_a_reward_that_hangs(user_module):
     with Scorer(make_config({user_module: 1.0}, timeout_s=60.0)) as scorer:
         scorer.submit("a", "p", "hang", {"answer": "abc"})

@@ -8,7 +8,17 @@ import random
 import pytest
 
 from tlt_jax.rollout.idle import coordinator
-from tlt_jax.rollout.idle.coordinator import Ended, Expected, Finished, GaveUp, Mode, Start, Stop
+from tlt_jax.rollout.idle.coordinator import (
+    Ended,
+    Expected,
+    Finished,
+    GaveUp,
+    Mode,
+    Resumed,
+    Start,
+    Stop,
+    Waits,
+)
 
 BUSY, IDLE, TRAINING = Mode.BUSY, Mode.IDLE, Mode.TRAINING
 
@@ -103,6 +113,19 @@ def test_in_any_order_of_messages_no_busy_group_starts_and_every_start_is_stoppe
                 training.discard(message.group)
             assert training == set(state.training)
         assert state.is_over and not training
+
+
+def test_a_group_that_waits_for_prompts_trains_until_it_gets_some():
+    state, commands = after(coordinator.begin(0, 2, 0.0), Waits(0, 0), Waits(0, 1))
+    assert not commands and not state.is_over and state.modes == (IDLE, IDLE)
+    state, commands = after(state, Expected(0, 1.0))
+    assert commands == [Start(0, 0), Start(0, 1)]
+    state, commands = after(state, Resumed(0, 0))
+    assert commands == [Stop(0, 0)] and state.modes == (BUSY, TRAINING)
+    state, commands = after(state, Expected(0, 1.0), Waits(0, 0), Expected(0, 1.0))
+    assert commands == [Start(0, 0)], "not while it is busy"
+    state, commands = after(state, Resumed(0, 0), Finished(0, 0))
+    assert commands == [Stop(0, 0), Stop(0, 1)] and state.is_over
 
 
 def test_every_command_carries_the_step():

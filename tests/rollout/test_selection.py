@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from tlt_jax.distributed.board import LocalBoard
 from tlt_jax.distributed.ending import POLL_S
-from tlt_jax.rollout.events import Decided
+from tlt_jax.rollout.events import Decided, Dispatched, Retired
+from tlt_jax.rollout.idle.driver import IdleDriver
 from tlt_jax.rollout.run import kept
 from tlt_jax.rollout.scheduler import deterministic, driver
 from tlt_jax.rollout.scheduler.deterministic import DealtQueue
@@ -178,7 +180,7 @@ class Played:
             Selecting(Selection(KEEP, one.new, share=share), WINDOW, SAMPLES, in_waves, board, "s", index, processes)
             for index, one in enumerate(self.scores)
         ]  # fmt: skip
-        self.rollouts, self.begun = [], []  # begun: prompts with the bound at the time
+        self.rollouts, self.begun = [], []  # begun: prompts, and the state of the choice
         for process, selecting in enumerate(self.selecting):
             bound = lambda selecting=selecting: selecting.bound  # noqa: E731
             queue = WorkQueue(board, "s", WINDOW, SAMPLES, bound)
@@ -205,7 +207,8 @@ class Played:
         for event in look.events:
             if isinstance(event, Decided):
                 prompts = {uid // SAMPLES for uid in event.decision.joining}
-                self.begun += [(prompt, selecting.bound, selecting.is_over) for prompt in prompts]
+                seen = selecting.bound, selecting.is_over, selecting.process
+                self.begun += [(prompt, *seen) for prompt in prompts]
 
     def play(self) -> None:
         """Runs all processes to their ends."""
@@ -275,7 +278,7 @@ def test_the_kept_answers_are_those_of_a_run_that_decodes_everything(
 def test_no_prompt_begins_beyond_the_bound_or_once_the_choice_is_known(share):
     for seed in range(2):
         played = Played(scores_of(seed, share), 2, delay=0.2, noise=seed)
-        assert all(prompt < bound and not is_over for prompt, bound, is_over in played.begun)
+        assert all(prompt < bound and not is_over for prompt, bound, is_over, _ in played.begun)
         assert {prompt for prompt, *_ in played.begun} >= set(
             range(reference(scores_of(seed, share)).tried)
         )
@@ -290,7 +293,7 @@ def test_answers_that_end_after_the_choice_are_not_scored_and_unfinished_ones_ar
     assert max(begun) >= selecting.choice.tried, "some prompt was begun and not needed"
     assert result.partial, "some sequence was stopped"
     after = {one.uid for one in result.completions} - set(judge.asked)
-    assert all(uid // SAMPLES >= selecting.choice.tried for uid in after)
+    assert after and all(uid // SAMPLES >= selecting.choice.tried for uid in after)
     measured = sum(one.tokens for one in result.measurements)
     assert measured == result.stats["tokens"] > kept(result, selecting.choice).stats["kept_tokens"]
 
@@ -303,10 +306,68 @@ def test_groups_wait_for_slow_scores_without_memory_and_their_wait_is_measured()
     assert 0 < slow.selecting[0].waited < slow.clock.now()
 
 
+@dataclass
+class Work:
+    """Idle work in pieces of 10 ms; `at`: when each was dispatched, by group."""
+
+    programs: simulator.SimulatedPrograms
+    at: list[tuple[float, int]] = field(default_factory=list)
+    markers: dict[int, simulator.Marker] = field(default_factory=dict)
+    kind: str = "train"
+
+    def dispatch(self, group: int) -> bool:
+        now = self.programs.clock.now()
+        self.at.append((now, group))
+        self.markers[group] = simulator.Marker(self.programs.clock, now + 0.01)
+        heapq.heappush(self.programs.due, now + 0.01)
+        return True
+
+    def is_ready(self, group: int) -> bool:
+        return self.markers[group].is_ready()
+
+    def done(self, group: int, least: float, most: float) -> None:
+        """The piece is done."""
+
+    def failed(self, group: int, error: Exception) -> None:
+        raise error
+
+
+def test_groups_work_while_they_wait_for_prompts_and_decode_on_when_they_get_some(everything):
+    scores, programs = scores_of(2, 0.3), machine()
+    judge, work, looks = Scores(scores, programs, 20.0), Work(programs), []
+    selecting = Selecting(Selection(KEEP, judge.new), WINDOW, SAMPLES, False, LocalBoard(), "s")
+    request = simulator.request([64] * WINDOW, SAMPLES, 600, seed=5, capacity=8)
+    planner = Planner(BATCHES, SLOTS, goodput.goodput(ARMS, node_cost=NODE))
+    contexts = simulator.contexts(programs, request, planner, 2, selecting=selecting)
+    listeners, finish = [selecting.listen, looks.append], selecting.finished(judge.finished)
+    rollout = driver.start(contexts, listeners, finish, programs.clock)
+    background = IdleDriver(rollout, work, 0, 2, 0.0, lambda: math.inf)
+    result = kept(simulator.simulate(rollout, programs, background, selecting), selecting.choice)
+    assert selecting.choice == reference(scores)
+    found = {one.uid: one.tokens.tolist() for one in result.completions}
+    assert found == of(everything, reference(scores))
+
+    decodes = [one for one in result.spans if one.kind != "train"]
+    last = {group: max(one.start for one in decodes if one.group == group) for group in range(2)}
+    assert any(at < last[group] for at, group in work.at), "a group worked, and decoded after it"
+    running: set[tuple[int, int]] = set()
+    for look in looks:  # no piece starts while a program of its group runs
+        for event in look.events:
+            if isinstance(event, Dispatched) and event.kind == "train":
+                assert look.group not in {group for group, _ in running}
+            elif isinstance(event, Dispatched):
+                running.add((look.group, event.number))
+            elif isinstance(event, Retired):
+                running.discard((look.group, event.number))
+    numbers = [(one.group, one.number) for one in result.spans]
+    assert len(numbers) == len(set(numbers))
+
+
 def test_a_process_sends_a_message_for_a_prompt_and_reads_one_key_at_a_time():
     played = Played(scores_of(2, 0.3), 2, 3, delay=0.5)
     counted, polls = played.board.counted, played.clock.now() / POLL_S
-    assert counted["write scores"] <= 3 * WINDOW and counted["write selected"] <= WINDOW
+    sent = [process for *_, process in played.begun if process]
+    assert counted["write scores"] <= len(sent) and counted["write selected"] <= WINDOW
     assert counted["read scores"] <= polls + 2 and counted["read selected"] <= 2 * polls + 2
     assert not played.board.texts("s/scores/"), "what was read is deleted"
 

@@ -89,6 +89,35 @@ def test_answers_are_those_of_the_weights_whatever_drafts_and_on_any_mesh(plain)
         assert tokens(short)[0] == plain[0, 0][0][:3] and len(short) == 4
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_kept_prompts_are_the_first_whose_answers_score_differently(plain, groups):
+    def score(answer) -> float:
+        return float(answer.tokens.sum() % 2)
+
+    kept = set()
+    with opened(mesh__data=groups, rollout__slots=2) as engine:
+        for call in (0, 1):
+            everything = [plain[0, call][2 * prompt : 2 * prompt + 2] for prompt in range(4)]
+            scores = np.array([[sum(one) % 2 for one in answers] for answers in everything])
+            counting = np.flatnonzero(scores[:, 0] != scores[:, 1])[:2]
+            others = np.flatnonzero(scores[:, 0] == scores[:, 1])[: 2 - len(counting)]
+            expected = sorted([*counting, *others])
+            answers = engine.generate(PROMPTS, call, keep=2, score=score)
+            assert [(one.prompt, one.sample) for one in answers] == [
+                (prompt, sample) for prompt in expected for sample in range(2)
+            ]
+            assert tokens(answers) == [one for prompt in expected for one in everything[prompt]]
+            kept.add(tuple(expected))
+        for arguments, part in (
+            ({"keep": 2}, "keep without score: give both"),
+            ({"score": score}, "score without keep: give both"),
+            ({"keep": 5, "score": score}, "keep 5 of 4 prompts"),
+        ):
+            with pytest.raises(ConfigError, match=part):
+                engine.generate(PROMPTS, **arguments)
+    assert kept != {(0, 1)}, "some prompt was replaced"
+
+
 def test_new_weights_answer_as_in_a_new_engine(plain):
     """Those of another mesh, of NumPy, and of the engine's own mesh."""
     with opened(mesh__data=2) as engine:

@@ -167,9 +167,10 @@ def test_scores_are_log_softmax_and_entropy_of_the_scaled_logits(temperature, x6
         assert jnp.isfinite(gradient).all() and bool(gradient.any()) == learns
 
 
-def test_update_never_holds_the_logits_of_all_tokens():
-    model = replace(MODEL, vocab_size=32768)
-    recipe = Recipe(model, make_mesh(2, 1), ADAM, FULL, logits_chunk=64, attention_block=64)
+@pytest.mark.parametrize("changes", [{}, {"loss": "gspo", "importance": "sequence"}])
+def test_update_never_holds_the_logits_of_all_tokens(changes):
+    model, objective = replace(MODEL, vocab_size=32768), replace(FULL, **changes)
+    recipe = Recipe(model, make_mesh(2, 1), ADAM, objective, logits_chunk=64, attention_block=64)
     given = ("old", "reference", "recorded")
     rows = policy_batch.abstract_rows(recipe.mesh, rows=4, row_tokens=2048, given=given)
     programs, state = policy_update.programs(recipe), policy_update.abstract_state(recipe)

@@ -5,18 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_jax.config.knobs import knob
+from tlt_jax.config.knobs import knob, section
 
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
 DROP = "drop"  # value of data.duplicates
 AUTO_REMAT = "auto"  # value of model.remat
+# Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int = knob(
+        0,
+        "LoRA: adapters of this rank are trained, and every other weight of the start policy stays as it is; 0: all weights "
+        "are trained",
+        at_least=0,
+    )
+    alpha: float = knob(
+        16.0, "an adapter's change is multiplied with alpha / rank (peft's lora_alpha)", above=0
+    )
+    targets: list[str] = knob(
+        [ALL_LINEAR],
+        f"matrices with an adapter, in every layer (peft's target_modules): {', '.join(LORA_TARGETS)}, or {ALL_LINEAR}: all "
+        "of them",
+        one_of=(*LORA_TARGETS, ALL_LINEAR),
+    )
 
 
 @dataclass(frozen=True)
 class Model:
     path: str = knob(
-        "", "HF model directory or hub id; empty: a new model with the sizes in model.init"
+        "",
+        "HF model directory or hub id, or that of adapters (peft), which are merged into the base that they name unless "
+        "model.lora trains them further; empty: a new model with the sizes in model.init",
     )
     tokenizer: str = knob(
         "", "tokenizer directory or hub id; empty: model.path, or the task's own tokenizer"
@@ -48,6 +72,7 @@ class Model:
         "allows",
         one_of=("none", "full", AUTO_REMAT),
     )
+    lora: Lora = section(Lora)
 
 
 @dataclass(frozen=True)

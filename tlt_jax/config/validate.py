@@ -117,6 +117,10 @@ def validate_model_and_data(config: Config) -> None:
         raise ConfigError(
             f"data.eval {data.eval!r} without data.train: set both, or none to use the generated task"
         )
+    if model.lora.rank and not model.lora.targets:
+        raise ConfigError(
+            f"model.lora.targets is empty with model.lora.rank {model.lora.rank}: name at least one, or use all-linear"
+        )
     if "" in config.rollout.stop:
         raise ConfigError(
             "rollout.stop holds an empty text, which would end every answer: remove it"

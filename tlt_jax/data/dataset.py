@@ -16,7 +16,7 @@ import numpy as np
 
 from tlt_jax.config import Config, parse
 from tlt_jax.config.inputs import DROP, Data
-from tlt_jax.data import prompt_format, rows as rows_of, tasks
+from tlt_jax.data import adapter_files, prompt_format, rows as rows_of, tasks
 from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.problems import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
@@ -165,7 +165,7 @@ def tokenizer(config: Config) -> Any:
     if not source:
         return tasks.make(config.data.task, config.data.task_args).tokenizer()
 
-    path = parse.expand(source, knob)
+    path = adapter_files.tokenizer_source(parse.expand(source, knob))
     if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
         raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
 
@@ -184,12 +184,6 @@ def tokenizer(config: Config) -> Any:
             f"the tokenizer of {knob} {source!r} has no EOS token: add eos_token to its tokenizer_config.json"
         )
     return loaded
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a model directory holds a tokenizer."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    return any((directory / name).is_file() for name in names)
 
 
 def stop_rules(config: Config, tokenizer: Any) -> StopRules | None:

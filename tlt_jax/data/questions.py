@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config
-from tlt_jax.data import dataset, files, prompt_format, rows
+from tlt_jax.data import adapter_files, files, prompt_format, rows
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError, DataError
 
@@ -85,13 +85,14 @@ def read_ids(words: Sequence[Any], place: str) -> list[int]:
 
 def find_tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory; None without one. Raises DataError when it cannot be loaded."""
-    if not dataset.has_tokenizer(directory):
+    source = adapter_files.tokenizer_source(str(directory))
+    if Path(source).is_dir() and not adapter_files.has_tokenizer(Path(source)):
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"the tokenizer of {directory} does not load: {str(error).strip().splitlines()[0]}"
+            f"the tokenizer of {source} does not load: {str(error).strip().splitlines()[0]}"
         ) from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,62 +21,21 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import recipes, step_training
 from tlt_jax.drafter.batch import Batch, make_batch
 from tlt_jax.errors import ConfigError
+from tlt_jax.inference.answers import Answer, Answers
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Look
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
 from tlt_jax.tuner.acceptance import GUESS
 
 OPTIONS = ("samples", "temperature", "top_k", "top_p", "max_new_tokens")  # of `generate`
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """An answer to prompt number `prompt`, its `sample`-th from 0.
-
-    prompt_tokens: int32[P]. tokens: int32[T], with the EOS or what completed a stop text. logprobs: float[T], of the
-    tokens at the sampling temperature, before top-k and top-p. finish: "stop", "length" (cut at max_new_tokens) or
-    "nonfinite" (the policy's logits were). text: without special tokens; None without a tokenizer.
-    """
-
-    prompt: int
-    sample: int
-    prompt_tokens: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish: str
-    text: str | None
-
-
-@dataclass(frozen=True, eq=False)
-class Answers(Sequence[Answer]):
-    """The answers of one call, by prompt and sample, and its totals over all processes.
-
-    accept_length: mean tokens that a round with drafts added to an answer; 0.0 when none drafted. speculated_tokens: the
-    tokens of these rounds, of `num_tokens`. seconds: of decoding; compile_seconds: waited for compilations in addition.
-    """
-
-    answers: tuple[Answer, ...]
-    num_tokens: int
-    speculated_tokens: int
-    accept_length: float
-    seconds: float
-    compile_seconds: float
-
-    def __getitem__(self, index):
-        return self.answers[index]
-
-    def __len__(self) -> int:
-        return len(self.answers)
-
-    def __iter__(self) -> Iterator[Answer]:
-        return iter(self.answers)
 
 
 class RolloutModel:
@@ -130,6 +89,9 @@ class RolloutModel:
         self,
         prompts: Sequence[Given],
         call: int | None = None,
+        *,
+        keep: int | None = None,
+        score: Callable[[Answer], float] | None = None,
         **sampling: Any,
     ) -> Answers:
         """The answers to texts, which are formatted as `data` says, by default not at all, chat messages or token ids.
@@ -137,9 +99,17 @@ class RolloutModel:
         `sampling`: samples, temperature, top_k, top_p, max_new_tokens; they default to the knobs of `rollout`. Apart from
         rounding, tokens are a function of weights, prompts, sampling, train.seed and `call`, which is by default the
         number of earlier calls; drafts, batch sizes and processes change none.
+
+        Dynamic sampling (DAPO, arXiv 2503.14476): with `keep` and `score` only the answers to the first `keep` prompts
+        whose answers get different scores; when there are fewer, also those to the first others. Decoding ends once they
+        are known, with few further prompts begun. `score` is called with each answer that ends, while others decode: in
+        the process that decoded it, and in the thread that feeds the devices.
         """
         tokens = self.prompts(prompts)
-        return self.answers(tokens, self.roll_out(tokens, self.sampling(sampling), call))
+        arguments = self.selecting(tokens, keep, score)
+        return self.answers(
+            tokens, self.roll_out(tokens, self.sampling(sampling), call, **arguments)
+        )
 
     def roll_out(
         self,
@@ -147,8 +117,9 @@ class RolloutModel:
         rollout: Rollout,
         call: int | None = None,
         listeners: Sequence[Callable[[Look], None]] = (),
+        **selecting: Any,
     ) -> RolloutResult:
-        """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; `listeners`: those of `Engine.run`."""
+        """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; the others: those of `Engine.run`."""
         self.check_usable(self.weights)
         if call is not None and (isinstance(call, bool) or not isinstance(call, int) or call < 0):
             raise ConfigError(f"call {call!r} is no number of a call: give a whole number from 0")
@@ -167,9 +138,35 @@ class RolloutModel:
             rollouts_left=max(self.config.train.steps - self.calls, 0),
         )
         result, self.tuner = self.engine.run(
-            request, self.weights, self.tuner, listeners=list(listeners)
+            request, self.weights, self.tuner, listeners=list(listeners), **selecting
         )
         return result
+
+    def selecting(
+        self,
+        prompts: Sequence[np.ndarray],
+        keep: int | None,
+        score: Callable[[Answer], float] | None,
+    ) -> dict[str, Any]:
+        """The arguments of `Engine.run` that select `keep` of the prompts int32[P] by scores. Raises ConfigError."""
+        if keep is None and score is None:
+            return {}
+        if keep is None or score is None:
+            given, missing = ("score", "keep") if keep is None else ("keep", "score")
+            raise ConfigError(f"generate has {given} without {missing}: give both, or none")
+        if not 1 <= keep <= len(prompts):
+            raise ConfigError(f"keep {keep} of {len(prompts)} prompts: keep from 1 to all of them")
+        new: dict[int, float] = {}
+
+        def finished(one: Completion) -> None:
+            new[one.uid] = float(score(self.answer(prompts, one)))
+
+        def scores() -> dict[int, float]:
+            found = dict(new)
+            new.clear()
+            return found
+
+        return {"selection": Selection(keep, scores), "on_finish": finished}
 
     def update_weights(self, params: Params) -> None:
         """Answers come from these weights from here on: Params in the "train" layout, as arrays of any mesh or of NumPy.
@@ -258,26 +255,22 @@ class RolloutModel:
         """The answers of a rollout."""
         # Compilations that ran in the background while it decoded are not subtracted.
         waits = [sum(end - begin for begin, end in one) for one in result.compile_waits.values()]
-        decode, stats = None if self.tokenizer is None else self.tokenizer.decode, result.stats
+        stats = result.stats
         return Answers(
-            tuple(
-                Answer(
-                    one.prompt,
-                    one.sample,
-                    prompts[one.prompt],
-                    one.tokens,
-                    one.logprobs,
-                    one.finish,
-                    decode and decode(one.tokens.tolist(), skip_special_tokens=True),
-                )
-                for one in result.completions
-            ),
+            tuple(self.answer(prompts, one) for one in result.completions),
             int(stats["tokens"]),
             int(stats["speculated_tokens"]),
             float(stats["accept_length"]),
             float(stats["seconds"] - max(waits)),
             float(max(waits)),
         )
+
+    def answer(self, prompts: Sequence[np.ndarray], one: Completion) -> Answer:
+        """The answer of a completion."""
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        text = decode and decode(one.tokens.tolist(), skip_special_tokens=True)
+        asked = prompts[one.prompt]
+        return Answer(one.prompt, one.sample, asked, one.tokens, one.logprobs, one.finish, text)
 
     def batches(self, answers: Sequence[Answer]) -> list[Batch]:
         """The answers with their prompts, packed into rows, by optimizer step."""
@@ -320,14 +313,14 @@ def opened(
     if config.model.tokenizer:
         tokenizer = datasets.tokenizer(config)
     if given is None:
-        directory = from_config.policy_directory(config)
-        tokenizer = tokenizer or asking.find_tokenizer(directory)
+        tokenizer = tokenizer or asking.find_tokenizer(from_config.model_directory(config))
         eos = None if tokenizer is None else tokenizer.eos_token_id
+        directory = from_config.policy_directory(config)
         model = hf.read_config(directory, () if eos is None else (eos,))
     else:
         model, params = given
     validate.validate_mesh(config, model, jax.device_count())
     if given is None:
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
-        params = hf.load(directory, model, mesh, config.model.param_dtype)
+        params = from_config.load_policy(config, model, mesh)
     return RolloutModel(config, model, params, tokenizer, job)

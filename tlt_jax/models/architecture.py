@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tlt_jax.models import params as trees
+from tlt_jax.models.low_rank import LowRank, merged
 from tlt_jax.models.params import Weight
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run divide over every usual `model` axis without more
@@ -79,10 +80,10 @@ class Layer:
     """
 
     attention_norm: Float[Array, "*L D"]
-    q: Float[Array, "*L HE D"]
-    k: Float[Array, "*L KE D"]
-    v: Float[Array, "*L KE D"]
-    o: Float[Array, "*L D HE"]
+    q: Float[Array, "*L HE D"] | LowRank
+    k: Float[Array, "*L KE D"] | LowRank
+    v: Float[Array, "*L KE D"] | LowRank
+    o: Float[Array, "*L D HE"] | LowRank
     q_bias: Float[Array, "*L HE"] | None
     k_bias: Float[Array, "*L KE"] | None
     v_bias: Float[Array, "*L KE"] | None
@@ -90,9 +91,9 @@ class Layer:
     q_norm: Float[Array, "*L E"] | None
     k_norm: Float[Array, "*L E"] | None
     mlp_norm: Float[Array, "*L D"]
-    gate: Float[Array, "*L F D"]
-    up: Float[Array, "*L F D"]
-    down: Float[Array, "*L D F"]
+    gate: Float[Array, "*L F D"] | LowRank
+    up: Float[Array, "*L F D"] | LowRank
+    down: Float[Array, "*L D F"] | LowRank
     gate_bias: Float[Array, "*L F"] | None
     up_bias: Float[Array, "*L F"] | None
     down_bias: Float[Array, "*L D"] | None
@@ -319,10 +320,13 @@ def join(layer: Layer, config: ModelConfig) -> JoinedLayer:
 
 
 def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
-    """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh."""
+    """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh.
+
+    Adapters are merged in at least float32, before the weights are converted.
+    """
 
     def unstack(index: int) -> JoinedLayer:
-        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
+        layer = merged(jax.tree.map(lambda leaf: leaf[index], params.layers))
         return join(repeat_kv(layer, config, mesh.shape["model"]), config)
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,23 @@ from jax.sharding import Mesh
 from tlt_jax import keys
 from tlt_jax.config import Config, parse
 from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
+from tlt_jax.data import adapter_files
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, ModelError
+from tlt_jax.kernels.numerics import widen
 from tlt_jax.models import (
     architecture,
     block_config,
     drafter_network,
     hf,
+    hf_adapter,
     hf_drafter,
     hf_drafter_config,
+    lora,
 )
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.lora import Adapters, Lora
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512
@@ -66,25 +72,79 @@ def warn_of_tokenizer(config: Config, tokenizer: Any) -> None:
 
 
 def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
-    """The weights of the model directory, or new ones drawn from train.seed; "train" layout."""
+    """The weights of the model directory, or new ones drawn from train.seed; "train" layout.
+
+    Where model.path is a directory of adapters, they are merged into their base.
+    """
+    dtype = config.model.param_dtype
+    base = load_base(config, model, mesh, dtype)
+    directory = adapter_directory(config)
+    if directory is None:
+        return base
+    found = hf_adapter.read_lora(directory)
+    adapters = hf_adapter.load(directory, found, model, mesh, widen(dtype))
+    placed = architecture.shardings(model, mesh, "train")
+    program = jax.jit(partial(lora.merge, dtype=dtype), out_shardings=placed)
+    return program(base, adapters)
+
+
+def load_base(config: Config, model: ModelConfig, mesh: Mesh, dtype: str) -> Params:
+    """As `load_policy`, but of adapters only their base, in this dtype."""
     if config.model.path:
-        return hf.load(policy_directory(config), model, mesh, config.model.param_dtype)
+        return hf.load(policy_directory(config), model, mesh, dtype)
     init_key = keys.stream_key(config.train.seed, keys.POLICY_WEIGHTS)
-    return architecture.init(model, mesh, init_key, config.model.param_dtype)
+    params = architecture.init(model, mesh, init_key, config.model.param_dtype)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def policy_directory(config: Config) -> Path:
+def start_adapters(config: Config, found: Lora, model: ModelConfig, mesh: Mesh) -> Adapters:
+    """The adapters that a run with model.lora starts from: those of model.path, or new ones drawn from train.seed.
+
+    Raises ModelError when those of model.path do not fit the section model.lora.
+    """
+    dtype = config.model.param_dtype
+    if (directory := adapter_directory(config)) is not None:
+        hf_adapter.check(found, directory)
+        return hf_adapter.load(directory, found, model, mesh, dtype)
+    init_key = keys.stream_key(config.train.seed, keys.ADAPTER_WEIGHTS)
+    return lora.init(found, model, mesh, init_key, dtype)
+
+
+def model_directory(config: Config) -> Path:
     """The local directory of model.path; a hub id is downloaded once."""
     return hf.resolve(parse.expand(config.model.path, "model.path"))
 
 
+def adapter_directory(config: Config) -> Path | None:
+    """The directory of model.path when it holds adapters."""
+    if not config.model.path:
+        return None
+    directory = model_directory(config)
+    return directory if adapter_files.is_adapter(directory) else None
+
+
+def policy_directory(config: Config) -> Path:
+    """The directory of the model of model.path: of adapters, that of their base."""
+    directory = model_directory(config)
+    if not adapter_files.is_adapter(directory):
+        return directory
+    try:
+        return hf.resolve(adapter_files.base_of(directory))
+    except ModelError as error:
+        raise ModelError(
+            f"{error}: it is the base_model_name_or_path of {directory / adapter_files.CONFIG}: correct it there"
+        ) from error
+
+
 def fingerprint(config: Config) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of each file of the model directory."""
+    """Name, size and modification time of each file of the model directory, and of its adapters."""
     if not config.model.path:
         return []
+    directories = {model_directory(config), policy_directory(config)}
     return [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(policy_directory(config).iterdir())
+        for directory in sorted(directories)
+        for path in sorted(directory.iterdir())
     ]
 
 

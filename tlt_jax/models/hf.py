@@ -31,6 +31,7 @@ from tlt_jax.models.hf_config import (
     read_json,
     to_hf_config,
 )
+from tlt_jax.models.low_rank import merged
 
 __all__ = ["from_hf_config", "load", "new_config", "read_config", "resolve", "save", "to_hf_config"]
 
@@ -180,12 +181,17 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, Any]:
     """Lazy slices of every tensor of a model directory; the stack keeps their files open."""
     stored = {}
     for path in shard_files(directory):
-        try:
-            file = stack.enter_context(safe_open(path, framework="np"))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is not a safetensors file: {error}") from error
-        stored |= {name: file.get_slice(name) for name in file.keys()}
+        stored |= slices(path, stack)
     return stored
+
+
+def slices(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """Lazy slices of every tensor of a safetensors file, which the stack keeps open."""
+    try:
+        file = stack.enter_context(safe_open(path, framework="np"))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a safetensors file: {error}") from error
+    return {name: file.get_slice(name) for name in file.keys()}
 
 
 def shard_files(directory: Path) -> list[Path]:
@@ -207,9 +213,16 @@ def shard_files(directory: Path) -> list[Path]:
 
 
 def check_tensors(
-    directory: Path, wanted: Iterable[Tensor], found: dict[str, Any], ignored: Collection[str]
+    directory: Path,
+    wanted: Iterable[Tensor],
+    found: dict[str, Any],
+    ignored: Collection[str],
+    says: str = "config.json",
 ) -> None:
-    """Raises ModelError that names tensors that are missing, unknown (and not in `ignored`) or of another shape."""
+    """Raises ModelError that names tensors that are missing, unknown (and not in `ignored`) or of another shape.
+
+    `says`: the file that says which there are.
+    """
     expected = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in expected if name not in found]
     extra = [
@@ -219,16 +232,14 @@ def check_tensors(
     ]
     shapes = {name: tuple(found[name].get_shape()) for name in expected if name in found}
     wrong = [
-        f"{name} has shape {shapes[name]}, config.json says {expected[name].shape}"
+        f"{name} has shape {shapes[name]}, {says} says {expected[name].shape}"
         for name in shapes
         if shapes[name] != expected[name].shape
     ]
     named = (("missing ", missing), ("unknown ", extra), ("", wrong))
     problems = [what + listed(names) for what, names in named if names]
     if problems:
-        raise ModelError(
-            f"weights in {directory} do not fit its config.json: {'; '.join(problems)}"
-        )
+        raise ModelError(f"weights in {directory} do not fit its {says}: {'; '.join(problems)}")
 
 
 def listed(names: list[str]) -> str:
@@ -250,7 +261,7 @@ def save(
     """Writes a directory that transformers loads: weights in this dtype, configs, tokenizer files.
 
     `tokenizer`: a directory to copy the files from, an object with save_pretrained, or None. `files`: JSON
-    files to add, content by name. Only one tensor at a time is on the host. Every process takes
+    files to add, content by name. Adapters are merged. Only one tensor at a time is on the host. Every process takes
     part; process 0 writes.
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
@@ -262,10 +273,12 @@ def save(
         write_configs(config, directory, tokenizer, dtype)
         for name, value in files.items():
             (directory / name).write_text(f"{json.dumps(value, indent=2)}\n")
-    fetch = jax.jit(
-        lambda leaf, layer: (leaf if layer is None else leaf[layer]).astype(dtype),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
+
+    def pick(leaf: Any, layer: jax.Array | None) -> jax.Array:
+        one = leaf if layer is None else jax.tree.map(lambda part: part[layer], leaf)
+        return merged(one).astype(dtype)
+
+    fetch = jax.jit(pick, out_shardings=NamedSharding(mesh, PartitionSpec()))
     shards = plan_shards(config, dtype.itemsize, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, start=1):

@@ -12,11 +12,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tlt_jax.kernels.numerics import widen
 from tlt_jax.models.architecture import Rope
+from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
 
 
@@ -25,31 +27,50 @@ def linear(x: Float[Array, "*A In"], weight: Float[Array, "*Out In"]) -> Float[A
     """weight @ x for features on the last axis; its gradients equal those that JAX derives.
 
     XLA transposes the first operand of a product over tokens. Here that is x for the weight's gradient; otherwise a CPU
-    would compute y's gradient in transposed order, which is slow.
+    would compute y's gradient in transposed order, which is slow. For a weight that is not differentiated, nothing is kept
+    or computed.
     """
     return jnp.tensordot(x, weight, (-1, -1))
 
 
-def linear_backward(operands: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    """The gradients of linear's operands."""
+def linear_forward(
+    x: CustomVJPPrimal, weight: CustomVJPPrimal
+) -> tuple[Array, tuple[Array | None, Array]]:
+    """linear, and what its gradients need."""
+    kept = x.value if weight.perturbed else None
+    return linear(x.value, weight.value), (kept, weight.value)
+
+
+def linear_backward(operands: tuple[Array | None, Array], dy: Array) -> tuple[Array, Array | None]:
+    """The gradients of linear's operands; None for a weight that is not differentiated."""
     x, weight = operands
+    dx = jnp.tensordot(dy, weight, weight.ndim - 1)
+    if x is None:
+        return dx, None
     tokens = tuple(range(x.ndim - 1))
     dweight = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))
-    return jnp.tensordot(dy, weight, weight.ndim - 1), jnp.moveaxis(dweight, 0, -1)
+    return dx, jnp.moveaxis(dweight, 0, -1)
 
 
-linear.defvjp(lambda x, weight: (linear(x, weight), (x, weight)), linear_backward)
+linear.defvjp(linear_forward, linear_backward, symbolic_zeros=True)
 
 
 def project(
     x: Float[Array, "*A In"],
-    weight: Float[Array, "*Out In"],
+    weight: Float[Array, "*Out In"] | LowRank,
     bias: Float[Array, "*Out"] | None,
     axis: int,
 ) -> Float[Array, "*A *Out"]:
-    """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many feature axes."""
+    """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many feature axes.
+
+    Of a LowRank, for axis -1, the frozen product and the change are added, and the matrix is not made.
+    """
     if axis == -1:
-        y = linear(x, weight)
+        if is_low_rank(weight):
+            inner = weight.scale * linear(x, weight.a)  # of few features: the result has many
+            y = linear(x, weight.weight) + linear(inner, weight.b)
+        else:
+            y = linear(x, weight)
         return y if bias is None else y + bias
     y = jnp.tensordot(weight, x, (-1, 0))
     return y if bias is None else y + bias.reshape(*bias.shape, *[1] * (x.ndim - 1))

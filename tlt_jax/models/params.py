@@ -20,7 +20,9 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Weight:
-    """Shape, logical axes and initializer (normal | ones | zeros | ids) of one weight.
+    """Shape, logical axes and initializer (normal | ones | zeros | kaiming | ids) of one weight.
+
+    "kaiming": uniform between -1 / sqrt(width) and 1 / sqrt(width), as torch starts a Linear; width: of the last axis.
 
     "ids" are token ids: int32 whatever the dtype of the network, and passed to `init`.
     """
@@ -82,6 +84,9 @@ def initializer(
     def draw(weight: Weight, key: jax.Array, ids: jax.Array | None) -> jax.Array:
         if weight.init == "ids":
             return ids
+        if weight.init == "kaiming":
+            bound = weight.shape[-1] ** -0.5
+            return jax.random.uniform(key, weight.shape, dtype, -bound, bound)
         if weight.init != "normal":
             return jnp.full(weight.shape, {"ones": 1, "zeros": 0}[weight.init], dtype)
         drawn = std * jax.random.normal(key, weight.shape, dtype)

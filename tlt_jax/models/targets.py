@@ -6,11 +6,11 @@ Shapes: R packed rows of T tokens on G data groups, N = R / G * T tokens of a gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -182,13 +182,14 @@ def target_loss(
 
     `values`: arrays [R, T]; the rule gets them at targets, and 0 in slots after the last, which must add nothing. Each data
     group holds the logits of one chunk at once. A differentiated loss is computed together with its gradient, so that a
-    target takes three products and none is repeated. Only the loss has a gradient, in x and the head; maxima are at least 0.
+    target takes three products and none is repeated; two where the head is frozen. Only the loss has a gradient, in x and the
+    head; maxima are at least 0.
     """
     targets, head = Targets.of(is_target, mesh, chunk), Head.of(params, model, mesh)
     values = targets.gather(values)
 
-    def run(weight: Array, x: Array, learns: bool) -> tuple[PyTree, PyTree]:
-        """Results of all chunks, and with `learns` the gradients in the weight and in x."""
+    def run(weight: Array, x: Array, learns: bool, trains_head: bool) -> tuple[PyTree, PyTree]:
+        """Results of all chunks, and with `learns` the gradients in the weight, None unless `trains_head`, and in x."""
         copies, states = head.copies(weight.astype(x.dtype)), targets.gather(x)
 
         def one(index: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -204,9 +205,10 @@ def target_loss(
             loss, pull, extra = jax.vjp(ruled, logits, has_aux=True)
             dlogits = head.split(pull(jnp.ones_like(loss))[0].astype(x.dtype))
             dcopies, dstates = grads
-            dcopies += contract("gtv,gtd->gvd", dlogits, part)
+            if trains_head:
+                dcopies = head.place(dcopies + contract("gtv,gtd->gvd", dlogits, part))
             dstates = targets.put(dstates, contract("gtv,gvd->gtd", dlogits, copies), index)
-            return joined(results, (loss, extra)), (head.place(dcopies), dstates)
+            return joined(results, (loss, extra)), (dcopies, dstates)
 
         shape = len(copies), targets.length, copies.shape[1]
         logits = jax.ShapeDtypeStruct(shape, widen(x.dtype))
@@ -214,23 +216,29 @@ def target_loss(
         results = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
         grads = None
         if learns:
-            dcopies = jnp.zeros(copies.shape, widen(x.dtype))
-            grads = head.place(dcopies), jnp.zeros_like(states)
+            dcopies = None
+            if trains_head:
+                dcopies = head.place(jnp.zeros(copies.shape, widen(x.dtype)))
+            grads = dcopies, jnp.zeros_like(states)
         results, grads = jax.lax.fori_loop(0, targets.chunks, one, (results, grads))
         loss, (sums, maxima) = results
         results = jnp.sum(loss), (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.max, maxima))
         if not learns:
             return results, None
-        return results, (head.gradient(grads[0]), targets.spread(grads[1]))
+        dweight = head.gradient(grads[0]) if trains_head else None
+        return results, (dweight, targets.spread(grads[1]))
 
     @jax.custom_vjp
     def total(weight: Array, x: Array) -> PyTree:
-        return run(weight, x, learns=False)[0]
+        return run(weight, x, learns=False, trains_head=False)[0]
 
-    def backward(grads: tuple[Array, Array], cotangents: PyTree) -> tuple[Array, ...]:
-        return tuple(grad * cotangents[0].astype(grad.dtype) for grad in grads)
+    def forward(weight: CustomVJPPrimal, x: CustomVJPPrimal) -> tuple[PyTree, PyTree]:
+        return run(weight.value, x.value, learns=True, trains_head=weight.perturbed)
 
-    total.defvjp(partial(run, learns=True), backward)
+    def backward(grads: tuple[Array | None, Array], cotangents: PyTree) -> tuple[Array | None, ...]:
+        return jax.tree.map(lambda grad: grad * cotangents[0].astype(grad.dtype), grads)
+
+    total.defvjp(forward, backward, symbolic_zeros=True)
     return total(head.weight, x)
 
 

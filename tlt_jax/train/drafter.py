@@ -17,6 +17,7 @@ from tlt_jax.checkpoint.store import Store
 from tlt_jax.cli import DIVERGED, DONE, PREEMPTED
 from tlt_jax.config import Config, load as configuration, parse
 from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.data.adapter_files import has_tokenizer, tokenizer_source
 from tlt_jax.data.encoder import Encoder
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.process import Preemption
@@ -106,7 +107,8 @@ def find_tokenizer(config: Config) -> Any:
     """The tokenizer; None when the policy has none and the drafter learns from given texts, which must be token ids."""
     is_reading = config.drafter_training.texts and not config.sft.steps
     if is_reading and config.model.path and not config.model.tokenizer:
-        if not datasets.has_tokenizer(from_config.policy_directory(config)):
+        directory = tokenizer_source(str(from_config.model_directory(config)))
+        if Path(directory).is_dir() and not has_tokenizer(Path(directory)):
             return None
     return datasets.tokenizer(config)
 

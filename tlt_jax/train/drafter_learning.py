@@ -16,6 +16,7 @@ from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import DrafterState
 from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.drafter.step_training import Lesson, StepTraining
+from tlt_jax.models.architecture import Params
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import RolloutResult
@@ -101,13 +102,14 @@ class DrafterLearning:
     def after_rollout(
         self,
         state: RunState,
+        policy: Params,
         tuner: TunerState,
         rollout: RolloutResult,
         timed: Callable[[], AbstractContextManager[None]],
     ) -> Taught:
         """Merges what idle groups learned, and decides what is learned from the rows of the update; `timed` counts seconds.
 
-        A drafter is created when its training is found to pay off.
+        `policy`: that of the state, with all its weights. A drafter is created when its training is found to pay off.
         """
         with timed():
             investment = state.investment
@@ -128,7 +130,6 @@ class DrafterLearning:
             drafter = taught.drafter or adaptive.create(
                 self.config, self.recipe, answers=rollout.completions
             )
-            policy = state.policy.params
             taught.lesson = Lesson(self.recipe, chosen, state.step, policy, drafter, timed)
         return taught
 

@@ -18,7 +18,7 @@ from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import NoWriter, Writer
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import minibatches, startup
+from tlt_jax.train import start_policy, startup
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.startup import Machinery
@@ -88,7 +88,7 @@ def started(
     """
     setup, config = parts.setup, parts.setup.config
     programs = startup.update_programs(parts)
-    state = startup.resume(parts, store)
+    state, policy = startup.resume(parts, store), None
     resumed = None if state is None else state.step
     evaluates = resumed is not None and startup.lacks_evaluation(
         config, store, resumed, parts.steps
@@ -104,7 +104,7 @@ def started(
             startup.begin_rollout(parts)
             watching.alive("warm_start")
             try:
-                state = startup.new_state(parts, writer, interrupted)
+                state, policy = startup.new_state(parts, writer, interrupted)
             except Interrupted:
                 writer.say(run_folder.stopped(config, None))
                 raise
@@ -114,15 +114,13 @@ def started(
             parts.drafter.resume(state)
         startup.begin_rollout(parts, state)
         source = run_folder.start_of(store.identity)
-        reference = minibatches.kl_reference(
-            parts.setup, state.policy.params, resumed is None, source
-        )
-        policy = PolicyTraining(config, parts.recipe, programs, reference, watch)
+        start = start_policy.frozen(setup, policy, source)
+        training = PolicyTraining(config, parts.recipe, programs, start, watch)
         trainer = Trainer(
-            setup, parts.steps, parts.engine, policy, parts.drafter, parts.drafter_params, store,
+            setup, parts.steps, parts.engine, training, parts.drafter, parts.drafter_params, store,
             scorer, writer, watch, profiler, interrupted, state, resumed, evaluates,
         )  # fmt: skip
-        del state  # the trainer replaces it: nothing else may hold its arrays
+        del state, policy  # the trainer replaces them: nothing else may hold their arrays
         watch.lap()  # the seconds of the start belong to no step
         yield trainer
 
@@ -143,7 +141,7 @@ def export(parts: Machinery, trainer: Trainer) -> None:
     if parts.drafter:
         parts.drafter.export(state)
     hf.save_whole(
-        state.policy.params,
+        trainer.policy.policy(state.policy),
         setup.model,
         run_folder.export(config),
         setup.mesh,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tlt_jax import optimizer
 from tlt_jax.config import Config, schema, validate
 from tlt_jax.config.inputs import AUTO_REMAT
 from tlt_jax.data import packing
@@ -24,7 +23,7 @@ from tlt_jax.models import architecture, drafter_network, remat as remats, targe
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
-from tlt_jax.train import remat
+from tlt_jax.train import policy_update, remat
 from tlt_jax.train.recipe import Recipe
 
 GIB = 2**30
@@ -44,7 +43,7 @@ ROLLOUT = (
 UPDATE = ("gradients", "logits chunk", "drafter features")
 KNOBS = {
     "weights": "mesh.data or mesh.model (more devices)",
-    "optimizer": "mesh.data (the moments are sharded over it)",
+    "optimizer": "mesh.data (the moments are sharded over it), or model.lora.rank (adapters have few)",
     "reference": "mesh.data (more devices), or algorithm.kl_coef 0, which needs no reference policy",
     "rollout copy": "mesh.model (the copy is sharded over it), or model.compute_dtype bfloat16",
     "cache": "rollout.slots, or rollout.max_new_tokens, or mesh.model",
@@ -57,7 +56,7 @@ KNOBS = {
     "replay": "idle_training.replay_mib, or idle_training.replay_place host",
     "drafter optimizer": "mesh.data (the moments are sharded over it)",
     "drafter features": "train.rows or train.row_tokens, or drafter_training.share 0 (then only idle groups train the drafter)",
-    "gradients": "mesh.data (their sums are sharded over it)",
+    "gradients": "mesh.data (their sums are sharded over it), or model.lora.rank (adapters have few)",
     "logits chunk": "train.logits_chunk",
     "temporaries": "train.rows, model.remat full, train.attention_block or train.logits_chunk in the update; rollout.slots "
     "or the nodes of speculation.strategies in the rollout",
@@ -108,17 +107,16 @@ def budget(
 def learning(config: Config, recipe: Recipe, drafter: DrafterConfig | None) -> dict[str, int]:
     """The kinds of `budget` that exist during the policy update. "gradients" are the sums over accumulation steps."""
     model, mesh = recipe.model, recipe.mesh
-    params = architecture.abstract(model, mesh, "train", recipe.param_dtype)
-    state = optimizer.abstract(recipe.adam, params, mesh)
+    state, policy = policy_update.abstract_state(recipe), policy_update.abstract_policy(recipe)
     vocab = architecture.padded_vocab(model, mesh.shape["model"]) // mesh.shape["model"]
     tokens = packing.rows(config) // mesh.shape["data"] * packing.row_tokens(config)
     kinds = {
-        "weights": device_bytes(state.params),
+        "weights": device_bytes(policy),  # with adapters also their base
         "optimizer": device_bytes(state.opt_state),
         "gradients": device_bytes(state.params) * 4 // jnp.dtype(config.model.param_dtype).itemsize,
         "logits chunk": targets.chunk_length(tokens, config.train.logits_chunk) * vocab * 4,
     }
-    if config.algorithm.kl_coef:
+    if config.algorithm.kl_coef and not recipe.lora:  # else the base is the reference
         kinds["reference"] = kinds["weights"]
     if drafter:
         state = drafter_recipe.abstract_state(drafter_shapes(config, recipe, drafter))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from tlt_jax import atomic, run_folder
-from tlt_jax.checkpoint.index import leaf_index
 from tlt_jax.config import Config
 from tlt_jax.config.learning import FILTERED, REWARD
 from tlt_jax.data import packing
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example, Packed
-from tlt_jax.errors import CheckpointError
-from tlt_jax.models import hf
+from tlt_jax.models import lora
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
@@ -29,7 +24,6 @@ from tlt_jax.train.advantages import answer_advantages, answer_weights
 from tlt_jax.train.policy_batch import Batch, Rows
 from tlt_jax.train.policy_update import PolicyState, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
-from tlt_jax.train.setup import Setup
 
 
 class Learned(NamedTuple):
@@ -44,65 +38,27 @@ class Learned(NamedTuple):
     fill: float
 
 
-def kl_reference(
-    setup: Setup, params: Params, is_new: bool, source: Mapping[str, str] | None = None
-) -> Params | None:
-    """The frozen initial policy of the KL term; None when algorithm.kl_coef is 0.
-
-    It is saved once in the run folder, and all processes read it from there, so that it shares no buffers with the policy,
-    which every update donates. `source`: what it was made from, by name; it is stored with checksums of the weights. Raises
-    CheckpointError when a resumed run finds no reference, or another one.
-    """
-    config, job = setup.config, setup.job
-    if not config.algorithm.kl_coef:
-        return None
-
-    directory, dtype = run_folder.reference(config), config.model.param_dtype
-    source = dict(source or {})
-    if is_new:
-        hf.save_whole(params, setup.model, directory, setup.mesh, dtype=dtype)
-        job.decided(True)  # before it is renamed the others would read an earlier one, or none
-    elif not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is missing: the KL term needs the start policy, and only a new run has it: use another run folder"
-        )
-    reference = hf.load(directory, setup.model, setup.mesh, dtype)
-    record = {"source": source, "leaves": leaf_index(reference)}
-    path = directory / atomic.MADE_FROM
-    if is_new and job.is_first:
-        atomic.write_text(path, json.dumps(record, indent=1))
-    elif not is_new and path.exists():  # older versions wrote no such file
-        check_reference(path, record)
-    return reference
-
-
-def check_reference(path: Path, ours: Mapping[str, Any]) -> None:
-    """Raises CheckpointError when the record at `path` names other settings, or the weights have changed since."""
-    try:
-        theirs = json.loads(path.read_text())
-        source, leaves = theirs["source"], theirs["leaves"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): use another run folder") from error
-    for name, value in ours["source"].items():
-        if source.get(name, value) != value:
-            raise CheckpointError(
-                f"{path.parent} was made with {name} {source[name]}, this run has {value}: use another run folder"
-            )
-    if other := [name for name, leaf in ours["leaves"].items() if leaves.get(name) != leaf]:
-        raise CheckpointError(
-            f"{path.parent} is corrupt ({other[0]} changed on disk): the run cannot continue without its start policy"
-        )
-
-
 @dataclass(frozen=True)
 class PolicyTraining:
-    """The update of the policy: its compiled programs, and the reference policy of the KL term (None without one)."""
+    """The update of the policy: its compiled programs, and the frozen start policy (None for a run that needs none).
+
+    It is the reference of the KL term, and the base of adapters: with these no second model exists.
+    """
 
     config: Config
     recipe: Recipe
     programs: UpdatePrograms
-    reference: Params | None
+    start: Params | None
     watch: Stopwatch
+
+    @property
+    def base(self) -> Params | None:
+        """The base of the adapters that are trained; None when all weights are."""
+        return self.start if self.recipe.lora else None
+
+    def policy(self, state: PolicyState) -> Params:
+        """The policy's weights, which share buffers with the state."""
+        return lora.whole(state.params, self.base)
 
     def update(
         self,
@@ -129,7 +85,7 @@ class PolicyTraining:
 
         with self.watch.phase("old_log_prob"):
             batches, advantages, measured = self.with_logprobs(
-                state.params, batches, packed, rewards, given
+                self.policy(state), batches, packed, rewards, given
             )
 
         if teach:
@@ -137,7 +93,7 @@ class PolicyTraining:
 
         updates = []
         for batch in batches:
-            state, metrics = policy_update.update(self.programs, state, batch)
+            state, metrics = policy_update.update(self.programs, state, batch, self.base)
             updates.append(jax.device_get(metrics) | measured)
 
         fill = float(np.mean([one.fill for one in packed]))
@@ -159,10 +115,8 @@ class PolicyTraining:
         is_single, in_reward = len(batches) == 1, algorithm.kl_in == REWARD
         if in_reward or not is_single:
             batches = [scored(self.programs, params, batch, "old") for batch in batches]
-        if self.reference is not None:
-            batches = [
-                scored(self.programs, self.reference, batch, "reference") for batch in batches
-            ]
+        if algorithm.kl_coef:
+            batches = [scored(self.programs, self.start, batch, "reference") for batch in batches]
         if in_reward:
             batches, advantages, kl = kl_rewards.penalized(
                 algorithm, self.recipe.mesh, batches, packed, rewards
@@ -270,9 +224,16 @@ def abstract_rows(config: Config, recipe: Recipe) -> Rows:
     return policy_batch.abstract_rows(recipe.mesh, *sizes, given)
 
 
-def scores(config: Config) -> bool:
-    """Whether an update computes old or reference log-probs."""
-    return config.algorithm.minibatches > 1 or config.algorithm.kl_coef != 0
+def scored_policies(config: Config, policy: Params, base: Params | None) -> list[Params]:
+    """The policies of different forms whose log-probs an update computes: the old one, and the reference.
+
+    `base`: of the policy's adapters, which is the reference; None without adapters, when both have one form.
+    """
+    algorithm = config.algorithm
+    found = [policy] if algorithm.minibatches > 1 or algorithm.kl_in == REWARD else []
+    if algorithm.kl_coef and (base is not None or not found):
+        found.append(policy if base is None else base)
+    return found
 
 
 def scored(programs: UpdatePrograms, params: Params, batch: Batch, field: str) -> Batch:

@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tlt_jax import optimizer
 from tlt_jax.config.learning import NONE
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.models import architecture, targets, token_logprobs as scoring, transformer
+from tlt_jax.models import architecture, lora, targets, token_logprobs as scoring, transformer
 from tlt_jax.models.architecture import Params
+from tlt_jax.models.lora import Adapters
 from tlt_jax.optimizer import TrainState
 from tlt_jax.train import losses, policy_loss
 from tlt_jax.train.losses import Tokens
@@ -33,7 +34,8 @@ IN_FLIGHT = 8
 EMPTY = "empty_updates"  # metric: 1 when a batch had no targets
 
 
-PolicyState = TrainState  # with params of type architecture.Params
+PolicyState = TrainState  # with params of what is trained
+Trained = Params | Adapters  # all weights, or adapters of a frozen base
 
 
 @struct.dataclass
@@ -43,21 +45,50 @@ class Sums:
     `totals` are sums over targets, `maxima` are maxima over them.
     """
 
-    grads: Params
+    grads: Trained
     loss: Float[Array, ""]
     totals: dict[str, Array]
     maxima: dict[str, Array]
 
 
-def create(params: Params, recipe: Recipe) -> PolicyState:
+def create(params: Trained, recipe: Recipe) -> PolicyState:
     """The state before the first update. It owns `params`: the first update donates them."""
     return optimizer.create(recipe.adam, params, recipe.mesh)
 
 
 def abstract_state(recipe: Recipe) -> PolicyState:
     """ShapeDtypeStructs with shardings of the state, to restore a checkpoint or to compile."""
-    params = architecture.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
+    if recipe.lora:
+        params = lora.abstract(recipe.lora, recipe.model, recipe.mesh, recipe.param_dtype)
+    else:
+        params = architecture.abstract(recipe.model, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params, recipe.mesh)
+
+
+def abstract_base(recipe: Recipe) -> Params | None:
+    """ShapeDtypeStructs with shardings of the frozen base of adapters, in the compute dtype; None without adapters."""
+    if not recipe.lora:
+        return None
+    return architecture.abstract(recipe.model, recipe.mesh, "train", recipe.compute_dtype)
+
+
+def abstract_policy(recipe: Recipe) -> Params:
+    """ShapeDtypeStructs with shardings of the policy's weights, as the programs below take them."""
+    return lora.whole(abstract_state(recipe).params, abstract_base(recipe))
+
+
+def share_trained(recipe: Recipe) -> str:
+    """How many weights are trained, of how many: `8,192 of 1,048,576 weights train (0.78%)`."""
+    trained, policy = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree))
+        for tree in (abstract_state(recipe).params, abstract_policy(recipe))
+    )
+    return f"{trained:,} of {policy:,} weights train ({trained / policy:.2%})"
+
+
+def state_shardings(recipe: Recipe) -> PolicyState:
+    """The sharding of every array of the state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
 
 
 def states(params: Params, rows: Rows, recipe: Recipe) -> Float[Array, "R T D"]:
@@ -170,7 +201,7 @@ def empty(params: Params, rows: Rows, recipe: Recipe) -> Sums:
     """Zero sums, before the first accumulation step. Raises ValueError as `check` does."""
     check(rows, recipe)
     value, (totals, maxima) = jax.eval_shape(partial(loss, recipe=recipe), params, rows)
-    sums = Sums(optimizer.widen(params), value, totals, maxima)
+    sums = Sums(optimizer.widen(lora.parted(params)[0]), value, totals, maxima)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 
 
@@ -180,17 +211,19 @@ def accumulate(
     """The sums after another accumulation step, and the loss of that step.
 
     The backward pass adds the gradient of each layer to its place in the donated sums, so no second tree of gradients
-    exists.
+    exists. Of a policy with adapters only these are differentiated.
     """
-    value, backward, (totals, maxima) = jax.vjp(
-        partial(loss, rows=rows, recipe=recipe), params, has_aux=True
-    )
+    trained, base = lora.parted(params)
+
+    def trained_loss(trained: Trained) -> tuple[Float[Array, ""], tuple[dict, dict]]:
+        return loss(lora.whole(trained, base), rows, recipe)
+
+    value, backward, (totals, maxima) = jax.vjp(trained_loss, trained, has_aux=True)
     grads = jax.tree.map(jax.new_ref, sums.grads)
     backward.with_refs(grads)(jnp.ones_like(value))
     grads = jax.tree.map(jax.freeze, grads)
-    shardings = architecture.shardings(recipe.model, recipe.mesh, "train")
     return Sums(
-        jax.lax.with_sharding_constraint(grads, shardings),
+        jax.lax.with_sharding_constraint(grads, state_shardings(recipe).params),
         sums.loss + value,
         jax.tree.map(jnp.add, sums.totals, totals),
         jax.tree.map(jnp.maximum, sums.maxima, maxima),
@@ -280,10 +313,8 @@ def programs(recipe: Recipe) -> UpdatePrograms:
     To compile them ahead of time, lower them with abstract_state, abstract_rows and abstract_sums.
     Sums and state come out with the shardings they went in with, so each program compiles once.
     """
-    everywhere = NamedSharding(recipe.mesh, PartitionSpec())
-    weights = architecture.shardings(recipe.model, recipe.mesh, "train")
-    sums = Sums(weights, everywhere, everywhere, everywhere)
-    state = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(recipe))
+    everywhere, state = NamedSharding(recipe.mesh, PartitionSpec()), state_shardings(recipe)
+    sums = Sums(state.params, everywhere, everywhere, everywhere)
     return UpdatePrograms(
         jax.jit(partial(empty, recipe=recipe), out_shardings=sums),
         jax.jit(
@@ -302,17 +333,20 @@ def programs(recipe: Recipe) -> UpdatePrograms:
 
 def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
     """ShapeDtypeStructs with shardings of the sums over such rows, for compilation."""
-    params = abstract_state(recipe).params
-    return programs(recipe).empty.eval_shape(params, rows)
+    return programs(recipe).empty.eval_shape(abstract_policy(recipe), rows)
 
 
 def update(
-    programs: UpdatePrograms, state: PolicyState, batch: Batch
+    programs: UpdatePrograms, state: PolicyState, batch: Batch, base: Params | None = None
 ) -> tuple[PolicyState, dict[str, Array]]:
-    """The state after one optimizer step on the batch, and its metrics. It owns `state`."""
-    sums, values = block_on_cpu(programs.empty(state.params, batch[0])), []
+    """The state after one optimizer step on the batch, and its metrics. It owns `state`.
+
+    `base`: of the adapters that the state holds; None when it holds all weights.
+    """
+    params = lora.whole(state.params, base)
+    sums, values = block_on_cpu(programs.empty(params, batch[0])), []
     for rows in batch:
-        sums, value = programs.accumulate(sums, state.params, rows)
+        sums, value = programs.accumulate(sums, params, rows)
         values = throttle([*values, value])
     return block_on_cpu(programs.apply(state, sums))
 

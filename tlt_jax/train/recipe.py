@@ -11,6 +11,7 @@ from tlt_jax.config.algorithms import importance
 from tlt_jax.config.learning import LOSS
 from tlt_jax.data import packing
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.lora import Lora
 from tlt_jax.models.remat import Remat
 from tlt_jax.optimizer import Adam
 from tlt_jax.train.objective import Objective
@@ -30,6 +31,7 @@ class Recipe:
     logits_chunk: int = 1024
     attention_block: int = 128
     longest: int | None = None  # tokens of the longest example; None: the row length
+    lora: Lora | None = None  # None: all weights are trained
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
@@ -49,4 +51,5 @@ class Recipe:
             model, mesh, Adam.of(config, total_steps), objective,
             config.model.param_dtype, config.model.compute_dtype, (config.model.remat,) * model.num_layers,
             config.train.logits_chunk, config.train.attention_block, packing.longest(config),
+            Lora.of(config.model.lora),
         )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.data import packing
 from tlt_jax.distributed.mesh import is_cpu
-from tlt_jax.models import architecture, decoder_layer, remat as remats
+from tlt_jax.models import architecture, decoder_layer, lora, remat as remats
 from tlt_jax.models.remat import ATTENTION, FULL, NONE, PRODUCTS, Remat
 from tlt_jax.train.recipe import Recipe
 
@@ -51,8 +53,8 @@ def whole(limit: int) -> int:
 def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
     """Bytes that a layer keeps by level, as far as a level may be chosen, and bytes of all other temporaries.
 
-    Those are the layers' inputs, and the larger of the temporaries of the head and of one layer; beside the layer's lies the
-    head's gradient.
+    Those are the layers' inputs, and the larger of the temporaries of the head and of one layer; beside the layer's lie the
+    head's gradient, and what adapters add to the layer's products.
     """
     tokens = packing.rows(config) // recipe.mesh.shape["data"], packing.row_tokens(config)
     kept = layer_bytes(recipe, *tokens)
@@ -64,6 +66,7 @@ def estimate(config: Config, recipe: Recipe) -> tuple[dict[str, int], int]:
         # Reading back what NONE keeps takes longer than computing norms and activations again. On CPUs the times are equal.
         kept = {level: size for level, size in kept.items() if level != NONE}
     layer += weight_bytes(recipe) + head_gradient_bytes(recipe)
+    layer += change_bytes(recipe, tokens[0] * tokens[1])
     return kept, inputs + max(layer, head_bytes(recipe))
 
 
@@ -98,22 +101,30 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
     mesh = Mesh(
         recipe.mesh.devices[:1, :1], recipe.mesh.axis_names, axis_types=recipe.mesh.axis_types
     )
-    layer = jax.tree.map(
-        lambda weight: jax.ShapeDtypeStruct(weight.shape, recipe.compute_dtype),
-        architecture.layer_weights(part, heads, None),
-    )
+
+    def shaped(weights: Any) -> Any:
+        return jax.tree.map(
+            lambda weight: jax.ShapeDtypeStruct(weight.shape, recipe.compute_dtype), weights
+        )
+
+    weights = architecture.layer_weights(part, heads, None)
+    layer = shaped(weights)
+    trained = shaped(lora.of_layer(recipe.lora, weights)) if recipe.lora else layer
     x = jax.ShapeDtypeStruct((rows, tokens, model.hidden_size), recipe.compute_dtype)
 
-    def body(x: jax.Array, layer: architecture.Layer) -> jax.Array:
+    def body(x: jax.Array, trained: Any, layer: architecture.Layer) -> jax.Array:
+        layer = lora.changed(layer, trained) if recipe.lora else trained
         ids = jnp.zeros((rows, tokens), jnp.int32)
         angles = decoder_layer.packed_angles(part, ids, x.dtype)
         given = angles, ids, recipe.attention_block, recipe.longest, mesh
         return decoder_layer.packed_layer(layer, part, x, *given)[0]
 
     def size(level: str) -> int:
+        kept = remats.keeping(level, body)
         saved = jax.eval_shape(
-            lambda *given: jax.vjp(remats.keeping(level, body), *given)[1], x, layer
-        )
+            lambda x, trained, layer: jax.vjp(lambda *given: kept(*given, layer), x, trained)[1],
+            x, trained, layer,
+        )  # fmt: skip
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
 
     least = size(FULL)  # input and weights
@@ -122,13 +133,34 @@ def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
 
 def weight_bytes(recipe: Recipe) -> int:
     """Bytes of a layer's gathered weights in the compute dtype, and of its gradient in float32 before it is added."""
-    stacked = architecture.weights(recipe.model, 1).layers
-    count = sum(int(jnp.prod(jnp.array(weight.shape[1:]))) for weight in jax.tree.leaves(stacked))
-    return count // recipe.mesh.shape["model"] * (jnp.dtype(recipe.compute_dtype).itemsize + 4)
+
+    def count(weights: Any) -> int:
+        """Numbers of a layer on one device."""
+        sizes = (math.prod(weight.shape[1:]) for weight in jax.tree.leaves(weights))
+        return sum(sizes) // recipe.mesh.shape["model"]
+
+    layers = count(architecture.weights(recipe.model, 1).layers)
+    adapters = count(lora.weights(recipe.lora, recipe.model, 1)) if recipe.lora else 0
+    itemsize = jnp.dtype(recipe.compute_dtype).itemsize
+    return (layers + adapters) * itemsize + (adapters or layers) * 4
+
+
+def change_bytes(recipe: Recipe, tokens: int) -> int:
+    """Bytes of the adapters' results in one layer, which are added to the products of the base."""
+    if not recipe.lora:
+        return 0
+    adapters = lora.weights(recipe.lora, recipe.model, 1).present.values()
+    width = sum(one.b.shape[1] for one in adapters) // recipe.mesh.shape["model"]
+    return tokens * width * jnp.dtype(recipe.compute_dtype).itemsize
 
 
 def head_gradient_bytes(recipe: Recipe) -> int:
-    """Bytes of the head's gradient, which is made before those of the layers, and added to the sums after them."""
+    """Bytes of the head's gradient, which is made before those of the layers, and added to the sums after them.
+
+    The head of a base has none.
+    """
+    if recipe.lora:
+        return 0
     vocab = architecture.padded_vocab(recipe.model, recipe.mesh.shape["model"])
     whole = vocab * recipe.model.hidden_size * jnp.dtype(recipe.param_dtype).itemsize
     return whole // recipe.mesh.size
@@ -138,5 +170,6 @@ def head_bytes(recipe: Recipe) -> int:
     """Bytes of a copy of the head in the compute dtype, its gradient in float32, and two more arrays of logits of a chunk."""
     parts = recipe.mesh.shape["model"]
     vocab = architecture.padded_vocab(recipe.model, parts) // parts
-    copy = vocab * recipe.model.hidden_size * (jnp.dtype(recipe.compute_dtype).itemsize + 4)
+    gradient = 0 if recipe.lora else 4
+    copy = vocab * recipe.model.hidden_size * (jnp.dtype(recipe.compute_dtype).itemsize + gradient)
     return copy + 2 * recipe.logits_chunk * vocab * 4

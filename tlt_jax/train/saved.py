@@ -15,9 +15,9 @@ from tlt_jax.config import Config, validate
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf
+from tlt_jax.models import from_config, hf, lora
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.train import policy_update
+from tlt_jax.train import policy_update, start_policy
 from tlt_jax.train.recipe import Recipe
 
 LATEST = ("latest", "last")  # names of the newest checkpoint
@@ -36,7 +36,7 @@ def policy(
     """The step that `step` names, and the policy after it, in the "train" layout. Raises ConfigError or CheckpointError."""
     target = policy_update.abstract_state(Recipe.of(config, model, mesh, total_steps=1))
     chosen, state = restore(config, run, step, "policy", target)
-    return chosen, state.params
+    return chosen, lora.whole(state.params, start_policy.base_of(config, run, model, mesh))
 
 
 def policy_or_export(

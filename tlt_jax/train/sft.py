@@ -19,6 +19,7 @@ import numpy as np
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration
+from tlt_jax.config.inputs import Lora
 from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
@@ -102,10 +103,11 @@ class Progress:
 def supervised(recipe: Recipe, config: Config) -> Recipe:
     """The recipe of the warm start: negative log-likelihood, with the learning rate and weight decay of sft.
 
-    Worked solutions may be longer than answers, up to the row length.
+    It trains all weights. Worked solutions may be longer than answers, up to the row length.
     """
     adam = Adam.short(config, config.sft.learning_rate, config.sft.steps)
-    return replace(recipe, adam=adam, objective=Objective(is_supervised=True), longest=None)
+    objective = Objective(is_supervised=True)
+    return replace(recipe, adam=adam, objective=objective, longest=None, lora=None)
 
 
 def make_batch(
@@ -134,7 +136,7 @@ def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path |
     settings = {
         "format": FORMAT,
         "jax": jax.__version__,
-        "model": asdict(config.model),
+        "model": asdict(replace(config.model, lora=Lora())),
         "sizes": asdict(model),
         "source": from_config.fingerprint(config),
         "data": asdict(config.data),

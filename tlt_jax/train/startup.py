@@ -17,9 +17,10 @@ from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.distributed.job import Job
-from tlt_jax.errors import DamagedCheckpoint
+from tlt_jax.errors import ConfigError, DamagedCheckpoint
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, remat as remats
+from tlt_jax.models.architecture import Params
 from tlt_jax.models.drafter_network import DrafterParams
 from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
@@ -39,7 +40,7 @@ from tlt_jax.train import (
     sft,
 )
 from tlt_jax.train.drafter_learning import DrafterLearning
-from tlt_jax.train.policy_update import UpdatePrograms
+from tlt_jax.train.policy_update import Trained, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
@@ -90,6 +91,8 @@ def machinery(setup: Setup) -> Machinery:
     recipe = memory.fitted(config, recipe, drafter, setup.job)
     if setup.job.is_first:
         log.info("model.remat %s: %s", config.model.remat, remats.spell(recipe.remat))
+        if recipe.lora:
+            log.info("model.lora: %s", policy_update.share_trained(recipe))
     is_adaptive = config.speculation.drafter == ADAPTIVE
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
@@ -108,12 +111,13 @@ def update_programs(parts: Machinery) -> UpdatePrograms:
         return update
     early = UpdatePrograms(*(Early(one, engine.programs.background) for one in update))
     state, rows = policy_update.abstract_state(recipe), minibatches.abstract_rows(config, recipe)
+    policy = policy_update.abstract_policy(recipe)
     sums = partial(policy_update.abstract_sums, recipe, rows)
-    engine.reshard.compile(lambda: (state.params,))
-    if minibatches.scores(config):
-        early.score.compile(lambda: (state.params, rows.replace(old=None, reference=None)))
-    early.empty.compile(lambda: (state.params, rows))
-    early.accumulate.compile(lambda: (sums(), state.params, rows))
+    engine.reshard.compile(lambda: (policy,))
+    for scored in minibatches.scored_policies(config, policy, policy_update.abstract_base(recipe)):
+        early.score.compile(lambda scored=scored: (scored, rows.replace(old=None, reference=None)))
+    early.empty.compile(lambda: (policy, rows))
+    early.accumulate.compile(lambda: (sums(), policy, rows))
     early.apply.compile(lambda: (state, sums()))
     return early
 
@@ -195,20 +199,46 @@ def resume(parts: Machinery, store: Store) -> RunState | None:
     return run_state.resume(config, store, parts.recipe, drafter, engine.tuner, engine.basis)
 
 
-def new_state(parts: Machinery, writer: Writer, interrupted: Callable[[], bool]) -> RunState:
-    """The state of a new run: the warm-started policy, and the drafter if there is one to start from.
+def new_state(
+    parts: Machinery, writer: Writer, interrupted: Callable[[], bool]
+) -> tuple[RunState, Params]:
+    """The state of a new run: what it trains, and the drafter if there is one to start from; and its start policy.
 
     A tuner with a fixed policy needs an adaptive drafter at once, and gets an untrained one. Raises ModelError before the
     warm start for a drafter whose record of acceptance cannot be read; Interrupted.
     """
     config, tuner, start = parts.setup.config, parts.engine.tuner, parts.drafter_params
     acceptance = from_config.drafter_acceptance(config)
-    params = sft.warm_start(parts.setup, writer, interrupted)
-    state = RunState(0, policy_update.create(params, parts.recipe), None, tuner.init())
+    policy, trained = start_of(parts.setup, parts.recipe, writer, interrupted)
+    state = RunState(0, policy_update.create(trained, parts.recipe), None, tuner.init())
     if parts.drafter and (start is not None or tuner.has_fixed_policy):
         state = state.replace(drafter=adaptive.create(config, parts.drafter.recipe, start))
     if start is not None:
         # Without a record the tuner knows only that the drafter was trained.
         known = {LEARNED: acceptance or GUESS}
         state = state.replace(tuner=tuner.update_prior(state.tuner, known))
-    return state
+    return state, policy
+
+
+def start_of(
+    setup: Setup, recipe: Recipe, writer: Writer, interrupted: Callable[[], bool]
+) -> tuple[Params, Trained]:
+    """The start policy of a new run, and what the run trains: the same weights, or with model.lora adapters.
+
+    A warm start trains all weights. The base of adapters has the compute dtype. Raises ConfigError, Interrupted.
+    """
+    config, model, mesh = setup.config, setup.model, setup.mesh
+    if not recipe.lora:
+        params = sft.warm_start(setup, writer, interrupted)
+        return params, params
+    if config.sft.steps and from_config.adapter_directory(config):
+        raise ConfigError(
+            f"sft.steps {config.sft.steps} with the adapters of model.path {config.model.path}: a warm start trains all "
+            "weights: use sft.steps 0, or model.lora.rank 0, which merges the adapters first"
+        )
+    adapters = from_config.start_adapters(config, recipe.lora, model, mesh)
+    dtype = config.model.compute_dtype
+    if not config.sft.steps:
+        return from_config.load_base(config, model, mesh, dtype), adapters
+    params = sft.warm_start(setup, writer, interrupted)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params), adapters

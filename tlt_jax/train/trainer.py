@@ -131,7 +131,7 @@ class Trainer:
             if self.drafter:
                 self.drafter.before_publish()
             drafter = self.state.drafter.params if self.state.drafter else self.fixed_drafter
-            return self.engine.publish(self.state.policy.params, drafter)
+            return self.engine.publish(self.policy.policy(self.state.policy), drafter)
 
     @property
     def is_new(self) -> bool:
@@ -222,7 +222,8 @@ class Trainer:
         if not self.drafter:
             return Taught(self.state.drafter, self.state.investment)
         timed = partial(self.watch.phase, "drafter")
-        return self.drafter.after_rollout(self.state, rolled.tuner, rolled.result, timed)
+        policy = self.policy.policy(self.state.policy)
+        return self.drafter.after_rollout(self.state, policy, rolled.tuner, rolled.result, timed)
 
     def update_tuner(self, tuner: TunerState, taught: Taught) -> TunerState:
         """The tuner's state for the new weights of policy and drafter; adds to `taught` what the update taught."""

@@ -1,0 +1,209 @@
+"""Runs that train adapters: their base stays, their state is small, they resume, and speculation changes no bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jobs import Job
+from test_adaptive_runs import ADAPTIVE, UNEVEN, same_policy
+from training_runs import (
+    STEPS,
+    assert_equal,
+    completions,
+    events,
+    state_of,
+    stopped_after,
+)
+
+from tlt_jax import cli, export, run_folder
+from tlt_jax.checkpoint.store import Store
+from tlt_jax.config import Config
+from tlt_jax.data import dataset as datasets
+from tlt_jax.distributed import mesh as meshes
+from tlt_jax.errors import CheckpointError, ConfigError, ModelError
+from tlt_jax.models import from_config, hf, lora
+from tlt_jax.train import loop, step_metrics
+
+TARGETS = ["q_proj", "o_proj", "down_proj"]
+LORA = {
+    "model.lora.rank": 2,
+    "model.lora.alpha": 8,
+    "model.lora.targets": TARGETS,
+    "eval.every": 0,
+}
+
+
+def sizes(config: Config) -> tuple:
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    return model, meshes.make_mesh(config.mesh.data, config.mesh.model)
+
+
+@pytest.fixture(scope="module")
+def updates():
+    """The metrics of each step's optimizer steps, in all runs of this file."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        summarize = step_metrics.of_update
+
+        def keep(*args):
+            found.append(args[0])
+            return summarize(*args)
+
+        patch.setattr(step_metrics, "of_update", keep)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def trained(configure, shared, updates):
+    """A run with two minibatches and a KL term, and its updates."""
+    knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "checkpoint.export": True}
+    config = configure(shared / "lora", LORA | knobs)
+    assert loop.train(config) == cli.DONE
+    return config, updates[:STEPS]
+
+
+def test_the_base_keeps_every_bit_and_is_the_reference(trained):
+    """The KL is 0 at first: the base without adapters is scored, not the policy of a later step."""
+    config, updates = trained
+    model, mesh = sizes(config)
+    start = from_config.load_policy(config, model, mesh)
+    kept = hf.load(run_folder.reference(config), model, mesh, "float32")
+    assert_equal(kept, start)
+    assert float(updates[0][0]["kl"]) == pytest.approx(0, abs=1e-6)
+    assert float(updates[-1][0]["kl"]) > 1e-5
+    for first, second in updates:
+        assert float(first["ratio_mean"]) == pytest.approx(1, abs=1e-5)
+        assert abs(float(second["ratio_mean"]) - 1) > 1e-6
+
+
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(trained):
+    """Of L = 1 layer, D 16, heads 16 wide, F 16, rank 2: 3 targets x 2 factors x 2 x 16 numbers, three times."""
+    config, _ = trained
+    with Store(config.run, create=False) as store:
+        index = store.index(STEPS)["items"]["policy"]
+    arrays = {name: leaf for name, leaf in index.items() if leaf["shape"]}
+    numbers = sum(int(np.prod(leaf["shape"])) for leaf in arrays.values())
+    assert numbers == 3 * (3 * 2 * 2 * 16)
+    assert {leaf["dtype"] for leaf in arrays.values()} == {"float32"}
+    assert all(".a" in name or ".b" in name for name in arrays)
+    moved = state_of(config).params
+    for name in ("q", "o", "down"):
+        adapter = getattr(moved, name)
+        assert np.abs(np.asarray(adapter.b)).max() > 1e-3
+    assert moved.k is moved.gate is None
+
+
+def test_the_export_is_the_merged_policy(trained):
+    config, _ = trained
+    model, mesh = sizes(config)
+    base = from_config.load_policy(config, model, mesh)
+    found = hf.load(run_folder.export(config), model, mesh, "float32")
+    adapters = state_of(config).params
+    for name in ("q", "k", "o", "gate", "down"):
+        matrix = np.asarray(getattr(base.layers, name), np.float64)
+        if (adapter := getattr(adapters, name)) is not None:
+            change = np.asarray(adapter.b, np.float64) @ np.asarray(adapter.a, np.float64)
+            matrix = matrix + 8 / 2 * change
+        np.testing.assert_allclose(getattr(found.layers, name), matrix, rtol=0, atol=1e-6)
+    assert_equal(found.embed, base.embed)
+
+
+def test_a_run_resumes_to_the_bit_and_with_the_same_adapters_alone(trained, tmp_path):
+    config, _ = trained
+    resumed = stopped_after(2, config, tmp_path / "resumed")
+    assert loop.train(resumed) == cli.DONE
+    assert_equal(state_of(resumed), state_of(config))
+    other = stopped_after(2, config, tmp_path / "other")
+    for name, value in (("rank", 4), ("alpha", 16.0), ("targets", ["q_proj"])):
+        knobs = replace(other.model.lora, **{name: value})
+        changed = replace(other, model=replace(other.model, lora=knobs))
+        with pytest.raises(ConfigError, match=f"model.lora.{name} .* there, .*another run folder"):
+            loop.train(changed)
+    place = run_folder.reference(other) / "model.safetensors"
+    content = bytearray(place.read_bytes())
+    content[-3] ^= 0x40
+    place.write_bytes(content)
+    with pytest.raises(CheckpointError, match="reference is corrupt .* changed on disk"):
+        loop.train(other)
+
+
+def test_speculation_changes_no_bit_of_the_adapters(configure, trained, tmp_path):
+    config, _ = trained
+    knobs = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2}
+    drafting = {"speculation.drafter": "ngram", "speculation.tuner": "fixed",
+                "speculation.strategies": ["2_1_3"]}  # fmt: skip
+    drafted = configure(tmp_path / "drafted", LORA | knobs | drafting)
+    assert loop.train(drafted) == cli.DONE
+    assert completions(drafted) == completions(config)
+    assert_equal(state_of(drafted), state_of(config))
+    assert max(value for _, value in events(drafted)["speculation/accept_length"]) > 1
+
+
+def test_adapters_of_a_step_are_exported_and_start_another_run(configure, trained, tmp_path):
+    """On the base that the run saved, since it began with a new model; the KL is to that base, not to the start."""
+    config, _ = trained
+    out = tmp_path / "adapter"
+    assert export.export_adapter(config, Path(config.run), out, "2") == 2
+    saved = state_of(config, 2).params
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(run_folder.reference(config))
+    assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (2, 8, TARGETS)
+
+    knobs = LORA | {"model.path": str(out), "train.steps": 1, "algorithm.kl_coef": 0.1}
+    again = configure(tmp_path / "again", knobs)
+    model, mesh = sizes(again)
+    found = lora.Lora.of(again.model.lora)
+    assert_equal(from_config.start_adapters(again, found, model, mesh), saved)
+    assert loop.train(again) == cli.DONE
+    assert events(again)["actor/kl"][0][1] > 1e-5
+    kept = run_folder.reference(again) / "model.safetensors"
+    assert kept.read_bytes() == (run_folder.reference(config) / "model.safetensors").read_bytes()
+
+    other = replace(again, run=str(tmp_path / "other"))
+    other = replace(other, model=replace(other.model, lora=replace(other.model.lora, rank=4)))
+    with pytest.raises(ModelError, match="model.lora .*rank: 4.* has .*rank: 2.*: use its values"):
+        loop.train(other)
+    supervised = replace(again, run=str(tmp_path / "sft"), sft=replace(again.sft, steps=1))
+    with pytest.raises(ConfigError, match="sft.steps 1 with the adapters of model.path"):
+        loop.train(supervised)
+
+
+def test_a_run_of_all_weights_exports_no_adapters(trained):
+    config, _ = trained
+    whole = replace(config, model=replace(config.model, lora=replace(config.model.lora, rank=0)))
+    with pytest.raises(ConfigError, match="--adapter: .* trains all weights"):
+        export.export_adapter(whole, Path(config.run), Path("out"))
+
+
+def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(configure, tmp_path):
+    """On idle groups and from rows of the update, for which the features are those of the policy with its adapters."""
+    knobs = LORA | {"train.steps": 3}
+    plain = configure(tmp_path / "plain", UNEVEN | knobs)
+    adaptive = configure(tmp_path / "adaptive", ADAPTIVE | knobs | {"drafter_training.share": 0.5})
+    for config in (plain, adaptive):
+        assert loop.train(config) == cli.DONE
+    same_policy(adaptive, plain, 3)
+    found = events(adaptive)
+    assert sum(value for _, value in found["drafter/update_tokens"]) > 0
+    assert all(np.isfinite(value) for _, value in found["drafter/loss"])
+
+
+def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
+    """After a warm start of all weights, of which process 0 writes the base."""
+    knobs = LORA | {
+        "mesh.data": 2, "mesh.fake_devices": 2, "train.steps": 2, "sft.steps": 2, "sft.solution_column": "prompt",
+        "algorithm.kl_coef": 0.1, "model.compute_dtype": "float32",
+    }  # fmt: skip
+    alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
+    assert loop.train(alone) == cli.DONE
+    with Job(two, 2, by_launcher=True) as job:
+        assert job.wait() == [cli.DONE], job.said()
+    assert completions(two) == completions(alone)
+    pairs = zip(*(jax.tree.leaves(state_of(one, 2).params) for one in (two, alone)), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

@@ -1,0 +1,396 @@
+"""Losses, importance weights and advantages of whole answers, against formulas of verl and TRL in NumPy, answer by answer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tlt_jax.config.learning import Algorithm
+from tlt_jax.data import packing
+from tlt_jax.data.packing import Example
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.models import architecture
+from tlt_jax.optimizer import Adam
+from tlt_jax.train import answers, kl_rewards, policy_batch, policy_loss, policy_update
+from tlt_jax.train.advantages import answer_weights
+from tlt_jax.train.objective import Objective
+from tlt_jax.train.policy_batch import Batch, Rows
+from tlt_jax.train.recipe import Recipe
+
+MODEL = architecture.ModelConfig(
+    family="qwen2", vocab_size=11, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24,
+    max_positions=32, qkv_bias=True, tied=True, init_std=0.4,
+)  # fmt: skip
+ROW, COUNT, LONGEST = 16, 14, 8
+AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
+PLAIN = Objective(clip_low=0.25, clip_high=0.3, entropy_coef=0.05, kl_coef=0.2, temperature=0.7)
+CASES = [
+    replace(PLAIN, loss=loss, importance=importance, importance_cap=1.1, **more)
+    for loss, importance, more in [
+        ("ppo", "none", {"clip_dual": 1.6}),
+        ("ppo", "token", {}),
+        ("ppo", "token", {"importance_mask": 1.3}),
+        ("ppo", "sequence", {"importance_mask": 1.4}),
+        ("gspo", "none", {"clip_dual": 1.6}),
+        ("gspo", "token", {"importance_mask": 1.3}),
+        ("gspo", "sequence", {}),
+        ("cispo", "none", {}),
+        ("cispo", "token", {}),
+        ("cispo", "sequence", {"importance_mask": 1.4}),
+    ]
+]
+
+
+class Answer(NamedTuple):
+    """An example with what is known of its tokens before the update."""
+
+    example: Example
+    advantage: float
+    old: np.ndarray
+    recorded: np.ndarray
+    reference: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def known() -> list[Answer]:
+    """Answers of 1 to 7 tokens; old log-probs are near those of the shallow policy, by answer above or below them."""
+    random, found = np.random.default_rng(0), []
+    embed = weights_of((MODEL.vocab_size, MODEL.hidden_size))
+    for uid in range(COUNT):
+        prompt, answer = (random.integers(0, 11, random.integers(1, n)) for n in (5, LONGEST))
+        logits = embed[[prompt[-1], *answer[:-1]]] @ embed.T / PLAIN.temperature
+        chosen = logits[np.arange(len(answer)), answer]
+        logp = chosen - np.log(np.exp(logits).sum(axis=1))
+        old, reference = logp + random.normal(0, 0.3, (2, len(answer))) + (-1) ** (uid // 2) * 0.7
+        recorded = old + random.normal(0, 0.15, len(answer))
+        advantage = (-1) ** uid * random.uniform(0.5, 1.5)
+        found.append(Answer(Example(uid, prompt, answer), advantage, old, recorded, reference))
+    return found
+
+
+def weights_of(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(len(shape)).normal(0, 0.4, shape)
+
+
+def recipe_of(objective: Objective, *mesh: int) -> Recipe:
+    fixed = {
+        "param_dtype": "float64",
+        "compute_dtype": "float64",
+        "logits_chunk": 8,
+        "attention_block": 8,
+    }
+    return Recipe(MODEL, make_mesh(*(mesh or (1, 1))), Adam(1e-2, 10), objective, **fixed)
+
+
+def packed_of(known: list[Answer], rows: int, groups: int = 1) -> packing.Packed:
+    return packing.pack([one.example for one in known], ROW, rows, groups)
+
+
+def batch_of(recipe: Recipe, known: list[Answer], rows: int, aggregation="token_mean") -> Batch:
+    """The answers as packed rows, with all their log-probs."""
+    packed = packed_of(known, rows, recipe.mesh.shape["data"])
+    weights = answer_weights(packed.answer_lengths, aggregation, LONGEST)
+    advantages = np.array([one.advantage for one in known])
+    given = [[getattr(one, name) for one in known] for name in ("recorded", "old", "reference")]
+    batch = policy_batch.make_batch(packed, recipe.mesh, None, weights, advantages, given[0])
+    place = policy_batch.rows_sharding(recipe.mesh)
+    old, reference = (jax.device_put(packed.place(part), None) for part in given[1:])
+    return [
+        rows.replace(
+            old=jax.device_put(old[step], place), reference=jax.device_put(reference[step], place)
+        )
+        for step, rows in enumerate(batch)
+    ]
+
+
+def params_of(recipe: Recipe) -> architecture.Params:
+    target = architecture.abstract(recipe.model, recipe.mesh, "train", "float64")
+    drawn = jax.tree.map(lambda leaf: weights_of(leaf.shape), target)
+    return jax.device_put(drawn, jax.tree.map(lambda leaf: leaf.sharding, target))
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """A policy without layers, whose programs compile at once."""
+    monkeypatch.setattr(policy_update, "states", lambda params, rows, _: params.embed[rows.tokens])
+
+
+def plain_scores(params: architecture.Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of all places under the shallow policy, from all logits at once."""
+    logits = params.embed[rows.tokens] @ params.embed[: MODEL.vocab_size].T
+    logp = jax.nn.log_softmax(logits / PLAIN.temperature)
+    chosen = jnp.take_along_axis(logp, rows.targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+# The formulas, of one answer, as its authors, TRL and verl write them
+
+
+def ratio_of(objective: Objective, logp: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Of each token; with gspo of the answer: the length-normalized likelihood ratio (2507.18071, eq. 7)."""
+    log_ratio = logp - old
+    return np.exp(np.full_like(logp, log_ratio.mean()) if objective.loss == "gspo" else log_ratio)
+
+
+def importance_of(objective: Objective, one: Answer) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Weights of the tokens, their ratios, and whether the answer is masked (verl's rollout_is, rollout_rs)."""
+    ratio = np.exp(one.old - one.recorded)
+    if objective.importance == "none":
+        return np.ones_like(ratio), ratio, False
+    if objective.importance == "sequence":
+        ratio = np.full_like(ratio, np.prod(ratio))
+    most = objective.importance_mask or np.inf
+    is_masked = bool(np.any((ratio > most) | (ratio < 1 / most)))
+    return np.minimum(ratio, objective.importance_cap) * (not is_masked), ratio, is_masked
+
+
+def loss_of(objective: Objective, one: Answer, logp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Policy-gradient loss of each token, and its derivative in the token's own log-prob."""
+    advantage, ratio = one.advantage, ratio_of(objective, logp, one.old)
+    weight = importance_of(objective, one)[0]
+    limits = 1 - objective.clip_low, 1 + objective.clip_high
+    if objective.loss == "cispo":
+        slope = -np.clip(ratio, *limits) * advantage * weight
+        return slope * logp, slope
+    loss = -advantage * ratio
+    loss = np.maximum(loss, -advantage * np.clip(ratio, *limits))  # verl's pg_losses1 and 2
+    is_free = loss == -advantage * ratio
+    if objective.clip_dual and advantage < 0:
+        is_free &= loss < -advantage * objective.clip_dual
+        loss = np.minimum(loss, -advantage * objective.clip_dual)  # pg_losses3
+    return loss * weight, np.where(is_free, -advantage * ratio, 0) * weight
+
+
+def reference(objective: Objective, known, spans, logp, entropy, weights):
+    """Loss of the rows, its derivative in each log-prob, and the policy-gradient loss, from log-probs [R, T]."""
+    total, pg_loss, slopes = 0.0, 0.0, np.zeros(logp.shape)
+    for one, (_, row, first), weight in zip(known, spans, weights, strict=True):
+        at = row, slice(first, first + len(one.old))
+        loss, slope = loss_of(objective, one, logp[at])
+        ratio = np.exp(one.reference - logp[at])
+        kl = ratio - 1 - (one.reference - logp[at])
+        pg_loss += weight * loss.sum()
+        rest = objective.kl_coef * kl - objective.entropy_coef * entropy[at]
+        total += weight * (loss + rest).sum()
+        slopes[at] = weight * (slope + objective.kl_coef * (1 - ratio))
+    return total, slopes, pg_loss
+
+
+def named(objective: Objective) -> str:
+    words = [objective.loss, objective.importance]
+    return " ".join(
+        words + ["dual"] * bool(objective.clip_dual) + ["mask"] * bool(objective.importance_mask)
+    )
+
+
+@pytest.mark.parametrize("objective", CASES, ids=named)
+def test_value_gradient_and_metrics_are_those_of_the_published_formulas(
+    objective, known, shallow, x64
+):
+    """With each aggregation; the gradient in the weights is that of the formulas' derivatives in the log-probs."""
+    recipe = recipe_of(objective)
+    params, packed = params_of(recipe), packed_of(known, 8)
+    found = jax.jit(jax.value_and_grad(partial(policy_update.loss, recipe=recipe), has_aux=True))
+
+    def linear(params, rows, slopes):
+        logp, entropy = plain_scores(params, rows)
+        return jnp.sum(slopes * logp) - objective.entropy_coef * jnp.sum(rows.weights * entropy)
+
+    expected = jax.jit(jax.grad(linear))
+    for aggregation in AGGREGATIONS:
+        (rows,) = batch_of(recipe, known, 8, aggregation)
+        logp, entropy = map(np.asarray, plain_scores(params, rows))
+        weights = answer_weights(packed.answer_lengths, aggregation, LONGEST)
+        total, slopes, pg_loss = reference(objective, known, packed.spans, logp, entropy, weights)
+        (value, (sums, maxima)), gradient = found(params, rows)
+        assert float(value) == pytest.approx(total, rel=1e-10)
+        theirs = expected(params, rows, slopes)
+        for one, other in zip(*map(jax.tree.leaves, (gradient, theirs)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-12)
+        assert np.abs(gradient.embed).max() > 1e-3
+    metrics = policy_loss.means(sums) | maxima
+    assert float(metrics["pg_loss"]) == pytest.approx(pg_loss, rel=1e-10)
+    check_metrics(
+        objective,
+        known,
+        [
+            logp[row, a : a + n]
+            for (_, row, a), n in zip(packed.spans, packed.answer_lengths, strict=True)
+        ],
+        metrics,
+    )
+
+
+def check_metrics(objective, known, logps, metrics) -> None:
+    """The metrics, recomputed answer by answer."""
+    log_ratios = [logp - one.old for logp, one in zip(logps, known, strict=True)]
+    tokens = np.concatenate(log_ratios)
+    ratios = [ratio_of(objective, logp, one.old) for logp, one in zip(logps, known, strict=True)]
+    signs = np.concatenate([np.full(len(one.old), one.advantage) for one in known])
+    signs = (signs < 0, signs > 0) if objective.loss != "cispo" else (True, True)
+    used = np.concatenate(ratios)
+    low = (used < 1 - objective.clip_low) & signs[0]
+    high = (used > 1 + objective.clip_high) & signs[1]
+    assert low.any() and high.any()
+    expected = {
+        "ratio_mean": np.exp(tokens).mean(), "ratio_max": np.exp(tokens).max(), "ppo_kl": -tokens.mean(),
+        "pg_clipfrac": (low | high).mean(), "pg_clipfrac_low": low.mean(), "pg_clipfrac_high": high.mean(),
+    }  # fmt: skip
+    if objective.clip_dual:
+        expected["pg_clipfrac_lower"] = (signs[0] & (used > objective.clip_dual)).mean()
+        assert expected["pg_clipfrac_lower"] > 0
+    sequences = np.exp([one.mean() for one in log_ratios])
+    if objective.needs_answers:
+        expected |= {"sequence_ratio_mean": sequences.mean(), "sequence_ratio_max": sequences.max()}
+    if objective.importance != "none":
+        _, weights, masked = zip(*(importance_of(objective, one) for one in known), strict=True)
+        each, whole = np.concatenate(weights), np.array([one.mean() for one in weights])
+        counted = np.repeat(masked, [len(one.old) for one in known])
+        corrected = {
+            "rollout_is_mean": each.mean(), "rollout_is_max": each.max(),
+            "rollout_is_ratio_fraction_high": (each > objective.importance_cap).mean(),
+            "kl": np.concatenate([one.recorded - one.old for one in known]).mean(),
+        }  # fmt: skip
+        if objective.needs_answers:
+            corrected |= {"rollout_is_seq_mean": whole.mean(), "rollout_is_seq_max": whole.max()}
+        if objective.importance_mask:
+            assert 0 < sum(masked) < len(masked)
+            corrected |= {
+                "rollout_rs_masked_fraction": counted.mean(),
+                "rollout_rs_seq_masked_fraction": np.mean(masked),
+            }
+        expected |= {f"rollout_corr/{name}": value for name, value in corrected.items()}
+    for name, value in expected.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
+    others = {"pg_loss", "entropy", "kl", "rollout_logprob_diff_mean", "rollout_logprob_diff_max"}
+    assert set(metrics) == set(expected) | others
+
+
+def test_on_policy_a_sequence_loss_is_reinforce(known, shallow, x64):
+    """Without old log-probs the ratio is 1: gspo's gradient is ppo's, and that of -advantage * log-prob."""
+    gradients = []
+    for loss in ("ppo", "gspo", "cispo"):
+        recipe = recipe_of(Objective(loss=loss, clip_low=3e-4, clip_high=4e-4))
+        (rows,) = batch_of(recipe, known, 8, "sequence_mean")
+        rows = rows.replace(old=None, reference=None)
+        total = lambda params, recipe=recipe, rows=rows: policy_update.loss(params, rows, recipe)[0]  # noqa: E731
+        gradients.append(jax.jit(jax.grad(total))(params_of(recipe)))
+    for other in gradients[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (gradients[0], other)), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-13)
+
+
+def test_a_loss_of_ones_own_with_a_mean_over_answers_has_its_whole_gradient(
+    known, x64, monkeypatch
+):
+    """GSPO's first form, differentiated through the mean of the log-ratios, as TRL writes it."""
+
+    def gspo(tokens, clip_low, clip_high):
+        assert tokens.logprobs.ndim == 2 and tokens.recorded is not None
+        log_ratio = tokens.logprobs - tokens.old_logprobs
+        ratio = jnp.exp(answers.answer_mean(log_ratio, tokens.segments, tokens.mask))
+        clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+        return -jnp.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+
+    module = ModuleType("own_sequences")
+    module.gspo = gspo
+    monkeypatch.setitem(sys.modules, "own_sequences", module)
+    results = []
+    for loss in ("gspo", "own_sequences:gspo"):
+        recipe = recipe_of(replace(PLAIN, loss=loss, importance="sequence"))
+        (rows,) = batch_of(recipe, known, 8)
+        total = lambda params, recipe=recipe, rows=rows: policy_update.loss(params, rows, recipe)[0]  # noqa: E731
+        results.append(jax.jit(jax.value_and_grad(total))(params_of(recipe)))
+    for one, two in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-13)
+
+
+def test_packing_accumulation_and_sharding_do_not_change_an_update_of_whole_answers(
+    known, shallow, x64
+):
+    objective = replace(
+        PLAIN, loss="gspo", importance="sequence", importance_cap=1.1, importance_mask=1.4
+    )
+    results = []
+    for mesh, rows in (((1, 1), 8), ((1, 1), 1), ((2, 2), 2)):
+        recipe = recipe_of(objective, *mesh)
+        batch = batch_of(recipe, known, rows)
+        assert (len(batch) > 1) == (rows < 8)
+        state = policy_update.create(params_of(recipe), recipe)
+        results.append(policy_update.update(policy_update.programs(recipe), state, batch))
+    for other in results[1:]:
+        for one, two in zip(*map(jax.tree.leaves, (results[0], other)), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)
+
+
+# Sums over answers
+
+
+def test_sums_over_answers_are_those_of_a_loop_and_stay_in_their_answer(x64):
+    random = np.random.default_rng(0)
+    segments = np.sort(random.integers(0, 9, (3, 40)), axis=1)
+    mask, values = random.random((3, 40)) < 0.6, random.normal(size=(3, 40))
+    mask &= segments > 0
+    values[0, segments[0] == 3] = np.nan
+    given = jnp.asarray(segments), jnp.asarray(mask)
+    found = np.asarray(answers.answer_sum(jnp.asarray(values), *given))
+    means = np.asarray(answers.answer_mean(jnp.asarray(values), *given))
+    for row, token in np.ndindex(found.shape):
+        answer = (segments[row] == segments[row, token]) & mask[row]
+        total, count = values[row][answer].sum(), max(answer.sum(), 1)
+        expected = (total, total / count) if mask[row, token] else (0, 0)
+        np.testing.assert_allclose((found[row, token], means[row, token]), expected, rtol=1e-12)
+    for row in range(3):
+        for segment in range(1, 9):
+            assert len(set(found[row][(segments[row] == segment) & mask[row]].astype(str))) <= 1
+    weights = jnp.asarray(random.normal(size=(3, 40)))
+    sums = lambda values: jnp.sum(weights * answers.answer_sum(values, *given))  # noqa: E731
+    gradient = jax.grad(sums)(jnp.zeros((3, 40)))
+    np.testing.assert_allclose(gradient, answers.answer_sum(weights, *given), atol=1e-12)
+
+
+# A KL in the reward
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
+def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
+    """In two minibatches of several accumulation steps on two data groups; against loops over answers and tokens."""
+    mesh, halves = make_mesh(2, 1), (known[: COUNT // 2], known[COUNT // 2 :])
+    rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
+    given = [packed_of(part, 2, 2) for part in halves]
+    batches = []
+    for part, one, scores in zip(halves, given, rewards, strict=True):
+        part = [answer._replace(advantage=r) for answer, r in zip(part, scores, strict=True)]
+        batches.append(batch_of(recipe_of(PLAIN, 2, 1), part, 2))
+        assert len(one.tokens) == len(batches[-1]) > 1
+    algorithm = Algorithm(advantage=advantage, kl_in="reward", kl_coef=0.3)
+    found = kl_rewards.penalized(algorithm, mesh, batches, given, rewards)
+
+    kl = [one.old - one.reference for one in known]
+    assert found.kl == pytest.approx(np.mean([one.mean() for one in kl]), rel=1e-10)
+    less = rewards - 0.3 * np.array([one.sum() for one in kl]).reshape(rewards.shape)
+    if advantage == "reinforce_pp":
+        returns = [
+            r - 0.3 * np.cumsum(one[::-1])[::-1] for r, one in zip(rewards.flat, kl, strict=True)
+        ]
+        tokens = np.concatenate(returns)
+        expected = [(one - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for one in returns]
+    elif advantage == "grpo":
+        spread = less.std(axis=1, ddof=1, keepdims=True) + 1e-6
+        whole = (less - less.mean(axis=1, keepdims=True)) / spread
+        expected = [np.full(len(one), a) for one, a in zip(kl, whole.flat, strict=True)]
+    else:
+        others = [[np.delete(group, i).mean() for i in range(len(group))] for group in less]
+        expected = [np.full(len(one), a) for one, a in zip(kl, (less - others).flat, strict=True)]
+    np.testing.assert_allclose(found.advantages, [one.mean() for one in expected], atol=1e-10)
+    for batch, one, first in zip(found.batches, given, (0, COUNT // 2), strict=True):
+        placed = one.place(expected[first : first + COUNT // 2])
+        np.testing.assert_allclose([rows.advantages for rows in batch], placed, atol=1e-10)

@@ -1,0 +1,148 @@
+"""Adapters of a policy (LoRA, arXiv 2106.09685): which matrices have one, their shapes and start, and the policy with them.
+
+Names of targets are those of Hugging Face's peft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import jax
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from tlt_jax.config.inputs import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
+from tlt_jax.models import architecture, params as trees
+from tlt_jax.models.architecture import Layer, ModelConfig, Params
+from tlt_jax.models.low_rank import LowRank, is_low_rank, merged
+from tlt_jax.models.params import Weight
+
+# peft's name of a target -> the field of Layer: `q_proj` -> `q`.
+FIELDS = {target: target.removesuffix("_proj") for target in LORA_TARGETS}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which matrices of every layer have an adapter, its rank, and the scale alpha / rank of its change; hashable."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # peft's names, in the order of a layer
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @classmethod
+    def of(cls, knobs: Knobs) -> Lora | None:
+        """The adapters of the section model.lora; None when it is off."""
+        if not knobs.rank:
+            return None
+        chosen = LORA_TARGETS if ALL_LINEAR in knobs.targets else knobs.targets
+        return cls(knobs.rank, knobs.alpha, tuple(one for one in LORA_TARGETS if one in chosen))
+
+
+@struct.dataclass
+class Adapter:
+    """The factors of the change of one matrix, of one layer or of stacked ones."""
+
+    a: Float[Array, "*L r In"]
+    b: Float[Array, "*L Out r"]
+
+
+@struct.dataclass
+class Adapters:
+    """What a LoRA run trains; None where a matrix has no adapter. `scale`: of every change."""
+
+    q: Adapter | None
+    k: Adapter | None
+    v: Adapter | None
+    o: Adapter | None
+    gate: Adapter | None
+    up: Adapter | None
+    down: Adapter | None
+    scale: float = struct.field(pytree_node=False)
+
+    @property
+    def present(self) -> dict[str, Adapter]:
+        """The adapters that exist, by the field of Layer."""
+        values = {name: getattr(self, name) for name in FIELDS.values()}
+        return {name: one for name, one in values.items() if one is not None}
+
+    @classmethod
+    def made(cls, parts: dict[str, Adapter], scale: float) -> Adapters:
+        """Those of these fields of Layer."""
+        return cls(**{name: parts.get(name) for name in FIELDS.values()}, scale=scale)
+
+
+def weights(lora: Lora, model: ModelConfig, model_axis: int) -> Adapters:
+    """A Weight for every factor, of all layers."""
+    return of_layer(lora, architecture.weights(model, model_axis).layers)
+
+
+def of_layer(lora: Lora, layer: Layer) -> Adapters:
+    """A Weight for every factor of this layer of Weights, or of stacked ones; factors lie on the axes of their matrix."""
+
+    def adapter(matrix: Weight) -> Adapter:
+        (*stack, out, inner), (*stacked, out_axis, in_axis) = matrix.shape, matrix.axes
+        return Adapter(
+            Weight((*stack, lora.rank, inner), (*stacked, None, in_axis), "kaiming"),
+            Weight((*stack, out, lora.rank), (*stacked, out_axis, None), "zeros"),
+        )
+
+    names = [FIELDS[target] for target in lora.targets]
+    return Adapters.made({name: adapter(getattr(layer, name)) for name in names}, lora.scale)
+
+
+def abstract(lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Adapters:
+    """Shape, dtype and sharding of every factor, in the "train" layout."""
+    return trees.abstract(weights(lora, model, mesh.shape["model"]), mesh, "train", dtype)
+
+
+def init(lora: Lora, model: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Adapters:
+    """New adapters, the same on every mesh: `a` uniform as peft draws it, `b` 0, so that the policy is its base."""
+    return trees.init(weights(lora, model, mesh.shape["model"]), mesh, key, dtype, 0.0)
+
+
+def applied(base: Params, adapters: Adapters) -> Params:
+    """The policy: the base in the "train" layout with adapters."""
+    return base.replace(layers=changed(base.layers, adapters))
+
+
+def changed(layer: Layer, adapters: Adapters) -> Layer:
+    """The layer with a LowRank for every matrix with an adapter. Nothing is computed."""
+    nodes = {
+        name: LowRank(getattr(layer, name), one.a, one.b, adapters.scale)
+        for name, one in adapters.present.items()
+    }
+    return layer.replace(**nodes)
+
+
+def whole(trained: Params | Adapters, base: Params | None) -> Params:
+    """The policy's weights from what is trained: all of them, or adapters of the base."""
+    return applied(base, trained) if isinstance(trained, Adapters) else trained
+
+
+def merge(base: Params, adapters: Adapters, dtype: DTypeLike) -> Params:
+    """The policy without adapters, merged layer by layer in at least float32, then in this dtype; traced inside one jit."""
+
+    def one(leaf: Array | LowRank) -> Array:
+        if not is_low_rank(leaf):
+            return leaf.astype(dtype)
+        return jax.lax.map(lambda layer: merged(layer).astype(dtype), leaf)
+
+    return jax.tree.map(one, applied(base, adapters), is_leaf=is_low_rank)
+
+
+def parted(params: Params) -> tuple[Params | Adapters, Params | None]:
+    """What is trained and the base, as `whole` takes them."""
+    layer_fields = {one.name: getattr(params.layers, one.name) for one in fields(Layer)}
+    nodes = {name: node for name, node in layer_fields.items() if is_low_rank(node)}
+    if not nodes:
+        return params, None
+    (scale,) = {node.scale for node in nodes.values()}
+    parts = {name: Adapter(node.a, node.b) for name, node in nodes.items()}
+    matrices = {name: node.weight for name, node in nodes.items()}
+    return Adapters.made(parts, scale), params.replace(layers=params.layers.replace(**matrices))
