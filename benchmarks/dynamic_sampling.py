@@ -12,6 +12,7 @@ wait for rewards after it, without compiling; the first 5 steps are left out, in
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def figures(lines: list[dict[str, float]]) -> dict[str, float]:
 
 
 def train(run: Path, *arguments: str) -> list[dict[str, float]]:
-    """The metrics of each step of a run. Ends the benchmark when the command fails."""
+    """The metrics of each step of a new run. Ends the benchmark when the command fails."""
+    shutil.rmtree(run, ignore_errors=True)
     config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--run", str(run)]
     done = processes.run(processes.module("tlt_jax.train", *config, *arguments))
     if done.returncode:

@@ -12,9 +12,18 @@ from benchmarks.common.results import MEASURED_WITH
 from benchmarks.whole_runs import algorithms, algorithms_picture
 from benchmarks.whole_runs.arms import Failure
 from benchmarks.whole_runs.runs import Run
+from tlt_jax.config import load as configuration
+from tlt_jax.config.validate import validate_rl
 
 # Held-out accuracies by hand: GRPO's mean is 0.6, its standard deviation 0.1.
 ENDS = {"grpo": (0.5, 0.6, 0.7), "rloo": (0.5, 0.5, 0.51), "dr_grpo": (0.4, 0.5, 0.59)}
+
+
+@pytest.mark.parametrize("arm", algorithms.ARMS)
+@pytest.mark.parametrize("drafting", algorithms.DRAFTING)
+def test_every_arm_is_a_configuration(arm, drafting):
+    trial = algorithms.Trial(arm, drafting, 0, 60, False)
+    validate_rl(configuration.load(["--config", "quickstart", *algorithms.flags(trial.knobs)]))
 
 
 def row(arm: str, seed: int, end: float, steps: int = 4, knobs: str = "") -> dict[str, str]:

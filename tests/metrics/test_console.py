@@ -137,6 +137,21 @@ def test_a_file_has_all_columns_of_a_usual_step():
     assert lines_of(progress) == [line] and line.endswith("accept 2.3  idle 25% (50% used)")
 
 
+def test_a_line_ends_with_what_the_loss_clipped_and_masked():
+    shares = {
+        "actor/sequence_ratio_max": 1.0004,
+        "actor/pg_clipfrac": 0.123,
+        "rollout_corr/rollout_rs_seq_masked_fraction": 0.25,
+    }
+    for values, end in (
+        (shares, "ratio 1.000  clipped 12.3%  masked 25.0%"),
+        ({"actor/pg_clipfrac": 0.0}, "to go"),
+    ):
+        progress = opened(60, width=200)
+        progress.step(6, {"timing_s/step": 1.0, **values})
+        assert lines_of(progress)[0].endswith(end)
+
+
 def test_numbers_of_a_column_end_below_one_another():
     progress = opened(99)
     for step, length in ((1, 1234.0), (2, 9.0), (3, 99.0)):

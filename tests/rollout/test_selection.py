@@ -83,14 +83,14 @@ def test_prompts_are_begun_while_fewer_than_wanted_are_expected_to_count():
     assert chooser.bound == 16
     chooser = Chooser(Selection(8, dict, lambda scores: scores[0] > 0, share=1.0), 100, 1)
     assert chooser.bound == 8
-    for prompt in range(4):  # none counts: (8 / 2 * 1 + 0) / (8 / 2 + 4) = 1 in 2
+    for prompt in range(4):  # none counts: (16 * 1 + 0) / (16 + 4) = 4 in 5
         chooser.add(prompt, {0: 0.0})
-    assert chooser.bound == 4 + 16
+    assert chooser.bound == 4 + 10
     for prompt in range(6, 13):
         chooser.add(prompt, {0: 1.0})
-    assert chooser.bound == 20 and chooser.cap == 100, "what was begun stays so; 7 count"
-    chooser.add(15, {0: 1.0})
-    assert chooser.bound == chooser.cap == 16, "8 count: no later prompt is needed"
+    assert chooser.bound == 14 and chooser.cap == 100, "what was begun stays so; 7 count"
+    chooser.add(13, {0: 1.0})
+    assert chooser.bound == chooser.cap == 14, "8 count: no later prompt is needed"
     chooser.add(4, {0: 1.0})
     assert chooser.cap == 13 and chooser.choice is None, "prompt 5 is not decided"
     chooser.add(5, {0: 0.0})

@@ -101,9 +101,10 @@ def test_drafting_changes_no_bit_of_a_policy_that_resumes_exactly(
 
 
 def test_two_processes_learn_what_one_does_with_a_kl_in_the_reward(configure, tmp_path):
-    """Each has half of the rows. In the second step the KL is no longer 0."""
+    """Each has half of the rows. In the second step the KL is no longer 0. With one minibatch all ratios are exactly 1."""
     knobs = ALGORITHMS["cispo, reinforce_pp, KL in the reward"] | {
-        "algorithm.importance": "sequence", "algorithm.importance_mask": 1.5, "mesh.data": 2, "mesh.fake_devices": 2,
+        "algorithm.importance": "sequence", "algorithm.importance_mask": 1.5, "algorithm.minibatches": 1,
+        "mesh.data": 2, "mesh.fake_devices": 2,
     }  # fmt: skip
     alone, both = (configure(tmp_path / name, SHORT | knobs) for name in ("alone", "both"))
     assert loop.train(alone) == cli.DONE
@@ -119,6 +120,7 @@ def test_two_processes_learn_what_one_does_with_a_kl_in_the_reward(configure, tm
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     ours, theirs = (events(run)["actor/reward_kl_penalty"] for run in (both, alone))
     np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-7)
+    assert events(alone)["actor/ratio_max"] == [(1, 1.0), (2, 1.0)]
 
 
 def test_with_importance_weights_drafting_changes_a_policy_by_rounding_alone(configure, tmp_path):

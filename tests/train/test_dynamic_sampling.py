@@ -9,12 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import Job
-from training_runs import assert_equal, completions, state_of, stopped_after
+from training_runs import (
+    assert_equal,
+    completions,
+    preempt,
+    raise_at,
+    state_of,
+    stopped_after,
+)
 
 from tlt_jax import cli
 from tlt_jax.config import Config
+from tlt_jax.data import dataset as datasets
 from tlt_jax.errors import ConfigError
+from tlt_jax.rewards import Scorer
+from tlt_jax.rollout.selecting import Selecting
 from tlt_jax.train import loop
+from tlt_jax.train.dynamic_sampling import DynamicSampling
 
 STEPS, KEEP, WINDOW, SAMPLES = 3, 2, 6, 3
 DYNAMIC = {
@@ -76,6 +87,12 @@ def chosen(everything: dict[int, list[tuple[str, str, float]]]) -> tuple[list[in
     return sorted([*first, *others[: KEEP - len(first)]]), len(first), tried
 
 
+def prompts(config: Config) -> list[str]:
+    """The prompts of the data, in its order."""
+    data = datasets.load(config, datasets.tokenizer(config))
+    return [prompt.text for prompt in data.window(0, STEPS * WINDOW)]
+
+
 @pytest.fixture(scope="module")
 def still(run):
     """Runs of a policy that never changes: one that drops what a step did not need, and one that decodes all of each window."""
@@ -89,6 +106,9 @@ def test_a_step_trains_on_the_first_prompts_whose_answers_differ_of_all_answers_
 ):
     dropping, everything = still
     seen = set()
+    assert [answers[0][0] for step in steps_of(everything) for answers in step.values()] == prompts(
+        dropping
+    )
     for ours, whole, line in zip(
         steps_of(dropping), steps_of(everything), lines(dropping), strict=True
     ):
@@ -103,12 +123,12 @@ def test_a_step_trains_on_the_first_prompts_whose_answers_differ_of_all_answers_
     assert len(seen) > 1, "the steps need different numbers of prompts"
 
 
-def test_a_step_starts_with_the_prompts_that_the_last_one_did_not_need(run, still):
-    prompts = [answers[0][0] for step in steps_of(still[1]) for _, answers in sorted(step.items())]
+def test_a_step_starts_with_the_prompts_that_the_last_one_did_not_need(run):
     keeping, position = run("keep"), 0
+    expected = prompts(keeping)
     for ours, line in zip(steps_of(keeping), lines(keeping), strict=True):
         for prompt, answers in ours.items():
-            assert {text for text, *_ in answers} == {prompts[position + prompt]}
+            assert {text for text, *_ in answers} == {expected[position + prompt]}
         position += int(line["groups/tried"])
     assert position < STEPS * WINDOW, "some were kept for the next step"
 
@@ -136,10 +156,33 @@ def test_another_number_of_groups_takes_the_same_answers(run, groups):
     assert completions(ours) == completions(plain)
 
 
-@pytest.mark.parametrize("name, knobs", [("keep", {}), ("drop", {})])
-def test_a_resumed_run_ends_with_the_same_bits(run, still, tmp_path, name, knobs):
-    whole = run(name)
+@pytest.mark.parametrize("name", ["keep", "drop"])
+def test_a_resumed_run_ends_with_the_same_bits(run, still, tmp_path, monkeypatch, name):
+    whole, collect, awaited = run(name), Scorer.collect, []
+
+    def collected(scorer, interrupted):
+        awaited.append(collect(scorer, interrupted))
+        return awaited[-1]
+
+    monkeypatch.setattr(Scorer, "collect", collected)
     config = stopped_after(1, whole, tmp_path / "run")
+    assert loop.train(config) == cli.DONE
+    assert [len(scores) for scores in awaited] == 2 * [KEEP * SAMPLES], (
+        "no score is awaited in vain"
+    )
+    assert completions(config) == completions(whole)
+    assert_equal(state_of(config, STEPS), state_of(whole, STEPS))
+
+
+def test_a_run_that_is_stopped_while_prompts_are_chosen_resumes_with_the_same_bits(
+    run, configure, tmp_path, monkeypatch
+):
+    whole = run("keep")
+    config = configure(tmp_path / "stopped", DYNAMIC)
+    with monkeypatch.context() as patch:
+        patch.setattr(Selecting, "is_over", property(lambda self: False))  # as if scores were slow
+        raise_at(patch, DynamicSampling, "scores", 100, preempt)
+        assert loop.train(config) == cli.PREEMPTED
     assert loop.train(config) == cli.DONE
     assert completions(config) == completions(whole)
     assert_equal(state_of(config, STEPS), state_of(whole, STEPS))
@@ -151,9 +194,8 @@ def test_a_run_without_it_goes_on_with_it_from_where_it_was(run, still, configur
     before = stopped_after(1, whole, tmp_path / "run")
     config = replace(before, override=True, rollout=replace(before.rollout, max_prompts=WINDOW + 1))
     assert loop.train(config) == cli.DONE
-    prompts = [answers[0][0] for step in steps_of(whole) for _, answers in sorted(step.items())]
-    second = steps_of(config)[1]
-    assert {answers[0][0] for answers in second.values()} <= set(prompts[WINDOW:])
+    second, expected = steps_of(config)[1], prompts(whole)[WINDOW:]
+    assert all(answers[0][0] == expected[prompt] for prompt, answers in second.items())
 
 
 def test_two_processes_train_as_one_does(run, configure, tmp_path):

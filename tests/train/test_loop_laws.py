@@ -65,7 +65,9 @@ def still(tmp_path_factory) -> Callable[..., Run]:
 def nothing_learned(self, state, prompts, rollout, *_):
     """In place of PolicyTraining.update: the same policy."""
     count = len(rollout.completions)
-    return state, minibatches.Learned([{}], np.zeros((1, count)), np.zeros(count), 1.0)
+    return state, minibatches.Learned(
+        [{"empty_updates": 0}], np.zeros((1, count)), np.zeros(count), 1.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_reward_rises(tmp_path):
 
 
 def test_a_flipped_sign_is_caught(tmp_path, monkeypatch):
-    plant(monkeypatch, minibatches, "group_advantages", loop_mutants.flipped)
+    plant(monkeypatch, minibatches, "answer_advantages", loop_mutants.flipped)
     spoiled = observed.watched(observed.configure(tmp_path, ARMED))
     with pytest.raises(AssertionError):
         check_reward_rises(spoiled)

@@ -19,13 +19,17 @@ from loop_updates import check_batches, check_clipping, check_losses, learned, l
 from observed import Rolled, Run
 
 from tlt_jax.config.validate import validate_rl
+from tlt_jax.data import dataset as datasets
+from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import step_training
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import names
+from tlt_jax.models import from_config
 from tlt_jax.rewards import Score, overlong
 from tlt_jax.train import minibatches
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.minibatches import PolicyTraining
+from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.trainer import Trainer
 
 LONGEST, BUFFER, FACTOR = 6, 4, 0.7
@@ -139,7 +143,7 @@ def test_a_minibatch_of_filtered_answers_is_left_out(run, replay, x64):
     assert all(np.isfinite(value) for value in found.values() if isinstance(value, float))
 
 
-def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay, x64):
+def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay, x64, capsys):
     again = replay({"algorithm.overlong": "filtered"}, all_cut(run.rollouts, 0, 16))
     start, end = again.updates[0].before, again.updates[1].after
     for one, other in zip(*map(jax.tree.leaves, (start, end)), strict=True):
@@ -149,6 +153,9 @@ def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay,
     assert found["actor/loss"] == found["actor/grad_norm"] == 0 and found["actor/lr"] == 0.02
     assert all(np.isfinite(value) for value in found.values() if isinstance(value, float))
     assert scalars(again, 2)["actor/empty_updates"] == 0
+    said = capsys.readouterr().out
+    assert "step 1/2  2 of 2 updates were left out: all of their answers were cut" in said
+    assert said.count("left out") == 1
 
 
 def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run, monkeypatch):
@@ -165,6 +172,13 @@ def test_the_drafter_learns_from_answers_that_the_loss_leaves_out(run, monkeypat
         taught.clear()
         lesson([update.batch])
         assert taught[0].loss_mask.sum() == sum(len(answer) for _, answer in pairs)
+
+
+def test_the_rows_that_programs_are_compiled_for_are_those_of_the_update(run):
+    config, mesh = run.config, make_mesh(1, 1)
+    model = from_config.model_config(config, datasets.tokenizer(config))
+    rows = minibatches.abstract_rows(config, Recipe.of(config, model, mesh, 4))
+    assert jax.tree.structure(rows) == jax.tree.structure(run.updates[0].batch)
 
 
 def test_evaluations_are_not_penalized(run):
@@ -206,7 +220,7 @@ def of_others(baseline):
 MUTANTS = [
     (minibatches, "is_kept", inverted, check_batches),
     (minibatches, "answer_weights", over_all, check_batches),
-    (minibatches, "group_advantages", of_others, check_batches),
+    (minibatches, "answer_advantages", of_others, check_batches),
     (PolicyTraining, "update", reading(algorithm__overlong="kept"), check_batches),
     (overlong, "penalized", unpenalized, check_rewards),
     (overlong, "penalty", doubled, check_rewards),

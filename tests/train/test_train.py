@@ -498,7 +498,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_keep_its_weights(
     config = stopped_after(1, whole, tmp_path / "run")
     before = state_of(config, 1)
     monkeypatch.setattr(
-        minibatches, "group_advantages", lambda rewards, kind: np.full(rewards.shape, np.nan)
+        minibatches, "answer_advantages", lambda rewards, *_: np.full(rewards.shape, np.nan)
     )
     assert loop.train(config) == cli.DIVERGED
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -35,7 +35,7 @@ class Progress:
         self.console = console or Console(soft_wrap=True)
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
-        self._pace, self._widths = Pace(total_steps, first_step), [0] * 11  # of the columns so far
+        self._pace, self._widths = Pace(total_steps, first_step), [0] * 14  # of the columns so far
 
         self._bar = None
         if live and self.console.is_terminal:
@@ -183,7 +183,7 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
     """The columns after the step, the most important first; "" for those that the step has no value for.
 
     Reward, length, loss and agreement (of a drafter's training), speed, seconds per step, what is left, accept length,
-    share of prompts replaced, idle time.
+    share of prompts replaced, idle time, the largest ratio of an answer, the shares of clipped tokens and of masked answers.
     """
 
     def cell(form: str, name: str) -> str:
@@ -207,6 +207,9 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
         accept,
         cell("replaced {:.0%}", "groups/replaced"),
         idle,
+        cell("ratio {:.3f}", "actor/sequence_ratio_max"),
+        cell("clipped {:.1%}", "actor/pg_clipfrac") if values.get("actor/pg_clipfrac") else "",
+        cell("masked {:.1%}", "rollout_corr/rollout_rs_seq_masked_fraction"),
     ]
 
 

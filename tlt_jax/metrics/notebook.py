@@ -24,6 +24,8 @@ COLUMNS = (
     ("s/step", "timing_s/step", "{:.1f}"),
     ("accept", "speculation/accept_length", "{:.2f}"),
     ("idle", "idle/ratio", "{:.0%}"),
+    ("ratio", "actor/sequence_ratio_max", "{:.3f}"),
+    ("masked", "rollout_corr/rollout_rs_seq_masked_fraction", "{:.1%}"),
 )
 CELL = '<td style="text-align:right">{}</td>'
 

@@ -84,7 +84,8 @@ def load_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Params:
     found = hf_adapter.read_lora(directory)
     adapters = hf_adapter.load(directory, found, model, mesh, widen(dtype))
     placed = architecture.shardings(model, mesh, "train")
-    program = jax.jit(partial(lora.merge, dtype=dtype), out_shardings=placed)
+    merge = partial(lora.merge, dtype=dtype)
+    program = jax.jit(merge, donate_argnames="base", out_shardings=placed)
     return program(base, adapters)
 
 

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARE = 1e-3  # least share of prompts that is expected to count
+# Weight of the share that was expected before, in multiples of the prompts to keep. What is decided early is not typical:
+# short answers end first.
+PRIOR = 2
 
 
 def differ(scores: np.ndarray) -> bool:
@@ -87,7 +90,7 @@ class Chooser:
     @property
     def share(self) -> float:
         """The expected share of prompts that count: that of this rollout so far, with `selection.share` as a prior."""
-        weight, before = self.selection.prompts / 2, self.selection.share
+        weight, before = PRIOR * self.selection.prompts, self.selection.share
         found = (weight * before + len(self.counting)) / (weight + self.decided)
         return max(found, LEAST_SHARE)
 

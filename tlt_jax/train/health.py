@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tlt_jax.config import Config
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
+from tlt_jax.train.policy_update import EMPTY
 
 MAX_NONFINITE = 3  # updates in a row that are not finite (each is skipped) end a run
 MAX_FAILED = 3  # steps in a row in which every reward failed end a run
@@ -52,4 +53,15 @@ def failures(scores: Mapping[int, Score]) -> str:
     first = failed[0]
     return (
         f"{len(failed)} of {len(scores)} rewards failed; the first: {first.failure}: {first.detail}"
+    )
+
+
+def left_out(updates: Sequence[Mapping[str, float]]) -> str:
+    """Number of optimizer steps of a step that had no answer to learn from, and why; empty when all had one."""
+    empty = sum(bool(update[EMPTY]) for update in updates)
+    if not empty:
+        return ""
+    return (
+        f"{empty} of {len(updates)} updates were left out: all of their answers were cut at rollout.max_new_tokens "
+        "(algorithm.overlong filtered)"
     )

@@ -141,7 +141,7 @@ def export(parts: Machinery, trainer: Trainer) -> None:
     if parts.drafter:
         parts.drafter.export(state)
     hf.save_whole(
-        trainer.policy.policy(state.policy),
+        trainer.policy.weights(state.policy),
         setup.model,
         run_folder.export(config),
         setup.mesh,

@@ -56,7 +56,7 @@ class PolicyTraining:
         """The base of the adapters that are trained; None when all weights are."""
         return self.start if self.recipe.lora else None
 
-    def policy(self, state: PolicyState) -> Params:
+    def weights(self, state: PolicyState) -> Params:
         """The policy's weights, which share buffers with the state."""
         return lora.whole(state.params, self.base)
 
@@ -85,7 +85,7 @@ class PolicyTraining:
 
         with self.watch.phase("old_log_prob"):
             batches, advantages, measured = self.with_logprobs(
-                self.policy(state), batches, packed, rewards, given
+                self.weights(state), batches, packed, rewards, given
             )
 
         if teach:
@@ -109,10 +109,15 @@ class PolicyTraining:
     ) -> tuple[Sequence[Batch], np.ndarray, dict[str, float]]:
         """The batches with the log-probs that the update reads, the advantages of all answers, and metrics.
 
-        With a KL in the reward, the advantages of the batches are those of rewards less the KL.
+        With a KL in the reward, the advantages of the batches are those of rewards less the KL. Raises ValueError
+        without the start policy that a KL needs.
         """
         algorithm, measured = self.config.algorithm, {}
         is_single, in_reward = len(batches) == 1, algorithm.kl_in == REWARD
+        if algorithm.kl_coef and self.start is None:
+            raise ValueError(
+                f"algorithm.kl_coef {algorithm.kl_coef} needs the start policy: give it as start"
+            )
         if in_reward or not is_single:
             batches = [scored(self.programs, params, batch, "old") for batch in batches]
         if algorithm.kl_coef:

@@ -38,7 +38,7 @@ from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.drafting_words import DraftingWords
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.health import Health, failures
+from tlt_jax.train.health import Health, failures, left_out
 from tlt_jax.train.minibatches import Learned, PolicyTraining
 from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
@@ -131,7 +131,7 @@ class Trainer:
             if self.drafter:
                 self.drafter.before_publish()
             drafter = self.state.drafter.params if self.state.drafter else self.fixed_drafter
-            return self.engine.publish(self.policy.policy(self.state.policy), drafter)
+            return self.engine.publish(self.policy.weights(self.state.policy), drafter)
 
     @property
     def is_new(self) -> bool:
@@ -222,7 +222,7 @@ class Trainer:
         if not self.drafter:
             return Taught(self.state.drafter, self.state.investment)
         timed = partial(self.watch.phase, "drafter")
-        policy = self.policy.policy(self.state.policy)
+        policy = self.policy.weights(self.state.policy)
         return self.drafter.after_rollout(self.state, policy, rolled.tuner, rolled.result, timed)
 
     def update_tuner(self, tuner: TunerState, taught: Taught) -> TunerState:
@@ -264,7 +264,8 @@ class Trainer:
             phases = step_metrics.phases(self.watch, rolled.began)
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
             self.say_drafting(result)
-            for words in (dynamic_sampling.filled(result.choice), failures(scores)):
+            filled = dynamic_sampling.filled(result.choice)
+            for words in (filled, failures(scores), left_out(learned.updates)):
                 if words:
                     self.writer.say(f"step {state.step}/{self.steps}  {words}")
 
