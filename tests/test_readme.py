@@ -83,6 +83,8 @@ WHERE = {
     "test_gsm8k_is_trained_on_with_the_model_made_from_it",
     "python -m tlt_jax.plan --config FILE [--topology v5p:4x4x4]": "tests/test_plan.py::"
     "test_the_command_compiles_every_program_and_says_that_it_fits",
+    "python -m tlt_jax.simulate --config FILE [--costs TABLE]": "tests/simulate/test_simulate_command.py::"
+    "test_it_prints_a_line_for_each_arm_and_writes_every_step",
     "tlt train --config quickstart": "tests/config/test_config.py::test_tlt_runs_the_commands",
     "tlt --help": f"{HERE}test_tlt_names_the_commands_of_the_table",
 }

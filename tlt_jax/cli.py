@@ -57,6 +57,10 @@ COMMANDS = {
         "Compiles every program of a configuration ahead of time, also for devices that are not here, and says whether "
         "they fit.",
     ),
+    "simulate": Command(
+        "tlt_jax.simulate",
+        "Runs RL steps in virtual time on a table of costs: what they would take with and without drafting.",
+    ),
     "make-tiny-model": Command(
         "tlt_jax.make_tiny_model",
         "Makes a tokenizer and a small random model from a text file, for dry runs.",

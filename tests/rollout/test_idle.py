@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -45,8 +46,7 @@ class Work:
         self.markers[group] = simulator.Marker(
             self.programs.clock, self.programs.clock.now() + PIECE
         )
-        self.programs.due.append(self.markers[group].at)
-        self.programs.due.sort()
+        heapq.heappush(self.programs.due, (self.markers[group].at, group))
         return True
 
     def is_ready(self, group: int) -> bool:

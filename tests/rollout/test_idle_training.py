@@ -17,13 +17,14 @@ from tlt_jax.drafter import (
     block_loss,
     eagle_loss,
     idle_training as idle,
+    merge,
     recipe as drafter_recipe,
     update as drafter_update,
 )
 from tlt_jax.drafter.idle_training import IdleTraining
 from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.drafter.replay import ReplayConfig
+from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import drafter_network
 from tlt_jax.optimizer import Adam
@@ -54,10 +55,14 @@ class Setting:
         params = drafter_network.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
         self.state = drafter_recipe.create(params, self.recipe)
         replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
-        values = {"bound": 10.0, "floor": 3} | changes
+        values, self.groups = (
+            {"bound": 10.0, "floor": 3} | changes,
+            dict(enumerate(self.engine.groups)),
+        )
         self.trainer = IdleTraining(
-            self.recipe, dict(enumerate(self.engine.groups)), self.engine.programs,
-            partial(MicroStep, recipe=self.recipe), replay, **values,
+            merge.DeviceCopies(self.recipe, self.groups),
+            {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()},
+            self.engine.programs, partial(MicroStep, recipe=self.recipe), **values,
         )  # fmt: skip
         self.results, self.metrics, self.idle = [], [], 9.0
 
@@ -124,14 +129,14 @@ def test_a_micro_step_updates_only_its_groups_copy_and_measures_without_learning
     batch = trainer.replays[1].sample(0, 1, idle.FIRST_TOKENS)
     rate = ADAM.learning_rate * (idle.FIRST_TOKENS / 2048) ** 0.5
     adam = replace(ADAM, learning_rate=rate)
-    recipe = replace(setting.recipe, mesh=trainer.groups[1], adam=adam)
+    recipe = replace(setting.recipe, mesh=setting.groups[1], adam=adam)
     policy = setting.weights[1].target
     update = jax.jit(partial(drafter_update.update, recipe=recipe))
     expected, metrics = update(jax.device_get(state), policy, batch)
     piece = trainer.piece(1, idle.FIRST_TOKENS)
     for learns, wanted in ((False, state), (True, expected)):
-        copies = idle.merge.programs(setting.recipe).spread(state)
-        copy = idle.merge.parts(copies, trainer.groups.values())[1]
+        copies = merge.programs(setting.recipe).spread(state)
+        copy = merge.parts(copies, setting.groups.values())[1]
         found, measured = setting.engine.programs.get(piece)(copy, policy, batch, np.bool_(learns))
         np.testing.assert_allclose(measured["loss"], metrics["loss"], rtol=1e-9)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -194,7 +199,7 @@ def test_the_size_of_a_micro_step_follows_its_seconds():
 
 def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypatch):
     """Group 1 of 2 raises in its second micro-step of every step: the merge is group 0's copy, and training continues."""
-    setting, merges, merged = Setting(), [], idle.merge.merged
+    setting, merges, merged = Setting(), [], merge.merged
     trainer = setting.trainer
     done = trainer.done
 
@@ -208,7 +213,7 @@ def test_the_merge_leaves_out_a_failed_group_and_has_the_others(caplog, monkeypa
         merges.append((jax.device_get(copies[0]), tokens))
         return merged(copies, tokens, recipe)
 
-    monkeypatch.setattr(idle.merge, "merged", recorded)
+    monkeypatch.setattr(merge, "merged", recorded)
     trainer.done = fails
     for _ in range(4):
         setting.step()

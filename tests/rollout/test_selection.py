@@ -125,7 +125,7 @@ class Scores:
 
     def finished(self, answer) -> None:
         at = self.programs.clock.now() + self.delay * self.random.random()
-        heapq.heappush(self.programs.due, at)
+        heapq.heappush(self.programs.due, (at, -1))
         self.due.append((at, answer.uid))
         self.asked.append(answer.uid)
 
@@ -222,7 +222,10 @@ class Played:
             if all(map(driver.Rollout.is_done, self.rollouts)) and self.is_over:
                 return
             if not happened:
-                self.clock.jump(min(self.programs.next_ready(), self.clock.now() + POLL_S))
+                now = self.clock.now()
+                self.clock.jump(
+                    min([now + POLL_S, *(at for at, _ in self.programs.due if at > now)])
+                )
         raise AssertionError("the rollout does not end")
 
     @property
@@ -319,7 +322,7 @@ class Work:
         now = self.programs.clock.now()
         self.at.append((now, group))
         self.markers[group] = simulator.Marker(self.programs.clock, now + 0.01)
-        heapq.heappush(self.programs.due, now + 0.01)
+        heapq.heappush(self.programs.due, (now + 0.01, -1))
         return True
 
     def is_ready(self, group: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from tlt_jax.rollout.scheduler import driver, payback
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.rollout.scheduler.planner import Planner
 from tlt_jax.rollout.scheduler.state import GroupView
-from tlt_jax.simulate import decoding, scenarios, simulator
+from tlt_jax.simulate import decoding, round_costs, scenarios, simulator
 from tlt_jax.simulate.scenarios import Scenario, Trees
 from tlt_jax.simulate.simulator import (
     Marker,
@@ -266,10 +267,9 @@ def test_the_seconds_of_a_plain_rollout_are_the_sum_of_its_programs():
 
 
 def test_programs_that_do_not_wait_for_earlier_ones_are_detected(monkeypatch):
-    def dispatch(self, program, rounds=0):
+    def dispatch(self, program, rounds=0, held=0.0):
         start = self.clock.now()
-        self.due.append(start + self.costs(program, rounds, start))
-        self.due.sort()
+        heapq.heappush(self.due, (start + self.costs(program, rounds, start), program.group))
         return Marker(self.clock, start + self.costs(program, rounds, start))
 
     monkeypatch.setattr(SimulatedPrograms, "dispatch", dispatch)
@@ -375,7 +375,7 @@ EXPECTED = [
     ("program", "rounds", "milliseconds"), EXPECTED, ids=lambda one: type(one).__name__
 )
 def test_a_scenario_gives_the_cost_of_every_program(program, rounds, milliseconds):
-    assert simulator.noiseless_seconds(round_cost, program, rounds) == pytest.approx(
+    assert round_costs.noiseless_seconds(round_cost, program, rounds) == pytest.approx(
         milliseconds / 1e3
     )
     quiet, loaded = (

@@ -105,7 +105,7 @@ def test_a_learned_drafter_is_used_once_it_is_good_and_dropped_when_it_gets_bad(
     assert used(results[-1])[NGRAM] > 0.7 * sum(used(results[-1]).values())
     scenario.drafters |= {LEARNED: (0.8, 1.0), MERGED: (0.8, 1.0)}
     estimates = {LEARNED: scenario.levels(LEARNED)}
-    state, results = decoded(scenario, ARMS, 4, estimates, state, seed=1)
+    state, results = decoded(scenario, ARMS, 5, estimates, state, seed=1)
     rounds = used(results[-1])
     assert rounds[LEARNED] + rounds[MERGED] > 0.8 * sum(rounds.values())
     scenario.drafters |= {LEARNED: BAD, MERGED: BAD}

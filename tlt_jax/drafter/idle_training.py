@@ -7,7 +7,6 @@ groups; the copies are merged before the policy update. Training changes no answ
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,18 +14,17 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from tlt_jax.distributed.job import Job
-from tlt_jax.drafter import merge, reports, update
+from tlt_jax.drafter import reports, update
 from tlt_jax.drafter.budget import Budget
-from tlt_jax.drafter.recipe import DrafterState, Recipe
-from tlt_jax.drafter.replay import Replay, ReplayConfig
+from tlt_jax.drafter.interface import Copies, Windows
+from tlt_jax.drafter.recipe import DrafterState
 from tlt_jax.drafter.reports import Trained
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
 
 # GAIN: the share of the remaining rollout time that a trained drafter is assumed to save, before any measurement. PROGRAMS:
@@ -66,22 +64,21 @@ class IdleTraining:
     """Drafter training as idle work; implements rollout.idle.driver.IdleWork.
 
     Call `begin` before each rollout and `end` after it. All state but the drafter's is a cache: a restart loses replay,
-    copies, sizes and compile costs, which costs speed only. `piece(group, rows, tokens)` returns the program of a
-    micro-step (micro_step.MicroStep). `starting()`: seconds to recompile the rollout's programs with features for the
-    drafter. `groups`: those of this process; `job` makes all processes decide alike. With `follows` and no floor,
-    training starts only by `activate`: once drafting with the drafter that the policy update trains pays off. Without
-    `is_idle_used` no group trains when idle.
+    copies, sizes and compile costs, which costs speed only. `replays`: of the data groups of this process.
+    `piece(group, rows, tokens)` returns the program of a micro-step (micro_step.MicroStep). `starting()`: seconds to
+    recompile the rollout's programs with features for the drafter. `job` makes all processes decide alike. With
+    `follows` and no floor, training starts only by `activate`: once drafting with the drafter that the policy update
+    trains pays off. Without `is_idle_used` no group trains when idle.
     """
 
     kind = "train"
 
     def __init__(
         self,
-        recipe: Recipe,
-        groups: Mapping[int, Mesh],
+        on_devices: Copies,
+        replays: Mapping[int, Windows],
         programs: Programs,
         piece: Callable[[int, int, int], Program],
-        replay: ReplayConfig,
         bound: float = MICRO_STEP_S,
         least_idle: float = 0.0,
         floor: int = 0,
@@ -90,10 +87,10 @@ class IdleTraining:
         job: Job | None = None,
         follows: bool = False,
         is_idle_used: bool = True,
+        clock: Clock = WALL,
     ):
-        self.recipe, self.groups, self.job = recipe, dict(groups), job or Job()
-        self.programs, self.make_piece = programs, piece
-        self.replays = {index: Replay(replay, index, mesh) for index, mesh in self.groups.items()}
+        self.on_devices, self.replays, self.job = on_devices, dict(replays), job or Job()
+        self.programs, self.make_piece, self.clock = programs, piece, clock
         self.bound, self.least_idle, self.floor, self.rescue = bound, least_idle, floor, rescue
         self.starting, self.follows, self.is_idle_used = starting, follows, is_idle_used
         self.accept_lengths: deque[float] = deque(maxlen=RECENT)
@@ -155,13 +152,11 @@ class IdleTraining:
         for replay in self.replays.values():
             replay.begin(step, request)
         self.policies = {group: one.target for group, one in weights.items()}
-        copies = merge.programs(self.recipe).spread(state)
-        parts = merge.parts(copies, self.groups.values())
-        self.copies = {group: Copy(part) for group, part in zip(self.groups, parts, strict=True)}
+        self.copies = {group: Copy(part) for group, part in self.on_devices.spread(state).items()}
 
     def is_worth(self, seconds_left: float, start: float = 0.0) -> bool:
         """Whether a drafter's expected payback exceeds `start` and the compile cost of training and using it, in seconds."""
-        compile_cost = self.programs.compile_cost(self.piece(min(self.groups), self.wanted))
+        compile_cost = self.programs.compile_cost(self.piece(min(self.replays), self.wanted))
         return GAIN * seconds_left > start + PROGRAMS * compile_cost
 
     def pays(self, seconds_left: float) -> bool:
@@ -177,7 +172,7 @@ class IdleTraining:
 
     def resize(self, seconds_left: float) -> None:
         """Compiles the micro-steps of the wanted size and uses them once compiled; keeps the size if that would not pay off."""
-        pieces = [self.piece(group, self.wanted) for group in self.groups]
+        pieces = [self.piece(group, self.wanted) for group in self.replays]
         if self.tokens != self.wanted and not self.is_worth(seconds_left):
             self.wanted = self.tokens
             return
@@ -270,7 +265,7 @@ class IdleTraining:
             seconds = 0.0
         spent = 0.0
         while True:
-            start, dispatched = time.perf_counter(), []
+            start, dispatched = self.clock.now(), []
             has_time = spent + self.micro_step_seconds <= seconds and seconds > 0
             for group, copy in self.copies.items():
                 if (copy.steps < least or has_time) and self.tried(
@@ -282,9 +277,9 @@ class IdleTraining:
             for group in dispatched:
                 metrics = self.copies[group].metrics
                 self.tried(group, partial(jax.block_until_ready, metrics["loss"]))
-                taken = time.perf_counter() - start
+                taken = self.clock.now() - start
                 self.tried(group, partial(self.done, group, taken, taken))
-            self.micro_step_seconds = time.perf_counter() - start
+            self.micro_step_seconds = self.clock.now() - start
             spent += self.micro_step_seconds
 
     def tried(self, group: int, work: Callable[[], Any]) -> Any:
@@ -308,11 +303,7 @@ class IdleTraining:
                     self.broke[group] = 0
             else:
                 self.broke[group] = self.broke.get(group, 0) + 1
-                blank = jax.tree.map(
-                    lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
-                    merge.abstract_copy(self.recipe, self.groups[group]),
-                )
-                self.copies[group] = Copy(blank)
+                self.copies[group] = Copy(self.on_devices.blank(group))
 
     def end(
         self,
@@ -362,5 +353,5 @@ class IdleTraining:
             self.budget = self.budget.after(after, steps=max(one.steps for one in steps))
         if not sum(report.tokens):
             return state, report.metrics
-        ordered = [copies[group].state for group in self.groups]
-        return merge.merged(ordered, report.tokens, self.recipe), report.metrics
+        states = {group: copy.state for group, copy in copies.items()}
+        return self.on_devices.merged(states, report.tokens), report.metrics

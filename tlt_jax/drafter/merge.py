@@ -7,7 +7,8 @@ data groups, sharded over the mesh axis "data".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -103,3 +104,27 @@ def merged(copies: Sequence[DrafterState], tokens: Sequence[int], recipe: Recipe
     """The merge of the data groups' copies [1, ...]. At least one was trained on a token."""
     together = meshes.whole(copies, recipe.mesh)
     return programs(recipe).merge(together, np.asarray(tokens, np.float32))
+
+
+@dataclass(frozen=True)
+class DeviceCopies:
+    """The copies of a recipe's drafter on the devices of this process's data `groups`."""
+
+    recipe: Recipe
+    groups: Mapping[int, Mesh]
+
+    def spread(self, state: DrafterState) -> dict[int, DrafterState]:
+        """The copy [1, ...] of each data group."""
+        whole = parts(programs(self.recipe).spread(state), self.groups.values())
+        return dict(zip(self.groups, whole, strict=True))
+
+    def blank(self, group: int) -> DrafterState:
+        """Zeros in the place of a data group's copy."""
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            abstract_copy(self.recipe, self.groups[group]),
+        )
+
+    def merged(self, copies: Mapping[int, DrafterState], tokens: Sequence[int]) -> DrafterState:
+        """The merge of all copies; `tokens` of the data groups of all processes."""
+        return merged([copies[group] for group in self.groups], tokens, self.recipe)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +24,6 @@ from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
 from tlt_jax.rollout import bindings, exchange, ngram_memory
-from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.events import Listener
 from tlt_jax.rollout.executables.background import Early
 from tlt_jax.rollout.executables.compilation import Executables, log_compile
@@ -38,28 +34,26 @@ from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest, check
 from tlt_jax.rollout.run import RolloutRun
-from tlt_jax.rollout.scheduler import deterministic
-from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.rollout.scheduler.state import Harvester
+from tlt_jax.rollout.scheduling import Scheduling
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.strategy import PLAIN, name
-from tlt_jax.tuner import cost_model, goodput, make
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.tuner import goodput
 from tlt_jax.tuner.interface import State as TunerState
 
-log = logging.getLogger(__name__)
 IN_FLIGHT = 2  # chunks that a data group may have queued
 
 
-class Engine:
+class Engine(Scheduling):
     """Owns the executables of every data group and the memory that n-grams are drawn from; no state that a run needs.
 
-    `drafter` is the configuration of the learned drafter while it is used (`use_learned`), `learned` the same whether it is
-    used or not; `tuner` holds the functions of the tuner, whose state a rollout is given and returns. With
-    `captures_states` the programs keep the policy's normed last hidden states next to the features, for harvesters. Each
-    process of a `job` has an engine for its `local_groups`; all of them call `publish` and `run` together. Losing an
-    engine costs compilations and speed. Raises ConfigError when a data group lies on several processes.
+    `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
+    is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
+    features, for harvesters. Each process of a `job` has an engine for its `local_groups`; all of them call `publish` and
+    `run` together. Losing an engine costs compilations and speed. Raises ConfigError when a data group lies on several
+    processes.
     """
 
     def __init__(
@@ -72,48 +66,19 @@ class Engine:
         captures_states: bool = False,
         job: Job | None = None,
     ):
+        job, is_cpu = job or Job(), meshes.is_cpu(mesh)
         cache = use_compile_cache(config.rollout.compile_cache)
-        self.config, self.model_config, self.mesh = config, model_config, mesh
-        self.stops, self.job = stops, job or Job()
-        self.drafter = self.learned = drafter
+        super().__init__(config, drafter, mesh.shape["data"], is_cpu, job)
+        self.model_config, self.mesh, self.stops = model_config, mesh, stops
         self.captures_states = captures_states
-        self.drafter_kind = drafter.kind if drafter else config.speculation.drafter
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         self.local_groups = local_groups(mesh, self.job)
-
-        speculation, is_cpu = config.speculation, meshes.is_cpu(mesh)
-        arms, block = make.arms(speculation), drafter_network.block_pass(drafter)
-        self.arms = make.within(arms, drafter_network.depth(drafter))
-        if len(self.arms) < len(arms) and self.job.is_first:
-            deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
-            log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)
-        one_pass = cost_model.OnePass(*block) if block else None
-        self.tuner = make.make_tuner(speculation, self.arms, is_cpu, one_pass)
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
-        self.cost_table = (
-            None  # of a deterministic rollout, whose decisions do not depend on a clock
-        )
-        if config.rollout.deterministic:
-            self.cost_table = deterministic.cost_table(make.node_cost(is_cpu), one_pass)
         self.ngram_memory = None
-        if speculation.drafter in (NGRAM, ADAPTIVE):
+        if config.speculation.drafter in (NGRAM, ADAPTIVE):
             self.ngram_memory = make_ngram_memory(config)
 
         self.programs = Executables(self.shapes(drafter), log_compile, cache)
-        self.capacity = config.rollout.slots or self.share(
-            config.rollout.prompts, config.rollout.samples
-        )
-        self.batches = config.rollout.batch_buckets or batch_buckets(self.capacity)
-        if self.batches[-1] < self.capacity:
-            raise ConfigError(
-                f"rollout.batch_buckets end at {self.batches[-1]}, and a data group decodes {self.capacity} sequences at "
-                f"once: add {self.capacity}, or set rollout.slots {self.batches[-1]}"
-            )
-
-        self.rollouts = itertools.count()
-        self.lengths: list[int] = []  # tokens of each answer of the last rollout
-        self.payback: dict[DecodingParams, Payback] = defaultdict(Payback)
-
         dtype = config.model.compute_dtype
         reshard = partial(architecture.to_rollout, config=model_config, mesh=mesh, dtype=dtype)
         shardings = architecture.shardings(model_config, mesh, "rollout")
@@ -159,10 +124,6 @@ class Engine:
     def close(self) -> None:
         """Drops the programs, and those that wait to be compiled; the engine runs no further rollout."""
         self.programs.close()
-
-    def share(self, prompts: int, samples: int) -> int:
-        """Sequences of one data group when whole prompts are dealt evenly."""
-        return -(-prompts // len(self.groups)) * samples
 
     def publish(self, params: Params, drafter: DrafterParams | None = None) -> dict[int, Weights]:
         """The rollout's copy of policy and drafter, by data group: one reshard over the mesh, then zero-copy views."""
@@ -257,20 +218,6 @@ class Engine:
         result = run.exchanged(result, wanted)
         self.lengths = [len(one.tokens) for one in result.completions]
         return result, run.learned(result)
-
-    def cache_buckets(
-        self, prompts: Sequence[np.ndarray], max_new_tokens: int | Sequence[int]
-    ) -> list[int]:
-        """Cache lengths to compile: those of the configuration, and what these prompts need beyond it."""
-        lengths, limit = (
-            np.asarray([len(prompt) for prompt in prompts]),
-            int(np.max(max_new_tokens)),
-        )
-        need = max(int(np.max(lengths + max_new_tokens)), bucket_width(int(lengths.max())))
-        usual = self.config.data.max_prompt_tokens
-        usual = max(usual + max(limit, self.config.rollout.max_new_tokens), bucket_width(usual))
-        buckets = self.config.rollout.cache_buckets or doubling(FIRST_CACHE_BUCKET, usual)
-        return [*buckets, *doubling(2 * buckets[-1], need)] if need > buckets[-1] else buckets
 
 
 def local_groups(mesh: Mesh, job: Job) -> list[int]:

@@ -30,8 +30,11 @@ class RolloutRun:
     """The local data groups of an engine decode one request; `number` counts the engine's rollouts.
 
     The groups of a process share one planner and, with all processes, one work queue. In a deterministic rollout each
-    group has a planner of its own, and prompts are dealt to the groups beforehand.
+    group has a planner of its own, and prompts are dealt to the groups beforehand. `clock`: of everything that is measured.
     """
+
+    clock: driver.Clock = driver.WALL
+    planner_type: type[Planner] = Planner
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class RolloutRun:
         local = engine.local_groups
 
         def planner() -> Planner:
-            return make_planner(engine, request, self.tuner, payback)
+            return make_planner(engine, request, self.tuner, payback, self.planner_type)
 
         if engine.cost_table:
             return {index: planner() for index in local}
@@ -119,9 +122,9 @@ class RolloutRun:
         own, selecting = [self.remember], self.selecting
         if selecting:
             own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
-        rollout = driver.start(self.contexts, [*own, *listeners], on_finish)
+        rollout = driver.start(self.contexts, [*own, *listeners], on_finish, self.clock)
         background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
-        result = driver.run(rollout, interrupted, background, self.ending, selecting)
+        result = self.drive(rollout, interrupted, background)
         if selecting:
             result = kept(result, selecting.choice)
             result.stats.update(score_wait=selecting.waited)
@@ -139,6 +142,15 @@ class RolloutRun:
             used = sum(background.used.values())
             result.stats.update(idle_used=used, idle_delay=background.delay)
         return replace(result, compile_waits=dict.fromkeys(groups, waits))
+
+    def drive(
+        self,
+        rollout: driver.Rollout,
+        interrupted: Callable[[], bool] | None,
+        background: IdleDriver | None,
+    ) -> RolloutResult:
+        """Polls the rollout and its idle work to their end; see driver.run."""
+        return driver.run(rollout, interrupted, background, self.ending, self.selecting)
 
     def idle_driver(self, rollout: driver.Rollout, work: IdleWork, least_idle: float) -> IdleDriver:
         """What gives groups that have nothing left to decode this work."""
@@ -193,7 +205,11 @@ def kept(result: RolloutResult, choice: Choice) -> RolloutResult:
 
 
 def make_planner(
-    engine: RolloutEngine, request: RolloutRequest, tuner: TunerState, payback: Payback
+    engine: RolloutEngine,
+    request: RolloutRequest,
+    tuner: TunerState,
+    payback: Payback,
+    planner_type: type[Planner] = Planner,
 ) -> Planner:
     """A planner of the request's chunks."""
     slots = engine.cache_buckets(request.prompts, request.max_new_tokens)
@@ -201,7 +217,7 @@ def make_planner(
         len(prompt) + limit
         for prompt, limit in zip(request.prompts, request.max_new_tokens, strict=True)
     )
-    return Planner(
+    return planner_type(
         engine.batches, slots, engine.tuner, tuner, payback, longest, len(engine.local_groups), engine.cost_table
     )  # fmt: skip
 

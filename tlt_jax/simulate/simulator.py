@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tlt_jax.distributed.board import LocalBoard
-from tlt_jax.rollout.buckets import admission_size
+from tlt_jax.rollout.events import Look, WentIdle
 from tlt_jax.rollout.executables.programs import (
     Admit,
     CatchUp,
@@ -20,10 +20,9 @@ from tlt_jax.rollout.executables.programs import (
     Prefill,
     Resize,
     Start,
-    StateShape,
 )
 from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.rollout.recorder import IDLE_ROUND, RolloutResult
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import BackgroundWork, Rollout
 from tlt_jax.rollout.scheduler.harvest import Harvest
@@ -32,22 +31,19 @@ from tlt_jax.rollout.scheduler.state import Decider, GroupContext, Needs
 from tlt_jax.rollout.selecting import Selecting
 from tlt_jax.simulate import decoding, scenarios
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
+from tlt_jax.simulate.round_costs import noiseless_seconds
 from tlt_jax.simulate.scenarios import Scenario
 from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN
 
 POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done
-DRAFTER = 1 / 20  # a drafter's cost to catch up with a token, relative to the policy's cost of it
 
 Costs = Callable[[Program, int, float], float]  # program, its rounds, its start time -> seconds
 Compiling = Callable[[Program], float]  # program -> the host's seconds to compile it
-RoundCost = Callable[
-    [int, int, Strategy], float
-]  # rows, slots, strategy -> milliseconds of a round
 
 
 def no_compile_time(program: Program) -> float:
@@ -107,8 +103,9 @@ class SimulatedPrograms:
     """Simulated programs of all groups; those of one group run one after the other; implements `Programs`.
 
     A sequence's tokens and length are functions of its key. The tokens that a round accepts depend on
-    its key, its tokens so far and the strategy, and never on rows, slots or groups. The first `get`
-    of a program takes the host its seconds of `compiling`, recorded in `compiled`.
+    its key, its rounds so far and the strategy, and never on rows, slots or groups. `host`: seconds from a
+    dispatch to the start of a program on an idle device. The first `get` of a program takes the host its
+    seconds of `compiling`, recorded in `compiled`. Without `writes` every token is decoding.NOTHING.
     """
 
     def __init__(
@@ -118,20 +115,11 @@ class SimulatedPrograms:
         lengths: Lengths,
         clock: VirtualClock,
         compiling: Compiling = no_compile_time,
+        writes: bool = True,
     ):
         self.costs, self.acceptance, self.lengths, self.clock = costs, acceptance, lengths, clock
-        self.compiling, self.compiled, self.ran = compiling, {}, set()
-        self.free_at: dict[
-            int, float
-        ] = {}  # of each group, the time at which all its dispatched programs are done
-        self.due: list[float] = []  # a heap of the times at which programs are done
-
-    def get(self, program: Program) -> Callable[..., Any]:
-        """A function that dispatches the program; compiles it now when it is missing."""
-        if program not in self.compiled:
-            self.compiled[program] = self.compiling(program)
-            self.clock.sleep(self.compiled[program])
-        kinds = {
+        self.writes, self.host = writes, 0.0
+        self.kinds: dict[type, Callable[..., Any]] = {
             Start: self.start,
             Prefill: self.prefill,
             Admit: self.admit,
@@ -140,7 +128,19 @@ class SimulatedPrograms:
             Decode: self.decode,
             Harvest: self.harvest,
         }
-        return partial(kinds[type(program)], program)
+        self.compiling, self.compiled, self.ran = compiling, {}, set()
+        self.free_at: dict[
+            int, float
+        ] = {}  # of each group, the time at which all its dispatched programs are done
+        # A heap of the times at which programs are done, with their groups.
+        self.due: list[tuple[float, int]] = []
+
+    def get(self, program: Program) -> Callable[..., Any]:
+        """A function that dispatches the program; compiles it now when it is missing."""
+        if program not in self.compiled:
+            self.compiled[program] = self.compiling(program)
+            self.clock.sleep(self.compiled[program])
+        return partial(self.kinds[type(program)], program)
 
     @property
     def version(self) -> int:
@@ -166,17 +166,27 @@ class SimulatedPrograms:
     def read(self, report: Pending) -> Report:
         return report.report
 
-    def next_ready(self) -> float:
-        """The time at which the next program will be done; infinity when none runs."""
-        while self.due and self.due[0] <= self.clock.now():
-            heapq.heappop(self.due)
-        return self.due[0] if self.due else math.inf
+    def next_ready(self) -> tuple[float, set[int]]:
+        """The time at which the next programs are done, and their groups; infinity when no program runs.
 
-    def dispatch(self, program: Program, rounds: int = 0) -> Marker:
-        """Starts the program once all earlier ones of its group are done."""
-        start = max(self.clock.now(), self.free_at.get(program.group, 0.0))
-        end = self.free_at[program.group] = start + self.costs(program, rounds, start)
-        heapq.heappush(self.due, end)
+        Programs that ended while the host was compiling are among the next.
+        """
+        if not self.due:
+            return math.inf, set()
+        ready, groups = self.due[0][0], set()
+        while self.due and self.due[0][0] <= max(ready, self.clock.now()):
+            groups.add(heapq.heappop(self.due)[1])
+        return ready, groups
+
+    def seconds(self, program: Program, rounds: int, start: float, held: float) -> float:
+        """Seconds of a program that starts then; `held`: tokens that a row of a chunk holds on average."""
+        return self.costs(program, rounds, start)
+
+    def dispatch(self, program: Program, rounds: int = 0, held: float = 0.0) -> Marker:
+        """Starts the program `host` seconds from now, or once all earlier ones of its group are done."""
+        start = max(self.clock.now() + self.host, self.free_at.get(program.group, 0.0))
+        end = self.free_at[program.group] = start + self.seconds(program, rounds, start, held)
+        heapq.heappush(self.due, (end, program.group))
         return Marker(self.clock, end)
 
     def start(self, program: Start) -> SimulatedState:
@@ -207,43 +217,17 @@ class SimulatedPrograms:
     def decode(
         self, program: Decode, state: SimulatedState, weights: Any, host: Any, bounds: np.ndarray
     ) -> tuple[SimulatedState, Pending]:
-        rows, report = decoding.decode_chunk(self.acceptance, program, state.rows, *bounds.tolist())
-        marker, known = self.dispatch(program, report.rounds), state.known
+        rows, report = decoding.decode_chunk(
+            self.acceptance, program, state.rows, *bounds.tolist(), self.writes
+        )
+        marker = self.dispatch(program, report.rounds, decoding.held(state.rows, rows))
+        known = state.known
         if program.strategy != PLAIN and program.strategy.drafter != NGRAM:
             known = rows.tokens
         return SimulatedState(rows, marker, known), Pending(report, marker)
 
     def harvest(self, program: Harvest, *_: Any) -> Features:
         return Features(self.dispatch(program), None)
-
-
-def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> float:
-    """Seconds of a program without noise.
-
-    A prefill counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
-    a round takes to read it; a copy takes twice that. The `rounds` of a catch-up are the tokens that
-    the drafter lacks.
-    """
-
-    def write_cost(batch: int, slots: int) -> float:
-        return round_cost(batch, slots, PLAIN) - round_cost(batch, 0, PLAIN)
-
-    match program:
-        case Decode(StateShape(_, batch, slots), _, strategy):
-            taken = max(rounds, IDLE_ROUND) * round_cost(batch, slots, strategy)
-        case Prefill(_, prompts, width):
-            taken = round_cost(prompts, width, replace(PLAIN, nodes=width))
-        case CatchUp(StateShape(_, batch, slots)):
-            taken = DRAFTER * round_cost(1, batch * slots, replace(PLAIN, nodes=max(rounds, 1)))
-        case Start(StateShape(_, batch, slots)):
-            taken = write_cost(batch, slots)
-        case Admit(StateShape(_, batch), Prefill(_, _, width)):
-            taken = write_cost(admission_size(batch), width)
-        case Resize(_, batch, slots):
-            taken = 2 * write_cost(batch, slots)
-        case Harvest(_, windows, width):
-            taken = 2 * write_cost(windows, width)
-    return taken / 1e3
 
 
 class ScenarioCosts:
@@ -284,6 +268,7 @@ def request(
     capacity: int,
     rounds: int = 16,
     in_flight: int = 2,
+    rollouts_left: float = 0,
 ) -> RolloutRequest:
     """A request for answers to prompts with these numbers of tokens; a sequence's key is its seed and uid."""
     uids = np.arange(len(prompts) * samples, dtype=np.uint32)
@@ -296,6 +281,7 @@ def request(
         rounds=rounds,
         in_flight=in_flight,
         capacity=capacity,
+        rollouts_left=rollouts_left,
     )
 
 
@@ -324,28 +310,34 @@ def simulate(
 ) -> RolloutResult:
     """Runs the rollout and the `background` work to their end; between events the clock jumps to the next program's end.
 
-    With `selecting` the rollout stops when the choice is known; times at which scores come are in `programs.due`.
-    A poll just before that end sees the program unfinished: otherwise each measurement would be
-    uncertain by a whole chunk.
+    With `selecting` the rollout stops when the choice is known; times at which scores come are in `programs.due`, of
+    group -1. Listeners also see the groups just before that end, unfinished: otherwise each measurement would be uncertain by a
+    whole chunk. After the first poll only groups whose programs end are polled: nothing has changed for the others. The
+    background work begins with the first idle group, or with the rollout where groups may wait for prompts.
     """
-    clock, result = programs.clock, None
+    clock, result, groups, is_idle = programs.clock, None, None, False
+    is_in_order = any(context.is_in_order for context in rollout.contexts.values())
     while True:
-        happened = result is None and any(look.events for look in rollout.poll())
+        events = [] if result else [one for look in rollout.poll(groups) for one in look.events]
+        is_idle |= selecting is not None or any(isinstance(one, WentIdle) for one in events)
+        happened = is_in_order and bool(events)  # else one poll reads and dispatches all there is
         if selecting:
             happened |= selecting.poll(clock.now(), rollout.is_decoding())
             if selecting.is_over:
                 rollout.stop()
-        happened |= background is not None and background.poll()
+        happened |= is_idle and background is not None and background.poll()
         if result is None and rollout.is_done() and (selecting is None or selecting.is_over):
             result = rollout.result()
         if result and (background is None or background.is_done):
             return result
         if happened:
             continue
-        ready = programs.next_ready()
+        ready, groups = programs.next_ready()
         if math.isinf(ready):
             raise RuntimeError("the rollout is not done, but no program runs")
-        clock.jump(ready - POLL_BEFORE_S)
-        if result is None:
-            rollout.poll()
+        if ready > clock.now():  # else it ended while the host was compiling
+            clock.jump(ready - POLL_BEFORE_S)
+            for group in () if result else groups & rollout.contexts.keys():
+                rollout.tell(Look(group, clock.now(), clock.now(), ()))
         clock.jump(ready)
+        groups = None if selecting else groups  # a new bound lets any group go on

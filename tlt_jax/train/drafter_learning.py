@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt_jax.config import Config
 from tlt_jax.config.schema import AUTO
 from tlt_jax.drafter.idle_training import IdleTraining
+from tlt_jax.drafter.interface import Copies, Windows
 from tlt_jax.drafter.investment import Investment
+from tlt_jax.drafter.merge import DeviceCopies
 from tlt_jax.drafter.micro_step import MicroStep
-from tlt_jax.drafter.recipe import DrafterState
+from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.replay import Replay
 from tlt_jax.drafter.step_training import Lesson, StepTraining
 from tlt_jax.models.architecture import Params
 from tlt_jax.rollout import learned_drafter
+from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.interface import RolloutEngine
-from tlt_jax.rollout.recorder import RolloutResult
+from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.rollout.scheduler.driver import WALL, Clock
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
@@ -43,6 +48,35 @@ class Taught:
     lesson: Lesson | None = None
 
 
+class LearningParts(NamedTuple):
+    """What DrafterLearning decides about: on devices (`on_devices`), or simulated in virtual time.
+
+    `create(answers)`: a drafter before its first update. Without `is_idle_used` no group trains when idle.
+    """
+
+    recipe: Recipe
+    copies: Copies
+    replays: Mapping[int, Windows]
+    piece: Callable[[int, int, int], Program]
+    create: Callable[[Sequence[Completion]], DrafterState]
+    clock: Clock = WALL
+    is_idle_used: bool = True
+
+
+def on_devices(config: Config, engine: RolloutEngine) -> LearningParts:
+    """The drafter of drafter_training on the devices of the engine's local groups."""
+    recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
+    groups = {index: engine.groups[index] for index in engine.local_groups}
+    replay = adaptive.replay_config(config, recipe)
+    return LearningParts(
+        recipe,
+        DeviceCopies(recipe, groups),
+        {index: Replay(replay, index, mesh) for index, mesh in groups.items()},
+        partial(MicroStep, recipe=recipe),
+        lambda answers: adaptive.create(config, recipe, answers=answers),
+    )
+
+
 class DrafterLearning:
     """Trains the drafter of speculation.drafter `adaptive`, and decides when the rollout starts to draft with it.
 
@@ -50,23 +84,22 @@ class DrafterLearning:
     update (None with drafter_training.share 0). `steps`: RL steps of the run.
     """
 
-    def __init__(self, config: Config, engine: RolloutEngine, steps: int):
+    def __init__(self, config: Config, engine: RolloutEngine, steps: int, parts: LearningParts):
         self.config, self.engine, self.steps = config, engine, steps
-        self.recipe = idle_recipe(config, engine.model_config, engine.learned, engine.mesh)
-        knobs = config.idle_training
+        self.recipe, self.create, knobs = parts.recipe, parts.create, config.idle_training
         self.idle = IdleTraining(
-            self.recipe,
-            {index: engine.groups[index] for index in engine.local_groups},
+            parts.copies,
+            parts.replays,
             engine.programs,
-            partial(MicroStep, recipe=self.recipe),
-            adaptive.replay_config(config, self.recipe),
+            parts.piece,
             least_idle=knobs.least_idle_s,
             floor=knobs.floor,
             rescue=knobs.rescue,
             starting=engine.learned_compile_cost,
             job=engine.job,
             follows=config.drafter_training.share != 0,
-            is_idle_used=not config.rollout.deterministic,
+            is_idle_used=parts.is_idle_used and not config.rollout.deterministic,
+            clock=parts.clock,
         )
         self.in_update = None
         if share := config.drafter_training.share:
@@ -127,9 +160,7 @@ class DrafterLearning:
             taught.investment, state.step, has_trained
         )
         if chosen:
-            drafter = taught.drafter or adaptive.create(
-                self.config, self.recipe, answers=rollout.completions
-            )
+            drafter = taught.drafter or self.create(rollout.completions)
             taught.lesson = Lesson(self.recipe, chosen, state.step, policy, drafter, timed)
         return taught
 
@@ -153,7 +184,7 @@ class DrafterLearning:
         tokens = metrics.get("drafter/tokens", 0.0)
         investment = investment.measured(idle.depths).learned(tokens, 0, idle.paid_seconds, False)
         if may_create and idle.is_active:
-            drafter = adaptive.create(self.config, self.recipe, answers=rollout.completions)
+            drafter = self.create(rollout.completions)
         return Taught(drafter, investment, metrics | adaptive.idle_metrics(rollout, groups))
 
     def after_update(self, taught: Taught, tuner: TunerState) -> tuple[TunerState, str]:

@@ -39,7 +39,7 @@ from tlt_jax.train import (
     run_state,
     sft,
 )
-from tlt_jax.train.drafter_learning import DrafterLearning
+from tlt_jax.train.drafter_learning import DrafterLearning, on_devices
 from tlt_jax.train.policy_update import Trained, UpdatePrograms
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.request import training_request
@@ -97,7 +97,9 @@ def machinery(setup: Setup) -> Machinery:
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
     engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job)
-    learning = DrafterLearning(config, engine, steps) if is_adaptive else None
+    learning = None
+    if is_adaptive:
+        learning = DrafterLearning(config, engine, steps, on_devices(config, engine))
     memory.preflight(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
     return Machinery(setup, steps, recipe, engine, learning, drafter_params)
 

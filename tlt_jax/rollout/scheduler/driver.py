@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from tlt_jax.distributed.ending import INTERRUPTED, Ending
@@ -54,25 +54,30 @@ class Rollout:
     ):
         samples = contexts[0].request.samples
         planners = {context.index: context.planner for context in contexts}
-        self.contexts, self.clock, self.is_stopping = tuple(contexts), clock, False
+        self.contexts = {context.index: context for context in contexts}
+        self.clock, self.is_stopping = clock, False
         self.states = {context.index: GroupState() for context in contexts}
         self.recorder = RolloutRecorder(
             samples, clock.now(), on_finish, lambda seen: planners[seen.group].observe(seen)
         )
         self.listeners = (*listeners, self.recorder.record)
 
-    def poll(self) -> list[Look]:
-        """Polls each group once: reads finished programs and dispatches new ones; never waits."""
+    def poll(self, groups: Collection[int] | None = None) -> list[Look]:
+        """Polls each group once, or these: reads finished programs and dispatches new ones; never waits."""
         looks = []
-        for context in self.contexts:
+        for context in self.contexts.values() if groups is None else map(self.contexts.get, groups):
             began = self.clock.now()
             state, events = machine.advance(context, self.states[context.index], self.is_stopping)
             self.states[context.index] = state
             look = Look(context.index, began, self.clock.now(), tuple(events))
-            for listener in self.listeners:
-                listener(look)
+            self.tell(look)
             looks.append(look)
         return looks
+
+    def tell(self, look: Look) -> None:
+        """Tells the listeners of a look at a group."""
+        for listener in self.listeners:
+            listener(look)
 
     def is_idle(self, group: int) -> bool:
         """The group has finished: nothing in flight, no live row, an empty queue; its decoding state is released."""

@@ -135,7 +135,7 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
             return running
         if new.finish != RUNNING:
             return None
-        return replace(running, tokens=running.tokens + len(new.tokens))
+        return Running(running.uid, running.tokens + len(new.tokens), running.limit)
 
     rows = tuple(settle(running) for running in state.rows)
     finished = state.finished + sum(new.finish != RUNNING for new in news.values())

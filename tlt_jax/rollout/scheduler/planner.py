@@ -90,6 +90,10 @@ class Planner:
             return None
 
         self.payback.evaluated_at[least] = self.payback.seconds
+        usable = {
+            batch: (PLAIN, *self.tuner.usable(self.state, batch, view.live))
+            for batch in self.batches
+        }
         cells = self.fitting(
             view,
             [
@@ -97,7 +101,7 @@ class Planner:
                 for batch in self.batches
                 for slots in self.slots
                 for arm in arms
-                if arm == PLAIN or arm in self.tuner.usable(self.state, batch, view.live)
+                if arm in usable[batch]
             ],
         )
         cells = [cell for cell in cells if cell not in compiled]

@@ -1,0 +1,169 @@
+"""Cost tables: what is refused, what is interpolated, and how far from rows that follow a law."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import simulated_costs
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.models import drafter_network, hf
+from tlt_jax.simulate import cost_table, estimate
+from tlt_jax.simulate.cost_table import CostTable, Row
+from tlt_jax.simulate.estimate import DEVICES, Estimate, Sizes
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
+
+SHIPPED = Path(cost_table.__file__).parent / "costs/h200_qwen2.5_7b.csv"
+HEAD = "program,rows,slots,held,strategy,drafter,tokens,seconds,source,note\n"
+PLAIN_ROUND = "round,1,64,,off,,,0.01,measured,\n"
+ARMS = [parse(text) for text in ("1_1_2", "3_1_4", "6_4_16", "8_4_48")]
+
+
+def written(tmp_path, text):
+    path = tmp_path / "costs.csv"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no head"),
+        (HEAD.replace("held", "keld"), "unknown column 'keld': the columns are program, rows"),
+        (HEAD + "sleep,,,,,,,1,measured,\n", "row 1: unknown program 'sleep': use one of round"),
+        (HEAD + PLAIN_ROUND + "round,1,64,,off,,,,measured,\n", "row 2: round without seconds"),
+        (HEAD + "round,1,,,off,,,0.01,measured,\n", "row 1: round without slots"),
+        (HEAD + "update,,,,,,,2,measured,\n", "update without tokens"),
+        (HEAD + "round,1,64,,off,,,0.01,guess,\n", "unknown source 'guess'"),
+        (HEAD + "round,1,64,,off,,,-1,measured,\n", "seconds '-1': give a finite number above 0"),
+        (HEAD + "round,1,64,,2_2_99,,,1,measured,\n", "99 nodes|6 candidates"),
+        (HEAD + "round,1,64,,2_2_4,medusa,,1,measured,\n", "unknown drafter 'medusa'"),
+        (HEAD + "round,1,64,,2_2_4,,,1,measured,\n", "no plain round"),
+        (HEAD + PLAIN_ROUND + "round,4,64,32,off,,,0.01,measured,\n", "some rounds have `held`"),
+        (HEAD + "reward,,,,,,,1,measured,a,b\n", "quote a note with commas"),
+    ],
+)
+def test_a_wrong_table_is_refused_by_name_in_one_line(tmp_path, text, message):
+    with pytest.raises(DataError, match=message) as caught:
+        cost_table.read(written(tmp_path, text))
+    assert "costs.csv" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_program_or_device_is_refused_by_name():
+    table = cost_table.read(SHIPPED)
+    with pytest.raises(DataError, match="no cost table has a program 'sleep': use one of round"):
+        table.seconds("sleep")
+    with pytest.raises(ConfigError, match="--costs b300: no such file, table or device"):
+        estimate.table("b300", 1, None, None, table)
+
+
+def test_a_table_that_is_written_is_read_back(tmp_path):
+    first = cost_table.read(SHIPPED)
+    path = written(tmp_path, cost_table.text_of(first.rows, first.facts))
+    again = cost_table.read(path)
+    assert again.rows == first.rows and again.facts == first.facts and len(first.rows) > 15
+
+
+def test_the_shipped_table_is_what_its_script_writes(tmp_path):
+    simulated_costs.main(["--out", str(tmp_path / "costs.csv")])
+    assert (tmp_path / "costs.csv").read_text() == SHIPPED.read_text()
+
+
+def test_measured_rounds_are_reproduced_and_others_are_less_certain():
+    table = cost_table.read(SHIPPED)
+    for row in table.of("round"):
+        arm = cost_table.normal(row.strategy, row.drafter)
+        found = table.round_seconds(row.rows, row.slots, arm, row.held)
+        assert found == pytest.approx(row.seconds, rel=0.01)
+        assert table.shape(row.rows, arm)[2] < 0.05 < table.shape(row.rows + 1, arm)[2]
+
+
+def law(batch, strategy, read):
+    """Seconds of a round of a made-up machine: linear in the named terms."""
+    levels, topk = strategy.drafted_levels, strategy.topk
+    nodes, drafted = batch * strategy.nodes, batch * levels * topk
+    return 4e-3 + 2e-5 * nodes + 3e-4 * levels + 4e-6 * drafted + 2e-8 * batch * read
+
+
+@pytest.mark.parametrize("held", [0.0, 700.0])
+def test_missing_rounds_follow_the_law_of_the_measured_ones(held):
+    """Of 30 rounds every third is left out, and predicted from the others: within 5 %."""
+    rows = [
+        Row("round", law(batch, arm, held or slots), "measured", batch, slots, held, arm, "eagle3")
+        for batch in (1, 8, 64)
+        for slots in (1024, 4096)
+        for arm in (PLAIN, *ARMS)
+    ]
+    kept = [row for at, row in enumerate(rows) if at % 3 != 1]
+    table = CostTable(tuple(kept))
+    for row in rows:
+        arm = cost_table.normal(row.strategy, row.drafter)
+        found = table.round_seconds(row.rows, row.slots, arm, row.held)
+        assert found == pytest.approx(row.seconds, rel=0.05)
+    grows = [table.round_seconds(64, 4096, PLAIN, read) for read in (100.0, 10_000.0)]
+    assert (grows[1] > grows[0]) == bool(held)
+
+
+def test_calls_are_linear_in_their_tokens_and_scaled_by_the_nearest_row():
+    rows = [
+        Row("update", 0.5 + tokens / 1e4, "measured", tokens=tokens) for tokens in (1e3, 1e4, 1e5)
+    ]
+    table = CostTable(tuple(rows))
+    assert table.seconds("update", 3e4) == pytest.approx(3.5, rel=0.1)
+    assert table.seconds("update", 1e5) == pytest.approx(10.5, rel=1e-6)
+    assert table.seconds("save") == 0.0 and math.isinf(table.error("save"))
+    assert CostTable(tuple(rows[:1])).seconds("update", 2e3) == pytest.approx(1.2, rel=0.1)
+
+
+# Estimates
+
+MODEL = hf.new_config(simulated_costs.POLICY, simulated_costs.VOCAB, ())
+DRAFTER = drafter_network.for_policy(MODEL, "eagle3", draft_vocab_size=32000)
+
+
+def test_sizes_are_those_counted_by_hand():
+    """Qwen2.5-7B: 28 layers of width 3584, 28 + 2 x 4 heads of 128, an MLP of 18944, a head of 152064."""
+    layer = 3584 * 128 * (28 + 2 * 4) + 128 * (28 + 2 * 4) + 28 * 128 * 3584 + 3 * 3584 * 18944
+    norms = 28 * 2 * 3584 + 3584
+    sizes = Sizes.of(MODEL, DRAFTER)
+    assert sizes.read == 28 * layer + norms + 3584 * 152064
+    assert sizes.cached == 2 * 28 * 4 * 128
+
+
+def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_over():
+    there = Estimate(Sizes.of(MODEL, DRAFTER), DEVICES["h200"])
+    rows = [
+        Row(
+            "round",
+            1.3 * there.round_seconds(batch, arm, 2048.0),
+            "measured",
+            batch,
+            4096,
+            2048.0,
+            arm,
+        )
+        for batch in (1, 8, 64)
+        for arm in (PLAIN, Strategy(6, 4, 16, "learned"))
+    ]
+    rows.append(
+        Row("update", there.update_seconds(1e4, there.sizes.read) / 0.4, "measured", tokens=1e4)
+    )
+    measured = CostTable(
+        tuple(rows), {"device": "h200", "devices": "1", "sizes": there.sizes.text()}
+    )
+    assert estimate.factor(measured, there) == pytest.approx((1.3, 0.0))
+    same = estimate.table("h200", 1, MODEL, DRAFTER, measured)
+    for row in rows[:-1]:
+        found = same.round_seconds(row.rows, row.slots, row.strategy, row.held)
+        assert found == pytest.approx(row.seconds, rel=0.02)
+    assert same.seconds("update", 1e4) == pytest.approx(rows[-1].seconds, rel=0.05)
+    other = estimate.table("h100", 1, MODEL, DRAFTER, measured)
+    slower = other.round_seconds(1, 4096, PLAIN, 2048.0) / same.round_seconds(
+        1, 4096, PLAIN, 2048.0
+    )
+    bandwidths = DEVICES["h200"].bandwidth / DEVICES["h100"].bandwidth
+    assert 1 < slower < bandwidths, "kernels are launched as fast"
+    assert {row.source for row in other.rows} == {"estimate"} and np.isfinite(other.spread)

@@ -1,0 +1,286 @@
+"""`python -m tlt_jax.simulate`: what it prints and writes, what it refuses in one line, and the table of a recorded run."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.simulate import (
+    __main__ as command,
+    acceptance,
+    cost_table,
+    estimate,
+    fitted,
+    parallel,
+    record,
+    report,
+)
+from tlt_jax.simulate.acceptance import Curve
+from tlt_jax.simulate.run import Step
+from tlt_jax.spec_decode.strategy import PLAIN, parse
+
+SMALL = """
+run: runs/none
+mesh: {data: 2, model: 1}
+rollout: {prompts: 4, samples: 2, max_new_tokens: 300, chunk: 16}
+speculation: {strategies: ["3_1_4"]}
+model: {init: {model_type: qwen2, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512,
+        num_key_value_heads: 2, intermediate_size: 128, max_position_embeddings: 512}}
+data: {task: fold}
+train: {steps: 3}
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """The path of a small configuration; arms run in this process."""
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return str(tmp_path / "small.yaml")
+
+
+def test_it_prints_a_line_for_each_arm_and_writes_every_step(config, tmp_path, capsys):
+    out, png = str(tmp_path / "out.json"), tmp_path / "pictures/step.png"
+    words = [
+        "--config",
+        config,
+        "--arms",
+        "plain,adaptive",
+        "--json",
+        out,
+        "--explain",
+        "--timeline",
+        str(png),
+    ]
+    assert command.main([*words, "--rollout.samples", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "simulated, not measured: 3 steps of 4 prompts x 3 answers" in text
+    assert [line.split()[0] for line in text.splitlines() if line[:4] in ("  pl", "  ad")] == [
+        "plain", "adaptive", "plain", "adaptive", "plain:", "adaptive:",
+    ]  # fmt: skip
+    found = json.loads((tmp_path / "out.json").read_text())["arms"]
+    assert found.keys() == {"plain", "adaptive"} and len(found["plain"]["steps"]) == 3
+    mean = found["plain"]["mean"]
+    assert mean["step"] == pytest.approx(sum(mean[part] for part in report.PARTS))
+    assert (
+        "  round: measured" in text
+        and 0.02 < mean["round_error"] < 0.3
+        and "updates 10 % faster" in text
+    )
+    assert Image.open(png).size[0] == 1200
+
+
+def test_a_sweep_has_a_line_for_each_number_of_groups(config, capsys):
+    words = [
+        "--config",
+        config,
+        "--arms",
+        "plain",
+        "--sweep",
+        "groups=1..6",
+        "--steps",
+        "2",
+        "--warm",
+    ]
+    assert command.main(words) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert [line[0] for line in lines] == ["1", "2", "4", "6"]
+    seconds = [float(line[1]) for line in lines]
+    assert seconds == sorted(seconds, reverse=True), "more groups never slow a step"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms", "plain,fast"], "'fast' is none of plain"),
+        (["--sweep", "1..4"], "--sweep 1..4: write groups=A..B"),
+        (["--sweep", "groups=4..1"], "write groups=A..B"),
+        (["--costs", "b300"], "no such file, table or device"),
+        (
+            ["--mesh.model", "2"],
+            "is of 1 devices a data group, and mesh.model is 2: set --mesh.model 1",
+        ),
+        (["--lengths", "none.yaml"], "no run folder, file or preset"),
+        (["--groups", "-1"], "give 1 or more"),
+        (["--rollout.sample", "2"], "rollout.sample"),
+        (["--record", "nowhere", "--costs", "x.csv"], "nowhere is no run folder"),
+        (["--record", "nowhere"], "name the file to write"),
+    ],
+)
+def test_a_mistake_ends_with_one_line_that_names_it(config, words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--config", config, *words])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_costs_of_a_device_are_estimated_for_the_policy_of_the_configuration(config, capsys):
+    table = command.costs_of(
+        "v5p", command.loading.parse(["--config", config, "--mesh.model", "2"])
+    )
+    assert isinstance(table, estimate.EstimatedTable) and table.estimate.devices == 2
+    assert table.estimate.sizes.layers == 2 and table.round_seconds(1, 256, PLAIN, 100.0) > 0
+    assert (
+        command.main(["--config", config, "--costs", "v5p", "--arms", "plain", "--steps", "1"]) == 0
+    )
+    assert "of h200's rounds" in capsys.readouterr().out
+
+
+def step(total, rollout, bubble):
+    return Step(
+        {"rollout": rollout, "update": total - rollout},
+        10,
+        bubble,
+        0.0,
+        0.0,
+        0.0,
+        {"off": rollout},
+        0.1,
+    )
+
+
+def test_gains_are_those_counted_by_hand():
+    results = {
+        "plain": [step(99, 9, 0.0), step(10, 8, 0.5)],
+        "ngram": [step(99, 9, 0.0), step(5, 3, 0.5)],
+    }
+    lines = report.table(results).splitlines()
+    assert lines[-1].split() == ["ngram", "5.00", "3.00", "2.00", "50%", "-", "2.00"]
+    assert report.changes(report.summary([step(10, 8, 0.5)]))[0] == (
+        "no bubble in the rollout: 1.67 times as fast"
+    )
+
+
+# Recording
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder with two steps: chunks, scalars, a log and a timeline."""
+    (tmp_path / "config.yaml").write_text(SMALL.replace("model: 1}", "model: 1, fake_devices: 2}"))
+    for name in ("speculation", "timeline", "completions"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "completions/000002.jsonl").write_text("{}\n")
+    chunks = [
+        (2, "ngram:7_1_8", 8, 0.08, False), (4, "off", 16, 0.16, True), (4, "off", 16, 0.48, True), (4, "off", 16, 0.32, True),
+        (4, "off", 16, 9.0, False), (4, "off", 2, 9.0, True), (4, "learned:3_1_4", 8, 0.24, True),
+        (2, "ngram:3_1_4", 8, 0.08, True),
+    ]  # fmt: skip
+    lines = [
+        {"batch": batch, "slots": 256, "strategy": name, "rounds": rounds, "seconds": seconds, "is_timed": timed,
+         "accepted": [40, 30, 20, 10] if name.startswith("ngram:3") else []}
+        for batch, name, rounds, seconds, timed in chunks
+    ]  # fmt: skip
+    (tmp_path / "speculation/000001.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in lines)
+    )
+    parts = {
+        "step": 9.0,
+        "update": 4.0,
+        "update_weights": 0.5,
+        "reward": 0.25,
+        "metrics": 0.1,
+        "other": 0.1,
+    }
+    scalars = {f"timing_s/{name}": seconds for name, seconds in parts.items()}
+    scalars |= {"perf/total_num_tokens": 3000, "drafter/tokens": 1024, "drafter/steps": 4}
+    first = scalars | {"step": 1, "timing_s/update": 30.0, "perf/compile_s/update": 20.0}
+    text = "".join(json.dumps(one) + "\n" for one in (first, scalars | {"step": 2}))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "log.txt").write_text(
+        "compiled chunk of 16 rounds, off, of 4 x 256, group 0 in 2.00 s: 1 MiB\n"
+        "compiled chunk of 16 rounds, off, of 2 x 256, group 0 in 4.00 s: 1 MiB\n"
+        "compiled prefill of 4 x 16, group 0 in 9.00 s: 1 MiB\n"
+    )
+    spans = [
+        (0, 0, "prefill", 3.0, 1.0), (0, 0, "decode", 4.0, 2.0), (0, 0, "decode", 6.5, 1.0), (0, 1, "decode", 3.5, 1.0),
+        (0, 1, "decode", 4.75, 1.0), (0, 1, "train", 6.0, 0.125), (1, 0, "rollout", 1.0, 9.0),
+    ]  # fmt: skip
+    events = [
+        {"pid": pid, "tid": row, "name": name, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * seconds}
+        for pid, row, name, start, seconds in spans
+    ]
+    (tmp_path / "timeline/000002.json").write_text(json.dumps({"traceEvents": events}))
+    return tmp_path
+
+
+def test_the_rows_of_a_run_are_the_medians_of_what_it_kept(folder):
+    rows, facts = record.of_run(folder)
+    found = {(row.program, row.rows, row.strategy, row.drafter): row for row in rows}
+    tree = parse("3_1_4")
+    assert found["round", 4, PLAIN, ""].seconds == pytest.approx(0.02), (
+        "short and untimed ones do not count"
+    )
+    assert found["round", 4, tree, "eagle3"].seconds == pytest.approx(0.03)
+    assert found["round", 2, tree, "ngram"].seconds == pytest.approx(0.01)
+    assert found["update", 0, PLAIN, ""][1:8] == (4.0, "measured", 0, 0, 0.0, PLAIN, "")
+    assert found["update", 0, PLAIN, ""].tokens == 1500, "of a data group"
+    assert (
+        found["micro_step", 0, PLAIN, ""][1] == 0.125
+        and found["micro_step", 0, PLAIN, ""].tokens == 256
+    )
+    assert (
+        found["compile", 0, PLAIN, ""].seconds == 3.0
+        and found["other", 0, PLAIN, ""].seconds == 0.2
+    )
+    assert found["begin", 0, PLAIN, ""].seconds == pytest.approx(2.0)
+    assert found["host", 0, PLAIN, ""].seconds == pytest.approx((0.5 + 0.25) / 2)
+    assert facts["device"] == "cpu" and "save" not in {row.program for row in rows}
+
+
+def test_a_recorded_table_is_read_back_and_predicts_its_rounds(folder, tmp_path, capsys):
+    assert command.main(["--record", str(folder), "--costs", str(tmp_path / "costs.csv")]) == 0
+    assert "11 rows" in capsys.readouterr().out
+    table = cost_table.read(tmp_path / "costs.csv")
+    assert table.round_seconds(4, 256, PLAIN, 0.0) == pytest.approx(0.02, rel=0.02)
+    assert np.isclose(table.node, 1 / 8)
+
+
+def test_a_run_without_chunks_is_refused_with_the_fix(folder):
+    (folder / "speculation/000001.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match="record a run with --speculation.drafter ngram or adaptive"
+    ):
+        record.of_run(folder)
+
+
+# Acceptance
+
+
+def test_ngrams_accept_by_depth_what_the_chunks_of_a_run_counted(folder):
+    """Of 100 rounds 60, 30 and 10 accepted at least 1, 2 and 3 tokens."""
+    found = fitted.of_run(folder, acceptance.PAPER)
+    assert found.ngram == pytest.approx((0.6, 0.5, 1 / 3))
+    assert found.learned == acceptance.PAPER.learned and "the learned drafter as in" in found.source
+    path = folder / "speculation/000001.jsonl"
+    path.write_text(path.read_text().replace("ngram:", ""))
+    (folder / "config.yaml").write_text(
+        SMALL.replace("speculation: {", "speculation: {drafter: ngram, ")
+    )
+    assert fitted.of_run(folder, acceptance.PAPER).ngram == found.ngram, (
+        "the only drafter has no name"
+    )
+
+
+def test_a_learning_curve_is_recovered_from_the_metrics_of_a_run(folder):
+    """40 steps of 5,000 tokens, with errors of 0.01 in each measurement."""
+    curve, random = Curve((0.1, 0.3), (0.8, 0.7), scale=2e4, power=0.5), np.random.default_rng(0)
+    lines = []
+    for step in range(1, 41):
+        levels = curve.levels((step - 1) * 5000, 2) + random.normal(0, 0.01, 2)
+        lines.append({"step": step, "drafter/update_tokens": 4000, "drafter/tokens": 1000})
+        lines[-1] |= {f"drafter/acceptance@{depth}": level for depth, level in enumerate(levels, 1)}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = command.acceptances_of(str(folder)).learned
+    for tokens in (0, 2e4, 2e5):
+        np.testing.assert_allclose(found.levels(tokens, 2), curve.levels(tokens, 2), atol=0.03)
+
+
+def test_a_run_that_never_drafted_has_no_acceptance(folder):
+    (folder / "speculation/000001.jsonl").unlink()
+    with pytest.raises(DataError, match="measured no drafter"):
+        fitted.of_run(folder, acceptance.NEW)

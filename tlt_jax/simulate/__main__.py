@@ -1,0 +1,212 @@
+"""The command `python -m tlt_jax.simulate`: what a run of many RL steps would take with and without drafting."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from tlt_jax import atomic, cli
+from tlt_jax.config import Config, load as loading
+from tlt_jax.config.outputs import RESOLVED
+from tlt_jax.errors import ConfigError, UserError
+from tlt_jax.metrics import timeline
+from tlt_jax.simulate import (
+    acceptance,
+    cost_table,
+    estimate,
+    fitted,
+    lengths,
+    parallel,
+    record,
+    report,
+    run,
+)
+from tlt_jax.simulate.acceptance import Acceptances
+from tlt_jax.simulate.cost_table import CostTable
+from tlt_jax.simulate.run import ARMS, Step, World
+
+SHIPPED = Path(__file__).parent / "costs"
+BASE = "h200_qwen2.5_7b"  # the measured table that estimates are scaled by
+STEPS = 20  # when the configuration counts epochs
+
+
+def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own arguments, and those of the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tlt_jax.simulate",
+        description=f"{cli.COMMANDS['simulate'].about} Further arguments are knobs: --section.knob VALUE.",
+        allow_abbrev=False,
+    )
+    tables = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.csv")))
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file, or the name of a shipped configuration")
+    add("--costs", metavar="TABLE", default=BASE,
+        help=f"seconds of programs: a CSV file, a shipped table ({tables}), or a device to estimate for "
+        f"({', '.join(estimate.DEVICES)})")  # fmt: skip
+    add("--lengths", metavar="FILE", default="",
+        help=f"answers: a run's folder, a YAML file, or a preset ({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% "
+        "beyond rollout.max_new_tokens")  # fmt: skip
+    add("--acceptance", metavar="FILE", default="",
+        help="what drafters accept: a run's folder, a JSON file, acceptance.json of a drafter, or a preset "
+        f"({', '.join(acceptance.PRESETS)}); default: new")  # fmt: skip
+    add("--groups", metavar="N", type=int, default=0, help="data groups; default: mesh.data")
+    add(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=0,
+        help=f"RL steps; default: train.steps, or {STEPS}",
+    )
+    add("--arms", metavar="A,B", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; default: all")
+    add("--json", metavar="FILE", help="writes every step")
+    add(
+        "--timeline",
+        metavar="FILE",
+        help="writes a picture (PNG) of the last rollout of the last arm",
+    )
+    add(
+        "--sweep",
+        metavar="groups=A..B",
+        help="runs with A, 2 A, ... B data groups, and the same prompts",
+    )
+    add("--explain", action="store_true", help="where the seconds go, and what would change most")
+    add(
+        "--warm",
+        action="store_true",
+        help="every program is in the compile cache: nothing compiles",
+    )
+    add("--record", metavar="RUN", help="writes the cost table of a real run to --costs, and ends")
+    return parser.parse_known_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 for a UserError."""
+    given, knobs = arguments_of(words)
+    try:
+        if given.record:
+            return recorded(given)
+        config = loading.parse([*(("--config", given.config) if given.config else ()), *knobs])
+        return simulated(given, config)
+    except UserError as error:
+        cli.stop(error)
+
+
+def recorded(given: argparse.Namespace) -> int:
+    """Writes the cost table of a run."""
+    path = Path(given.costs)
+    if path.suffix != ".csv":
+        raise ConfigError(f"--costs {given.costs}: name the file to write, such as costs.csv")
+    rows, facts = record.of_run(Path(given.record))
+    atomic.write_text(path, cost_table.text_of(rows, facts))
+    print(f"{path}: {len(rows)} rows of {given.record}")
+    return 0
+
+
+def simulated(given: argparse.Namespace, config: Config) -> int:
+    """Runs the arms, and prints what they take."""
+    names = given.arms.split(",")
+    if unknown := [name for name in names if name not in ARMS]:
+        raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    if config.rollout.max_prompts:
+        raise ConfigError(
+            f"rollout.max_prompts {config.rollout.max_prompts}: simulated answers have no rewards, so no prompt is replaced: "
+            "use --rollout.max_prompts 0"
+        )
+    steps = given.steps or config.train.steps or STEPS
+    groups = given.groups or config.mesh.data
+    if steps < 1 or groups < 1:
+        raise ConfigError(f"--steps {steps}, --groups {groups}: give 1 or more")
+    sizes = swept(given.sweep) if given.sweep else [groups]
+    costs = costs_of(given.costs, config)
+    world = World(
+        costs, lengths.of(given.lengths, config.rollout.max_new_tokens), acceptances_of(given.acceptance),
+        steps, groups, not given.warm,
+    )  # fmt: skip
+    print(heading(config, world, given), flush=True)
+    found = {size: each(config, names, replace(world, groups=size)) for size in sizes}
+    results = found[sizes[-1]]
+    print(report.sweep(found) if given.sweep else report.table(results))
+    if given.explain:
+        print(f"\n{report.explained(results, costs)}")
+    if given.json:
+        text = report.as_json(results, {"costs": given.costs, "groups": sizes[-1], "steps": steps})
+        atomic.write_text(Path(given.json), text)
+    if given.timeline:
+        picture(Path(given.timeline), results[names[-1]][-1], sizes[-1])
+    return 0
+
+
+def each(config: Config, names: Sequence[str], world: World) -> dict[str, list[Step]]:
+    """The steps of each arm."""
+    return parallel.every(partial(run.simulate, config, world=world), names, world.steps)
+
+
+def acceptances_of(text: str) -> Acceptances:
+    """What --acceptance gives; see acceptance.of and fitted.of_run."""
+    if text and (Path(text) / RESOLVED).is_file():
+        return fitted.of_run(Path(text), acceptance.NEW)
+    return acceptance.of(text)
+
+
+def costs_of(text: str, config: Config) -> CostTable:
+    """The cost table of --costs. Raises ConfigError for another number of devices a data group than mesh.model."""
+    kind = config.drafter_training.kind
+    path = next((one for one in (Path(text), SHIPPED / f"{text}.csv") if one.is_file()), None)
+    if path:
+        table = cost_table.read(path, drafter=kind)
+        devices = int(table.facts.get("devices", 1))
+        if devices != config.mesh.model:
+            raise ConfigError(
+                f"--costs {text} is of {devices} devices a data group, and mesh.model is {config.mesh.model}: set "
+                f"--mesh.model {devices}, or estimate: --costs {table.facts.get('device', 'h200')}"
+            )
+        return table
+    model = run.model_of(config)
+    if text in estimate.DEVICES and model is None:
+        raise ConfigError(
+            f"--costs {text} needs the policy's sizes: set model.path to a local directory, or model.init with vocab_size"
+        )
+    drafter = run.drafter_of(config, model) if model else None
+    base = cost_table.read(SHIPPED / f"{BASE}.csv")
+    return estimate.table(text, config.mesh.model, model, drafter, base)
+
+
+def swept(text: str) -> list[int]:
+    """The numbers of data groups of --sweep groups=A..B: A, 2 A, ... and B. Raises ConfigError."""
+    first, dots, last = text.removeprefix("groups=").partition("..")
+    is_whole = text.startswith("groups=") and dots and first.isdecimal() and last.isdecimal()
+    if not is_whole or not 1 <= int(first) <= int(last):
+        raise ConfigError(f"--sweep {text}: write groups=A..B, such as groups=1..64")
+    sizes = [int(first)]
+    while 2 * sizes[-1] < int(last):
+        sizes.append(2 * sizes[-1])
+    return [*sizes, int(last)] if sizes[-1] < int(last) else sizes
+
+
+def heading(config: Config, world: World, given: argparse.Namespace) -> str:
+    """What is simulated, and what it rests on."""
+    rollout, facts = config.rollout, world.table.facts
+    rest = f", {facts['factor']}" if "factor" in facts else ""
+    return (
+        f"simulated, not measured: {world.steps} steps of {rollout.prompts} prompts x {rollout.samples} answers of at most "
+        f"{rollout.max_new_tokens} tokens, {world.groups} data groups x {config.mesh.model} devices\n"
+        f"costs: {given.costs} ({world.table.sources('round') or 'estimate'}{rest}); lengths: {world.lengths.describe()}\n"
+        f"acceptance: {world.acceptances.source or given.acceptance}\n"
+        f"decisions: every {run.chunk_of(config)} rounds at most, and when the rows fit a smaller batch\n"
+    )
+
+
+def picture(path: Path, step: Step, groups: int) -> None:
+    """Writes the timeline of a step's rollout as PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(timeline.draw(step.spans, groups)).save(path, "PNG")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""A table of seconds of programs: read from CSV, interpolated with an uncertainty; knows no program and no clock.
+
+Rounds are predicted by the tuner's cost model (tuner.cost_model): a linear model in named terms, fitted on the table's
+rounds, times the residual of the nearest rows. Other programs are linear in their tokens. No JAX.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt_jax.errors import DataError
+from tlt_jax.spec_decode.strategy import LEARNED, NGRAM, PLAIN, Strategy, name, parse
+from tlt_jax.tuner import cost_model, make
+from tlt_jax.tuner.interface import Cell
+
+COLUMNS = (
+    "program", "rows", "slots", "held", "strategy", "drafter", "tokens", "seconds", "source", "note",
+)  # fmt: skip
+# The programs, with the columns that each needs besides `seconds` and `source`.
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "round": ("rows", "slots", "strategy"),
+    "update": ("tokens",),
+    "drafter_update": ("tokens",),
+    "micro_step": ("tokens",),
+    "publish": (),
+    "reward": (),
+    "save": (),
+    "other": (),
+    "begin": (),
+    "host": (),
+    "compile": ("strategy",),
+}
+MEASURED, ESTIMATE, LITERATURE = SOURCES = ("measured", "estimate", "literature")
+# Samples that a row counts as in the fit: a measured one is a median of many rounds.
+SAMPLES = {MEASURED: 9, ESTIMATE: 1, LITERATURE: 1}
+UNITS = """\
+## seconds: of one call; of one decoding round for `round`; of compiling one chunk of this strategy for `compile`
+## rows: sequences of the batch. slots: cache slots of a row. held: tokens that a row holds on average, where attention reads
+## no more than these; empty where it reads all slots. tokens: of a call on one data group. strategy: off, depth_topk_nodes
+## begin: from the start of a rollout to its first program. host: from a decision to the start of its program on an idle device
+## source: measured, estimate or literature
+"""
+CPU = "cpu"  # the fact `device` of a table of CPU devices
+FIXED = 0.05  # prior share of a call's seconds that does not grow with its tokens
+APART = 0.25  # standard error of log seconds of a call that is unlike the only row of its program
+DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dspark")
+
+
+class Row(NamedTuple):
+    """A row of the table; numbers that its program does not have are 0. `held`: 0 when all slots are read."""
+
+    program: str
+    seconds: float
+    source: str
+    rows: int = 0
+    slots: int = 0
+    held: float = 0.0
+    strategy: Strategy = PLAIN
+    drafter: str = ""
+    tokens: float = 0.0
+    note: str = ""
+
+    @property
+    def read(self) -> float:
+        """Tokens of a row that attention reads in a round."""
+        return self.held or self.slots
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The rows of a table, and `facts` of its head (such as device and policy). `node`: prior cost of a node, in rounds.
+
+    `one_pass`: the draft of a block drafter, which runs once a round.
+    """
+
+    rows: tuple[Row, ...]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    node: float = 1 / 200
+    one_pass: cost_model.OnePass | None = None
+
+    def of(self, program: str) -> list[Row]:
+        """The rows of a program. Raises DataError for a program that no table knows."""
+        if program not in PROGRAMS:
+            raise DataError(
+                f"no cost table has a program {program!r}: use one of {known(PROGRAMS)}"
+            )
+        return [row for row in self.rows if row.program == program]
+
+    @cached_property
+    def reads_held(self) -> bool:
+        """Whether attention reads only the tokens that a row holds."""
+        return any(row.held for row in self.of("round"))
+
+    @cached_property
+    def cells(self) -> dict[str, dict]:
+        """The rounds as cells of the tuner's cost model; the slots of a cell are the tokens that are read."""
+        found: dict[str, dict] = {}
+        for row in self.of("round"):
+            key = f"{row.rows}/{round(row.read)}/{name(normal(row.strategy, row.drafter))}"
+            cell = found.setdefault(key, {"warm": [], "cold": [], "age": 0})
+            cell["warm"] += [row.seconds] * SAMPLES[row.source]
+        return found
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Weights [F] of the terms of a round, in seconds; see cost_model.fit_weights."""
+        return cost_model.fit_weights(self.cells, self.node, self.one_pass)
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, Strategy], tuple[float, float, float]]:
+        return {}
+
+    @cached_property
+    def _calls(self) -> dict[tuple[str, float], float]:
+        return {}
+
+    def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
+        """Seconds of a round that reads no cache, seconds for each token that a row holds, standard error of log seconds.
+
+        The residual is that of the row of this batch and strategy, else of the nearest rows; see cost_model.residual.
+        """
+        key = batch, strategy
+        if key not in self._shapes:
+            arm = normal(strategy)
+            read = [round(row.read) for row in self.of("round") if self.is_of(row, batch, arm)]
+            read = read or [round(row.read) for row in self.of("round")]
+            at = sorted(read)[len(read) // 2]
+            logs, errors = cost_model.predict(
+                self.cells, [Cell(batch, at, arm)], self.weights, self.one_pass
+            )
+            ends = [
+                float(
+                    np.array(cost_model.described(batch, tokens, arm, self.one_pass)[:5])
+                    @ self.weights
+                )
+                for tokens in (0, at)
+            ]
+            scale = math.exp(float(logs[0])) / ends[1]
+            slope = (ends[1] - ends[0]) / at
+            self._shapes[key] = scale * ends[0], scale * slope, float(errors[0])
+        return self._shapes[key]
+
+    def is_of(self, row: Row, batch: int, arm: Strategy) -> bool:
+        """Whether the row is a round of this batch and arm."""
+        return row.rows == batch and normal(row.strategy, row.drafter) == arm
+
+    def round_seconds(self, batch: int, slots: int, strategy: Strategy, held: float) -> float:
+        """Seconds of a round of `batch` rows that hold `held` tokens on average, in a cache of `slots` slots."""
+        fixed, each, _ = self.shape(batch, strategy)
+        return fixed + each * (held if self.reads_held else slots)
+
+    def seconds(self, program: str, tokens: float = 0.0) -> float:
+        """Seconds of a call with this many tokens; 0 for a program without rows."""
+        if (program, tokens) not in self._calls:
+            self._calls[program, tokens] = self.call_seconds(program, tokens)
+        return self._calls[program, tokens]
+
+    def call_seconds(self, program: str, tokens: float) -> float:
+        """As `seconds`, computed."""
+        rows = self.of(program)
+        if not rows:
+            return 0.0
+        if "tokens" not in PROGRAMS[program]:
+            return float(np.median([row.seconds for row in rows]))
+        tokens_C, seconds_C = np.array([(row.tokens, row.seconds) for row in rows]).T
+        fixed, each = self.line(program)
+        ratios = seconds_C / (fixed + each * tokens_C)
+        nearest = ratios[np.argmin(np.abs(np.log(tokens_C / max(tokens, 1.0))))]
+        return float(nearest * (fixed + each * tokens)) if tokens else 0.0
+
+    def error(self, program: str) -> float:
+        """Standard error of the log seconds of a program's calls: of its residuals around a line in its tokens.
+
+        Infinite for a program without rows.
+        """
+        rows = self.of(program)
+        if len(rows) < 2:
+            return APART if rows else math.inf
+        tokens_C, seconds_C = np.array([(row.tokens, row.seconds) for row in rows]).T
+        fixed, each = self.line(program) if tokens_C.any() else (np.median(seconds_C), 0.0)
+        return float(np.std(np.log(seconds_C / (fixed + each * tokens_C))))
+
+    def line(self, program: str) -> tuple[float, float]:
+        """Seconds of a call without tokens, and of each token."""
+        tokens_C, seconds_C = np.array([(row.tokens, row.seconds) for row in self.of(program)]).T
+        terms_CF = np.stack([np.ones_like(tokens_C), tokens_C], axis=1)
+        noise_C = np.full(len(tokens_C), cost_model.WARM_NOISE)
+        units = np.array([FIXED * tokens_C.mean(), 1.0])
+        fixed, each = cost_model.fit(terms_CF, seconds_C, noise_C, units)
+        return float(fixed), float(each)
+
+    def compile_rows(self) -> list[tuple[Strategy, float]]:
+        """(strategy, seconds) of compiling chunks."""
+        return [(row.strategy, row.seconds) for row in self.of("compile")]
+
+    def sources(self, program: str) -> str:
+        """The sources of a program's rows, as text; "" without rows."""
+        return ", ".join(dict.fromkeys(row.source for row in self.of(program)))
+
+
+def normal(strategy: Strategy, drafter: str = "") -> Strategy:
+    """The strategy with its drafter by cost: n-grams, or one that runs a network."""
+    if strategy == PLAIN:
+        return PLAIN
+    is_ngram = NGRAM in (strategy.drafter, drafter)
+    return Strategy(strategy.depth, strategy.topk, strategy.nodes, NGRAM if is_ngram else LEARNED)
+
+
+def known(names: Iterable[str]) -> str:
+    """The names, as text."""
+    return ", ".join(names)
+
+
+def read(path: Path, drafter: str = "") -> CostTable:
+    """The table in a file; of rounds that draft only those of this kind of `drafter` ("": any), and of n-grams.
+
+    Raises DataError, with file and line, for an unknown program or column, a missing number, or a table without rounds.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: no cost table can be read there: {error}") from error
+    lines = text.splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    found = csv.DictReader([line for line in lines if line and not line.startswith("#")])
+    unknown = [one for one in found.fieldnames or () if one not in COLUMNS]
+    if unknown or not found.fieldnames:
+        what = f"unknown column {unknown[0]!r}" if unknown else "no head"
+        raise DataError(f"{path}: {what}: the columns are {known(COLUMNS)}")
+    rows = [parse_row(path, number, entry) for number, entry in enumerate(found, 1)]
+    kept = [row for row in rows if not drafter or row.drafter in ("", NGRAM, drafter)]
+    facts = facts_of(head)
+    table = CostTable(tuple(kept), facts, make.node_cost(facts.get("device") == CPU))
+    if not any(row.strategy == PLAIN for row in table.of("round")):
+        raise DataError(f"{path}: no plain round: add a row with program round and strategy off")
+    if len({bool(row.held) for row in table.of("round")}) > 1:
+        raise DataError(
+            f"{path}: some rounds have `held` and others not: give it to all, or to none"
+        )
+    return table
+
+
+def facts_of(head: Iterable[str]) -> dict[str, str]:
+    """The facts "# name: value" of a table's head; lines that begin with ## are for readers."""
+    pairs = (line[1:].split(":", 1) for line in head if not line.startswith("##"))
+    return {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+
+
+def parse_row(path: Path, number: int, entry: Mapping[str, str | None]) -> Row:
+    """A row from its texts. Raises DataError."""
+    where = f"{path}, row {number}"
+    program = entry.get("program") or ""
+    if program not in PROGRAMS:
+        raise DataError(f"{where}: unknown program {program!r}: use one of {known(PROGRAMS)}")
+    if None in entry:
+        raise DataError(f"{where}: more values than columns: quote a note with commas")
+    for column in (*PROGRAMS[program], "seconds", "source"):
+        if not entry.get(column):
+            raise DataError(f"{where}: {program} without {column}: give it")
+    source, drafter = entry["source"], entry.get("drafter") or ""
+    if source not in SOURCES:
+        raise DataError(f"{where}: unknown source {source!r}: use one of {known(SOURCES)}")
+    if drafter and drafter not in DRAFTERS:
+        raise DataError(f"{where}: unknown drafter {drafter!r}: use one of {known(DRAFTERS)}")
+    columns = ("rows", "slots", "held", "tokens", "seconds")
+    number_of = {one: positive(where, one, entry.get(one)) for one in columns}
+    try:
+        strategy = parse(entry.get("strategy") or "off")
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+    return Row(
+        program, number_of["seconds"], source, int(number_of["rows"]), int(number_of["slots"]),
+        number_of["held"], strategy, drafter, number_of["tokens"], entry.get("note") or "",
+    )  # fmt: skip
+
+
+def positive(where: str, column: str, text: str | None) -> float:
+    """The number in a column, 0 when it is empty. Raises DataError when it is not a finite number above 0."""
+    if not text:
+        return 0.0
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise DataError(f"{where}: {column} {text!r}: give a finite number above 0")
+    return number
+
+
+def text_of(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+    """The table as text, which `read` reads back."""
+    lines = [f"# {name}: {value}" for name, value in facts.items()]
+    lines += [UNITS.rstrip("\n"), ",".join(COLUMNS)]
+    for row in rows:
+        values = {
+            "rows": row.rows or "", "slots": row.slots or "", "held": f"{row.held:g}" if row.held else "",
+            "strategy": name(row.strategy) if "strategy" in PROGRAMS[row.program] else "",
+            "tokens": f"{row.tokens:g}" if row.tokens else "", "seconds": f"{row.seconds:.4g}",
+            "note": f'"{row.note}"' if "," in row.note else row.note,
+        }  # fmt: skip
+        lines.append(",".join(str(values.get(one, getattr(row, one))) for one in COLUMNS))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,248 @@
+"""Seconds of programs on devices that are not here: bytes over bandwidth, FLOP over peak, kernels times a latency.
+
+One factor, fitted on a measured table, scales rounds, and one scales updates. Everything here is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from tlt_jax.distributed.topology import GPUS
+from tlt_jax.distributed.traffic import TPUS
+from tlt_jax.errors import ConfigError
+from tlt_jax.models import architecture, drafter_network
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.tuner.cost_model import OnePass
+
+BYTES = 2  # of a bfloat16 number
+# Kernels of a round: of a layer of the policy and of the rest (noise, filter, choice, verification), of a draft level; and the
+# seconds of one. The counts are those of 7B programs that `tlt_jax.plan --topology h200:1` compiles.
+LAYER_KERNELS, ROUND_KERNELS, LEVEL_KERNELS, KERNEL_S = 19, 40, 30, 1.5e-6
+UPDATE_FLOPS = 6  # for a weight and token: forward 2, backward 4
+SIZES = ("read", "layers", "cached", "level", "width")
+ERROR = 0.15  # standard error of the log seconds of an estimated round, beside that of the factor
+LITERATURE_LINK = 50e9  # bytes a second of a device to other hosts: 400 Gb/s, as in the paper's cluster (arXiv 2511.16665)
+
+
+class Device(NamedTuple):
+    """Published rates: bytes a second of memory, dense bfloat16 FLOP a second, bytes a second to devices of its group."""
+
+    bandwidth: float
+    flops: float
+    link: float
+
+
+# GPUs: NVIDIA's data sheets (NVLink in one direction); TPUs: Google's pages of each version (links in one direction).
+DEVICES = {
+    "h100": Device(GPUS["h100"].bandwidth, 989e12, 450e9),
+    "h200": Device(GPUS["h200"].bandwidth, 989e12, 450e9),
+    "a100": Device(2.0e12, 312e12, 300e9),
+    "v5e": Device(TPUS["TPU v5e"], 197e12, 100e9),
+    "v5p": Device(TPUS["TPU v5p"], 459e12, 300e9),
+    "v6e": Device(TPUS["TPU v6e"], 918e12, 200e9),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of a policy and its drafter: weights that a round and a draft level read, layers, numbers of a cached token."""
+
+    read: int
+    layers: int
+    cached: int
+    level: int = 0
+    width: int = 0
+    one_pass: OnePass | None = None
+
+    def text(self) -> str:
+        """The sizes for the head of a table, which `parsed` reads; of a drafter that runs a pass a level."""
+        return " ".join(f"{one} {getattr(self, one)}" for one in SIZES)
+
+    @classmethod
+    def parsed(cls, text: str) -> Sizes:
+        """The sizes that `text` wrote."""
+        words = text.split()
+        return cls(**dict(zip(words[::2], map(int, words[1::2]), strict=True)))
+
+    @classmethod
+    def of(cls, model: ModelConfig, drafter: DrafterConfig | None = None) -> Sizes:
+        """Of a policy, whose embedding is not read whole, and of its learned drafter (None: none)."""
+        whole = architecture.weights(model, 1)
+        read = count(whole) - (0 if model.tied else count(whole.embed))
+        block = drafter_network.block_pass(drafter)
+        level = count(drafter_network.weights(drafter, 1)) if drafter else 0
+        if drafter and drafter_network.copies_head(drafter):
+            level += drafter.draft_vocab_size * model.hidden_size
+        level //= block[0] if block else 1
+        cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        attended = 2 * model.num_layers * model.num_heads * model.head_dim
+        return cls(
+            read, model.num_layers, cached, level, attended, OnePass(*block) if block else None
+        )
+
+
+def count(weights: object) -> int:
+    """Numbers of a tree of weights."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights) if hasattr(leaf, "shape"))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of programs on `devices` of one kind that decode together, before any factor."""
+
+    sizes: Sizes
+    device: Device
+    devices: int = 1
+
+    def round_seconds(self, batch: int, strategy: Strategy, held: float) -> float:
+        """A round of `batch` rows that hold `held` tokens on average."""
+        sizes, device = self.sizes, self.device
+        levels, nodes = strategy.drafted_levels, strategy.topk
+        if levels and sizes.one_pass:
+            levels, nodes = sizes.one_pass
+        rows = batch * strategy.nodes
+        moved = BYTES * (sizes.read + batch * held * sizes.cached)
+        flops = 2 * rows * (sizes.read + held * sizes.width)
+        drafting = max(
+            BYTES * sizes.level / device.bandwidth, 2 * batch * nodes * sizes.level / device.flops
+        )
+        busy = max(moved / device.bandwidth, flops / device.flops) + levels * drafting
+        kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
+        return busy / self.devices + kernels * KERNEL_S + self.exchange(rows)
+
+    def exchange(self, rows: int) -> float:
+        """The sums over the devices of a group: two a layer, of the activations of all nodes."""
+        if self.devices == 1:
+            return 0.0
+        width = self.sizes.width / (
+            2 * self.sizes.layers
+        )  # query heads x head width: about the model's width
+        moved = 2 * self.sizes.layers * rows * width * BYTES * 2 * (1 - 1 / self.devices)
+        return moved / self.device.link + 2 * self.sizes.layers * 2 * KERNEL_S
+
+    def update_seconds(self, tokens: float, weights: int) -> float:
+        """A forward and backward pass through `weights` weights, of a data group's `tokens` tokens."""
+        return UPDATE_FLOPS * weights * tokens / (self.device.flops * self.devices)
+
+    def publish_seconds(self) -> float:
+        """The policy's weights from the other hosts to each data group."""
+        return BYTES * self.sizes.read / (LITERATURE_LINK * self.devices)
+
+
+@dataclass(frozen=True)
+class EstimatedTable(CostTable):
+    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log."""
+
+    estimate: Estimate | None = None
+    factor: float = 1.0
+    spread: float = 0.0
+
+    @property
+    def reads_held(self) -> bool:
+        return True
+
+    def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
+        """As CostTable.shape; the seconds of a token that a row holds are those near 4,096 tokens."""
+        fixed, filled = (
+            self.factor * self.estimate.round_seconds(batch, strategy, held)
+            for held in (0.0, 4096.0)
+        )
+        return fixed, (filled - fixed) / 4096, math.hypot(ERROR, self.spread)
+
+
+def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
+    """The median of measured over estimated seconds of the measured rounds, and the standard deviation of its log."""
+    found = [
+        row.seconds / estimate.round_seconds(row.rows, normal(row.strategy, row.drafter), row.read)
+        for row in measured.of("round")
+        if row.source == MEASURED
+    ]
+    return float(np.median(found)), float(np.std(np.log(found)))
+
+
+def estimated_rows(estimate: Estimate, efficiency: float, unroll: int) -> list[Row]:
+    """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing.
+
+    `unroll`: draft steps that are trained at every position.
+    """
+    sizes, tokens = estimate.sizes, 16384
+    drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else unroll)
+
+    def row(program: str, weights: int, note: str) -> Row:
+        seconds = estimate.update_seconds(tokens, weights) / efficiency
+        return Row(program, seconds, ESTIMATE, tokens=tokens, note=note)
+
+    share = f"FLOP at {efficiency:.2f} of the peak"
+    rows = [row("update", sizes.read, share)]
+    if sizes.level:
+        features = sizes.read // 3  # a forward pass of the policy
+        rows.append(
+            row("drafter_update", drafter + features, f"{share}; with the policy's forward pass")
+        )
+        rows.append(row("micro_step", drafter, f"{share}; a data group's, on kept features"))
+    rows.append(
+        Row("publish", estimate.publish_seconds(), ESTIMATE, note="bytes over 400 Gb/s a device")
+    )
+    return rows
+
+
+def table(
+    kind: str,
+    devices: int,
+    model: ModelConfig,
+    drafter: DrafterConfig | None,
+    measured: CostTable,
+    unroll: int = 5,
+    efficiency: float | None = None,
+) -> EstimatedTable:
+    """The estimated table of a policy on `devices` of this kind a data group; its factor is fitted on `measured`.
+
+    `efficiency`: share of the peak in an update; None: the measured table's. Raises ConfigError for an unknown kind of device.
+    """
+    if kind not in DEVICES:
+        raise ConfigError(
+            f"--costs {kind}: no such file, table or device: devices are {', '.join(DEVICES)}"
+        )
+    measured_sizes, device = Sizes.parsed(measured.facts["sizes"]), measured.facts["device"]
+    there = Estimate(measured_sizes, DEVICES[device], int(measured.facts["devices"]))
+    scale, spread = factor(measured, there)
+    estimate = Estimate(Sizes.of(model, drafter), DEVICES[kind], devices)
+    share = efficiency or update_efficiency(measured, there)
+    rest = [
+        row
+        for row in measured.rows
+        if row.program in ("compile", "reward", "begin", "host", "other", "save")
+    ]
+    rest = [replace_source(row) for row in rest]
+    facts = {
+        "device": kind,
+        "devices": str(devices),
+        "factor": f"{scale:.3f} of {measured.facts['device']}'s rounds",
+    }
+    return EstimatedTable(
+        (*estimated_rows(estimate, share, unroll), *rest), facts, measured.node, estimate.sizes.one_pass,
+        estimate=estimate, factor=scale, spread=spread,
+    )  # fmt: skip
+
+
+def replace_source(row: Row) -> Row:
+    """A measured row of another device, as an estimate."""
+    return row._replace(source=ESTIMATE)
+
+
+def update_efficiency(measured: CostTable, there: Estimate) -> float:
+    """The share of the peak that the measured updates reached."""
+    shares: Sequence[float] = [
+        there.update_seconds(row.tokens, there.sizes.read) / row.seconds
+        for row in measured.of("update")
+    ]
+    return float(np.median(shares))

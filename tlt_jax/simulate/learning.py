@@ -1,0 +1,250 @@
+"""The drafter of a simulated run: how much it has learned, in idle micro-steps and in updates of the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from tlt_jax.config import Config
+from tlt_jax.drafter.recipes import idle_recipe
+from tlt_jax.drafter.step_training import Learned, Lesson
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.rollout.events import Look
+from tlt_jax.rollout.request import RolloutRequest
+from tlt_jax.simulate.acceptance import Acceptances
+from tlt_jax.simulate.programs import MicroStep, TabledPrograms
+from tlt_jax.simulate.simulator import Marker, VirtualClock
+from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.train.drafter_learning import LearningParts
+
+# Micro-steps that are simulated as one: as many as fit in this share of the last rollout's seconds. RL work waits only for
+# the micro-step that runs, as in a real run.
+TOGETHER = 0.04
+
+
+@dataclass(frozen=True)
+class SimulatedDrafter:
+    """A drafter after `step` optimizer steps, with the tokens that it has `learned` from and not forgotten."""
+
+    step: int = 0
+    learned: float = 0.0
+    params: Any = None
+
+    def after(self, steps: int, tokens: float) -> SimulatedDrafter:
+        """The drafter after more steps on these tokens."""
+        return SimulatedDrafter(self.step + steps, self.learned + tokens)
+
+    def forgot(self, share: float) -> SimulatedDrafter:
+        """The drafter after the policy has moved."""
+        return SimulatedDrafter(self.step, self.learned * (1 - share))
+
+
+@dataclass
+class Piece:
+    """`count` micro-steps of a group that run one after the other from `start` on, each for `each` seconds.
+
+    They end early, after the micro-step that runs, once `is_over()`; `ends(at)` is then told when.
+    """
+
+    before: SimulatedDrafter
+    marker: Marker
+    start: float
+    each: float
+    count: int
+    tokens: int
+    learns: bool
+    is_over: Callable[[], bool]
+    ends: Callable[[float], None]
+    ended: int | None = None
+
+    def is_ready(self) -> bool:
+        """Whether all micro-steps are done, or the one that ran when the rollout was over."""
+        if self.ended is None and self.is_over():
+            done = math.ceil((self.marker.clock.now() - self.start) / self.each)
+            self.ended = min(max(done, 1), self.count)
+            if self.ended < self.count:
+                self.marker = Marker(self.marker.clock, self.start + self.ended * self.each)
+                self.ends(self.marker.at)
+        return self.marker.is_ready()
+
+    def block_until_ready(self) -> None:
+        """Waits on the virtual clock."""
+        self.marker.clock.jump(self.marker.at)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The drafter's loss, which is finite."""
+        return np.zeros((), dtype or np.float32)
+
+    @property
+    def steps(self) -> int:
+        """Micro-steps that were done."""
+        return self.count if self.ended is None else self.ended
+
+    @property
+    def after(self) -> SimulatedDrafter:
+        """The drafter after them."""
+        return (
+            self.before.after(self.steps, self.steps * self.tokens) if self.learns else self.before
+        )
+
+
+class SimulatedCopies:
+    """The groups' copies of the drafter; implements drafter.interface.Copies.
+
+    The merge has learned the mean of the copies' tokens, weighted by these: as drafter.merge weighs their weights.
+    """
+
+    def __init__(self, groups: int):
+        self.groups = groups
+
+    def spread(self, state: SimulatedDrafter) -> dict[int, SimulatedDrafter]:
+        return dict.fromkeys(range(self.groups), state)
+
+    def blank(self, group: int) -> SimulatedDrafter:
+        return SimulatedDrafter()
+
+    def merged(
+        self, copies: Mapping[int, SimulatedDrafter | Piece], tokens: Sequence[int]
+    ) -> SimulatedDrafter:
+        states = [settled(copies[group]) for group in range(self.groups)]
+        learned = np.average([one.learned for one in states], weights=tokens)
+        return SimulatedDrafter(max(one.step for one in states), float(learned))
+
+
+def settled(state: SimulatedDrafter | Piece) -> SimulatedDrafter:
+    """A copy's drafter after its last piece."""
+    return state.after if isinstance(state, Piece) else state
+
+
+class SimulatedWindows:
+    """A group always has windows of its finished answers; implements drafter.interface.Windows and Harvester.
+
+    None is copied out of the decoding state: what that costs is in the share of capturing features.
+    """
+
+    width = 512
+
+    def begin(self, step: int, request: RolloutRequest) -> None:
+        return None
+
+    def listen(self, look: Look) -> None:
+        return None
+
+    def wanted(self, uid: int, length: int) -> Sequence[int]:
+        return ()
+
+    def sample(self, draw: int, rows: int, row_tokens: int, held_out: bool = False) -> int:
+        return rows * row_tokens
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class LearningEngine(Protocol):
+    """What learning needs of engine.SimulatedEngine."""
+
+    programs: TabledPrograms
+    groups: Sequence[Any]
+    arms: Sequence[Strategy]
+    learned: DrafterConfig | None
+
+    @property
+    def clock(self) -> VirtualClock: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+class DrafterWorld:
+    """What a simulated drafter learns and accepts; adds the micro-step to the engine's programs.
+
+    `levels(drafter)`: acceptance by depth of a drafter now.
+    """
+
+    def __init__(
+        self, config: Config, engine: LearningEngine, model: ModelConfig, acceptances: Acceptances
+    ):
+        self.engine, self.acceptances = engine, acceptances
+        self.depth = max((arm.depth for arm in engine.arms), default=1)
+        self.rollout_seconds = 0.0
+        self.recipe = idle_recipe(config, model, engine.learned, None)
+        engine.programs.kinds[MicroStep] = self.micro_step
+
+    def parts(self, start: SimulatedDrafter, is_idle_used: bool) -> LearningParts:
+        """What DrafterLearning decides about; `start`: a drafter before its first update."""
+        groups = len(self.engine.groups)
+        relative = (
+            1.4 + 0.4 * self.recipe.objective.compile_steps
+        )  # as drafter.micro_step.MicroStep
+        return LearningParts(
+            self.recipe,
+            SimulatedCopies(groups),
+            {group: SimulatedWindows() for group in range(groups)},
+            lambda group, rows, tokens: MicroStep(group, rows * tokens, relative),
+            lambda answers: start,
+            self.engine.clock,
+            is_idle_used,
+        )
+
+    def levels(self, drafter: SimulatedDrafter) -> list[float]:
+        """Acceptance at every depth, given the depths before."""
+        return list(self.acceptances.learned.levels(drafter.learned, self.depth))
+
+    def micro_step(
+        self,
+        program: MicroStep,
+        copy: SimulatedDrafter | Piece,
+        policy: Any,
+        batch: Any,
+        learns: Any,
+    ) -> tuple[Piece, dict[str, Any]]:
+        """Dispatches a micro-step or, while the rollout goes on, several together: as IdleTraining runs its programs."""
+        before, programs, clock = settled(copy), self.engine.programs, self.engine.clock
+        each = programs.seconds(program, 0, clock.now(), 0.0)
+        count = 1
+        if learns and not self.engine.is_over and program in programs.ran:
+            count = max(int(TOGETHER * self.rollout_seconds / each), 1)
+        marker = programs.dispatched_at(program.group, count * each)
+        start = marker.at - count * each
+        piece = Piece(
+            before, marker, start, each, count, program.tokens, bool(learns),
+            lambda: self.engine.is_over, partial(programs.ends_early, program.group),
+        )  # fmt: skip
+        if count > 1:  # its seconds say nothing about those of a micro-step
+            programs.ran.discard(program)
+        levels = {
+            f"acceptance@{depth}": level for depth, level in enumerate(self.levels(before), 1)
+        }
+        return piece, {"loss": piece, "tokens": Tokens(piece), **levels}
+
+    def teach(self, lesson: Lesson, tokens: float, count: int, groups: int) -> None:
+        """A Lesson in virtual time: `tokens` answer tokens in `count` accumulation steps, over all data groups."""
+        chosen = lesson.choose(count)
+        each = tokens / count
+        with lesson.timed():
+            seconds = len(chosen) * self.engine.programs.table.seconds(
+                "drafter_update", each / groups
+            )
+            self.engine.clock.sleep(seconds)
+        learned = each * len(chosen)
+        counts = {"update_steps": float(len(chosen)), "update_tokens": learned}
+        metrics = {f"drafter/{name}": value for name, value in counts.items()}
+        depths = self.levels(lesson.drafter) if chosen else []
+        lesson.drafter = lesson.drafter.after(len(chosen), learned)
+        lesson.learned, lesson.seconds = Learned(metrics, depths), seconds
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a piece, known once it is done."""
+
+    piece: Piece
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.piece.steps * self.piece.tokens, dtype)

@@ -1,0 +1,163 @@
+"""Lengths of simulated answers: recorded in a run's folder, or log-normal; knows no scheduler. No JAX.
+
+Presets state what is published of the jobs that they are named after, and what is assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tlt_jax.config.outputs import RESOLVED
+from tlt_jax.config.yaml_text import read_yaml
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.metrics.run import open_run
+
+
+class Drawn(NamedTuple):
+    """Tokens of the prompts [P] and of their answers [P, R], EOS included; longer than the limit: the answer is cut."""
+
+    prompts: np.ndarray
+    answers: np.ndarray
+
+
+class Lengths(Protocol):
+    """Lengths of every step; `describe` says where they come from."""
+
+    def draw(self, step: int, prompts: int, samples: int, seed: int) -> Drawn: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Log-normal lengths with this median and standard deviation of their logs.
+
+    `alike`: the share of that variance that the answers of a prompt have in common. `drift`: factor of the median from
+    step to step. `prompt`: tokens of a prompt. `source`: what is published, and what is assumed.
+    """
+
+    median: float
+    sigma: float
+    alike: float = 0.5
+    drift: float = 1.0
+    prompt: int = 256
+    source: str = ""
+
+    def draw(self, step: int, prompts: int, samples: int, seed: int) -> Drawn:
+        random = np.random.default_rng([seed, step])
+        shared = random.standard_normal((prompts, 1)) * math.sqrt(self.alike)
+        own = random.standard_normal((prompts, samples)) * math.sqrt(1 - self.alike)
+        tokens = self.median * self.drift**step * np.exp(self.sigma * (shared + own))
+        answers = np.clip(tokens, 1, 1 << 30).astype(np.int64)
+        return Drawn(np.full(prompts, self.prompt), answers)
+
+    def describe(self) -> str:
+        return (
+            f"log-normal, median {self.median:g}, sigma {self.sigma:g}"
+            f"{f', drift {self.drift:g} a step' if self.drift != 1 else ''}"
+            f"{f' ({self.source})' if self.source else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The answers of a run, step by step; after its last step they begin again. A cut answer stays cut."""
+
+    steps: tuple[Drawn, ...]
+    folder: str
+
+    def draw(self, step: int, prompts: int, samples: int, seed: int) -> Drawn:
+        """The recorded answers; of other numbers of prompts and samples, drawn from the step's with replacement."""
+        found = self.steps[step % len(self.steps)]
+        if found.answers.shape == (prompts, samples):
+            return found
+        random = np.random.default_rng([seed, step])
+        chosen = random.integers(0, len(found.answers), prompts)
+        sampled = random.integers(0, found.answers.shape[1], (prompts, samples))
+        return Drawn(found.prompts[chosen], found.answers[chosen[:, None], sampled])
+
+    def describe(self) -> str:
+        return f"recorded in {len(self.steps)} steps of {self.folder}"
+
+
+# arXiv 2511.16665 states the limits; neither medians nor spreads are published.
+PAPER = "the limit is the paper's (arXiv 2511.16665); median and spread are assumptions"
+PRESETS: Mapping[str, LogNormal] = {
+    # A trace of ByteDance: the longest answer reaches the limit of 20,480 at almost every step, the upper quartile is far
+    # below. With these numbers the upper quartile is 4,500 and 2 % of the answers are cut.
+    "bytedance_32b": LogNormal(2300, 1.0, source=f"{PAPER}; limit 20,480"),
+    "paper_7b": LogNormal(2300, 1.0, source=f"{PAPER}; limit 32,768"),
+    "paper_32b": LogNormal(2300, 1.0, source=f"{PAPER}; limit 32,768"),
+}
+
+
+def of(text: str, limit: int) -> Lengths:
+    """The lengths of --lengths: a run's folder, a YAML file with the fields of LogNormal, or a preset.
+
+    "": log-normal, with 2 % of the answers beyond the `limit`. Raises ConfigError or DataError.
+    """
+    if not text:
+        return LogNormal(limit / math.exp(2.054), 1.0, source="an assumption: 2 % are cut")
+    path = Path(text)
+    if (path / RESOLVED).is_file():
+        return recorded(path)
+    if path.is_file():
+        return parametric(path)
+    if text not in PRESETS:
+        raise ConfigError(
+            f"--lengths {text}: no run folder, file or preset: presets are {', '.join(PRESETS)}"
+        )
+    return PRESETS[text]
+
+
+def parametric(path: Path) -> LogNormal:
+    """The log-normal lengths of a YAML file. Raises DataError for an unknown field or a value that is no number."""
+    found, known = read_yaml(path), {one.name for one in fields(LogNormal)}
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise DataError(
+            f"{path}: unknown field {unknown[0]!r}: the fields are {', '.join(sorted(known))}"
+        )
+    for name in ("median", "sigma"):
+        if name not in found:
+            raise DataError(f"{path}: {name} is missing: give it")
+    for name, value in found.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name != "source" and not (is_number and math.isfinite(value) and value >= 0):
+            raise DataError(f"{path}: {name} {value!r}: give a number, 0 or more")
+    if found.get("alike", 0.5) > 1:
+        raise DataError(f"{path}: alike {found['alike']}: give a share, from 0 to 1")
+    lengths = LogNormal(**found)
+    return replace(lengths, prompt=int(lengths.prompt))
+
+
+def recorded(folder: Path) -> Recorded:
+    """The lengths of a run's answers. Raises ConfigError for a run without answers."""
+    run, steps = open_run(folder), []
+    if not run.steps:
+        raise ConfigError(f"{folder} has no answers yet: no step is done")
+    means = run.metrics.get("prompt_length/mean")
+    known = dict(zip(*means, strict=True)) if means else {}
+    for step in range(1, run.steps + 1):
+        try:
+            answers = run.completions(step)
+        except ConfigError:
+            continue  # a step whose answers were not kept
+        tokens = tokens_of(answers)
+        prompt = round(known.get(step, 256))
+        steps.append(Drawn(np.full(len(tokens), prompt), tokens))
+    return Recorded(tuple(steps), str(folder))
+
+
+def tokens_of(answers: Sequence[Mapping]) -> np.ndarray:
+    """Tokens [P, R] of a step's answers, in the order of their uids; one more for an answer that was cut."""
+    ordered = sorted(answers, key=lambda one: one["uid"])
+    tokens = np.array([one["length"] + (one["finish"] == "length") for one in ordered])
+    groups = len({one["group"] for one in ordered})
+    return tokens.reshape(groups, -1)

@@ -1,0 +1,200 @@
+"""The cost table of a real run, from what its folder keeps: chunks, scalars, log and timelines. Imports no JAX."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt_jax.config import Config, load as loading
+from tlt_jax.config.outputs import LOG, RESOLVED
+from tlt_jax.config.schema import ADAPTIVE, NGRAM
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.metrics import timeline
+from tlt_jax.metrics.run import Run, open_run
+from tlt_jax.simulate.cost_table import CPU, DRAFTERS, MEASURED, Row, normal
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+
+LEAST_ROUNDS = 4  # of a chunk whose seconds count
+LEAST_GAP = 2e-4  # seconds between two programs above which the device was idle
+COMPILED = re.compile(r"compiled chunk of \d+ rounds, (\S+), of .* in ([\d.]+) s:")
+# Programs with the scalar of their seconds, without those of compiling in the same part.
+CALLS = {
+    "publish": "update_weights", "reward": "reward", "save": "save_checkpoint", "update": "update",
+    "drafter_update": "drafter",
+}  # fmt: skip
+TOKENS = {"update": "perf/total_num_tokens", "drafter_update": "drafter/update_tokens"}
+
+
+class Cell(NamedTuple):
+    """What the seconds of a round depend on."""
+
+    rows: int
+    slots: int
+    strategy: Strategy
+
+
+def of_run(folder: Path) -> tuple[list[Row], dict[str, str]]:
+    """The rows of a run, and the facts of the table's head.
+
+    Raises ConfigError for a run without chunks or steps.
+    """
+    run, config = open_run(folder), loading.read_resolved(folder / RESOLVED)
+    rows = [
+        *rounds(folder, config),
+        *calls(run, config),
+        *hosts(run, folder),
+        *micro_steps(run, folder),
+        *compilations(folder),
+    ]
+    device = {"device": CPU} if config.mesh.fake_devices else {}
+    facts = device | {
+        "policy": config.model.path or "a new one", "devices": str(config.mesh.model),
+        "measured": f"{folder.name}, {run.steps} steps",
+        "made by": "python -m tlt_jax.simulate --record",
+    }  # fmt: skip
+    return rows, facts
+
+
+def rounds(folder: Path, config: Config) -> Iterator[Row]:
+    """The median seconds of a round of every shape and strategy, of chunks that were timed."""
+    found: dict[Cell, list[float]] = defaultdict(list)
+    for path in sorted(folder.glob("speculation/*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            one = chunk(path, number, line)
+            if one["is_timed"] and one["rounds"] >= LEAST_ROUNDS:
+                cell = Cell(one["batch"], one["slots"], strategies.parse(one["strategy"]))
+                found[cell].append(one["seconds"] / one["rounds"])
+    if not any(cell.strategy == PLAIN for cell in found):
+        raise ConfigError(
+            f"{folder} kept no plain chunks to measure: record a run with --speculation.drafter ngram or adaptive"
+        )
+    for cell in sorted(found, key=lambda one: (one.rows, one.slots, strategies.name(one.strategy))):
+        seconds, note = found[cell], f"median of {len(found[cell])} chunks"
+        bare = Strategy(cell.strategy.depth, cell.strategy.topk, cell.strategy.nodes)
+        drafter = drafter_of(cell.strategy, config)
+        yield Row(
+            "round", float(np.median(seconds)), MEASURED, cell.rows, cell.slots, 0.0, bare, drafter, note=note
+        )  # fmt: skip
+
+
+def chunk(path: Path, number: int, line: str) -> Mapping:
+    """A line of a speculation file. Raises DataError, with the line, when it is none."""
+    try:
+        found = json.loads(line)
+        return {name: found[name] for name in ("batch", "slots", "strategy", "rounds", "seconds", "is_timed")}  # fmt: skip
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}, line {number}: no chunk of this version: {error}") from error
+
+
+def drafter_of(strategy: Strategy, config: Config) -> str:
+    """The kind of drafter by which a chunk drafted, "" for a plain one."""
+    if strategy == PLAIN:
+        return ""
+    if normal(strategy).drafter == NGRAM or config.speculation.drafter == NGRAM:
+        return NGRAM
+    kind = config.drafter_training.kind if config.speculation.drafter == ADAPTIVE else "eagle3"
+    return kind if kind in DRAFTERS else "eagle3"
+
+
+def calls(run: Run, config: Config) -> Iterator[Row]:
+    """The median seconds of the other parts of a step; of updates also of their tokens on a data group."""
+    steps = run.metrics.get("timing_s/step")
+    if steps is None:
+        raise ConfigError(f"{run.folder} has no complete step yet: nothing to measure")
+    for program, part in CALLS.items():
+        seconds = by_step(run, f"timing_s/{part}")
+        compiling = by_step(run, f"perf/compile_s/{part}")
+        tokens = by_step(run, TOKENS[program]) if program in TOKENS else {}
+        known = [
+            (seconds[step] - compiling.get(step, 0.0), tokens.get(step, 0.0))
+            for step in seconds
+            if not compiling.get(step) and (program not in TOKENS or tokens.get(step))
+        ]
+        known = [one for one in known if one[0] > 0]
+        if known:
+            taken, count = np.median(np.array(known), axis=0)
+            note = f"median of {len(known)} steps"
+            yield Row(
+                program, float(taken), MEASURED, tokens=float(count) / config.mesh.data, note=note
+            )
+    rest = [by_step(run, f"timing_s/{part}") for part in ("metrics", "other")]
+    other = [sum(part.get(step, 0.0) for part in rest) for step in steps.steps.tolist()]
+    if np.median(other) > 0:
+        yield Row("other", float(np.median(other)), MEASURED, note="metrics and the rest of a step")
+
+
+def by_step(run: Run, name: str) -> dict[int, float]:
+    """A metric by step; empty when the run has none."""
+    found = run.metrics.get(name)
+    return (
+        {} if found is None else dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+    )
+
+
+def spans_of(path: Path) -> tuple[dict[int, list[tuple[float, float, str]]], float]:
+    """(start, end, kind) of the spans of each data group in a timeline, in order, and when the rollout began; seconds."""
+    groups: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    began = 0.0
+    for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == timeline.ROLLOUT:
+            start = event["ts"] / 1e6
+            groups[event["tid"]].append((start, start + event["dur"] / 1e6, event["name"]))
+        elif event["ph"] == "X" and event["name"] == "rollout":
+            began = event["ts"] / 1e6
+    return {group: sorted(spans) for group, spans in groups.items()}, began
+
+
+def hosts(run: Run, folder: Path) -> Iterator[Row]:
+    """What the host takes before a rollout's first program, and before one on an idle device: of steps that compile nothing."""
+    compiles, begins, gaps = by_step(run, "perf/compiles"), [], []
+    for path in sorted(folder.glob("timeline/*.json")):
+        if compiles.get(int(path.stem), 0.0):
+            continue
+        groups, began = spans_of(path)
+        begins += [min(spans[0][0] for spans in groups.values()) - began] if groups else []
+        for spans in groups.values():
+            decoding = [span for span in spans if span[2] in timeline.DECODING]
+            apart = [after[0] - before[1] for before, after in pairwise(decoding)]
+            gaps += [gap for gap in apart if gap > LEAST_GAP]
+    for program, found in (("begin", begins), ("host", gaps)):
+        if found and np.median(found) > 0:
+            note = f"median of {len(found)}"
+            yield Row(program, float(np.median(found)), MEASURED, note=note)
+
+
+def micro_steps(run: Run, folder: Path) -> Iterator[Row]:
+    """Micro-steps of idle drafter training: the median span of the timelines, and the tokens of one."""
+    taken = [
+        end - start
+        for path in folder.glob("timeline/*.json")
+        for spans in spans_of(path)[0].values()
+        for start, end, kind in spans
+        if kind == "train"
+    ]
+    tokens, steps = by_step(run, "drafter/tokens"), by_step(run, "drafter/steps")
+    each = [tokens[step] / steps[step] for step in steps if steps[step] and tokens.get(step)]
+    if taken and each:
+        note = f"median of {len(taken)} spans"
+        seconds, count = float(np.median(taken)), float(np.median(each))
+        yield Row("micro_step", seconds, MEASURED, tokens=count, note=note)
+
+
+def compilations(folder: Path) -> Iterator[Row]:
+    """The median seconds of compiling a chunk of each strategy, as the log has them."""
+    path, found = folder / LOG, defaultdict(list)
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := COMPILED.search(line):
+            found[strategies.parse(match[1])].append(float(match[2]))
+    for strategy, seconds in found.items():
+        bare = Strategy(strategy.depth, strategy.topk, strategy.nodes)
+        yield Row("compile", float(np.median(seconds)), MEASURED, strategy=bare, note=f"of {len(seconds)} chunks")  # fmt: skip

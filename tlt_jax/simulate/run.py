@@ -1,0 +1,314 @@
+"""A run of many RL steps in virtual time: the product's decisions on a cost table, for every way of drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+from tlt_jax.config import Config, parse
+from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE
+from tlt_jax.data import packing
+from tlt_jax.drafter.investment import Investment
+from tlt_jax.errors import ConfigError
+from tlt_jax.models import from_config, hf
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.rollout.recorder import RolloutResult, Span
+from tlt_jax.simulate import simulator
+from tlt_jax.simulate.acceptance import Acceptances
+from tlt_jax.simulate.cost_table import CPU, CostTable
+from tlt_jax.simulate.engine import SimulatedEngine
+from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
+from tlt_jax.simulate.lengths import Lengths
+from tlt_jax.simulate.programs import TabledPrograms
+from tlt_jax.simulate.simulator import VirtualClock
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.train import adaptive
+from tlt_jax.train.drafter_learning import DrafterLearning, Taught
+from tlt_jax.train.run_state import RunState
+
+FROZEN = "frozen"  # stands for the directory of a drafter that is not trained
+# A chunk decodes at least the longest answer over this many rounds: a chunk of the same rows and strategy costs the same in one
+# piece, and ends as before when rows fit a smaller batch.
+CHUNKS = 16
+# Sizes that stand for a policy whose files are not here: only the kind of drafter matters then.
+STAND_IN = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 1 << 20}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way of drafting: speculation.drafter, whether idle groups train the drafter, and whether updates do."""
+
+    drafter: str
+    idle: bool = False
+    update: bool = False
+
+
+ARMS = {
+    "plain": Arm(NONE),
+    "ngram": Arm(NGRAM),
+    "frozen": Arm(FROZEN),
+    "adaptive": Arm(ADAPTIVE, idle=True, update=True),
+    "idle": Arm(ADAPTIVE, idle=True),
+    "update": Arm(ADAPTIVE, update=True),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """What a simulated run needs besides its configuration. `steps` of the run, `groups` data groups.
+
+    Without `compiles` every program is there from the start.
+    """
+
+    table: CostTable
+    lengths: Lengths
+    acceptances: Acceptances
+    steps: int
+    groups: int
+    compiles: bool = True
+
+
+@dataclass
+class Step:
+    """Seconds of a step by part, and what its rollout was like. `bubble`: idle share of the groups' time in the rollout.
+
+    `strategies`: seconds of decoding by drafter. `error`: mean standard error of the log seconds of a round, over the
+    shapes that were decoded. `spans`: the timeline of the rollout.
+    """
+
+    seconds: dict[str, float]
+    tokens: int
+    bubble: float
+    compiling: float
+    accept_length: float
+    learned: float
+    strategies: dict[str, float]
+    error: float
+    spans: list[Span] = field(default_factory=list, repr=False)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
+
+
+def configured(config: Config, arm: Arm, groups: int) -> Config:
+    """The configuration of an arm on this many data groups."""
+    speculation = replace(config.speculation, drafter=arm.drafter)
+    if arm.drafter != ADAPTIVE:  # its strategies name no drafter
+        trees = [one.rpartition(":")[2] for one in config.speculation.strategies]
+        speculation = replace(speculation, strategies=list(dict.fromkeys(trees)))
+    share = config.drafter_training.share if arm.update else 0
+    if arm.update and not share:
+        share = "auto"
+    start = FROZEN if config.drafter_training.start else ""
+    return replace(
+        config,
+        speculation=speculation,
+        mesh=replace(config.mesh, data=groups),
+        drafter_training=replace(config.drafter_training, share=share, start=start),
+    )
+
+
+def model_of(config: Config) -> ModelConfig | None:
+    """The policy's sizes, of model.init or of a local directory; None when its files are not here."""
+    if "vocab_size" in config.model.init:
+        return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
+    try:
+        is_here = Path(parse.expand(config.model.path, "model.path") or "-").is_dir()
+    except ConfigError:  # names a variable that is not set
+        return None
+    return from_config.model_config(config, None) if is_here else None
+
+
+def drafter_of(config: Config, model: ModelConfig | None) -> DrafterConfig:
+    """The drafter of `drafter_training` for this policy, or for one that stands for it."""
+    model = model or hf.new_config(STAND_IN, 512, ())
+    return from_config.new_drafter_config(config, model)
+
+
+def chunk_of(config: Config) -> int:
+    """Most rounds of a simulated chunk."""
+    return max(config.rollout.chunk, config.rollout.max_new_tokens // CHUNKS)
+
+
+class SimulatedRun:
+    """The RL steps of one arm in virtual time, in the order of train.trainer.Trainer.step."""
+
+    def __init__(self, config: Config, arm: Arm, world: World):
+        self.config = config = configured(config, arm, world.groups)
+        self.world, self.arm = world, arm
+        self.clock, self.answers = VirtualClock(), {}
+        self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
+        model = model_of(config) or hf.new_config(STAND_IN, 512, ())
+        learned = drafter_of(config, model) if arm.drafter in (ADAPTIVE, FROZEN) else None
+        is_cpu = world.table.facts.get("device") == CPU
+        self.engine = SimulatedEngine(config, learned, world.groups, is_cpu, self.programs)
+        begins = bool(config.drafter_training.start) or arm.drafter == FROZEN
+        start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
+        self.learning = self.knowledge = None
+        if arm.drafter == ADAPTIVE:
+            self.knowledge = DrafterWorld(config, self.engine, model, world.acceptances)
+            parts = self.knowledge.parts(start, arm.idle)
+            self.learning = DrafterLearning(config, self.engine, world.steps, parts)
+        self.state = RunState(
+            0, SimpleNamespace(params=None), start if begins else None, self.engine.tuner.init(), Investment()
+        )  # fmt: skip
+        if self.learning:
+            self.learning.resume(self.state)
+        self.seconds: dict[str, float] = {}
+
+    def programs(self, drafters: list[str]) -> TabledPrograms:
+        """The programs of the engine, which draft as well as the current drafter can."""
+        return TabledPrograms(
+            self.world.table,
+            lambda strategy: self.world.acceptances.trees(strategy, self.drafter.learned),
+            lambda key: self.answers[int(key[1])],
+            self.clock,
+            drafters,
+            not self.world.compiles,
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A context whose virtual seconds count for this part of the step."""
+        began = self.clock.now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.clock.now() - began
+
+    def spend(self, name: str, tokens: float = 0.0) -> None:
+        """A part of the step that takes the table's seconds."""
+        with self.phase(name):
+            self.clock.sleep(self.world.table.seconds(name, tokens))
+
+    def step(self) -> Step:
+        """One RL step."""
+        self.seconds = {}
+        self.publish()
+        result, tuner = self.roll_out()
+        self.spend("reward")
+        taught = self.teach(result, tuner)
+        answers = result.stats["tokens"]
+        prompts = sum(len(prompt) for prompt in self.prompts) * self.config.rollout.samples
+        self.learn(taught, answers, prompts)
+        self.save()
+        self.spend("other")
+        tuner = self.after_update(taught, tuner)
+        self.state = self.next_state(taught, tuner, result)
+        return self.report(result)
+
+    def publish(self) -> None:
+        """The rollout's copy of policy and drafter."""
+        if self.learning:
+            self.learning.before_publish()
+        self.drafter = self.state.drafter or self.drafter
+        self.spend("publish")
+
+    def roll_out(self) -> tuple[RolloutResult, dict]:
+        """The rollout of the step, in which idle groups train the drafter."""
+        rollout, step = self.config.rollout, self.state.step
+        drawn = self.world.lengths.draw(
+            step, rollout.prompts, rollout.samples, self.config.train.seed
+        )
+        self.answers = dict(enumerate(drawn.answers.ravel().tolist()))
+        most = max(self.config.data.max_prompt_tokens, 2)
+        request = simulator.request(
+            [min(max(int(tokens), 2), most) for tokens in drawn.prompts],
+            rollout.samples,
+            rollout.max_new_tokens,
+            seed=step,
+            capacity=self.engine.capacity,
+            rounds=chunk_of(self.config),
+            rollouts_left=self.world.steps - step - 1,
+        )
+        self.prompts = request.prompts
+        weights = dict.fromkeys(range(self.world.groups), SimpleNamespace(target=None, drafter=()))
+        with self.phase("rollout"):
+            self.clock.sleep(self.world.table.seconds("begin"))
+            background = {}
+            if self.learning:
+                self.knowledge.rollout_seconds = self.learning.idle.seconds
+                background = self.learning.begin_rollout(request, weights, self.state)
+            self.waited = len(self.engine.programs.waited)
+            return self.engine.run(request, weights, self.state.tuner, **background)
+
+    def teach(self, result: RolloutResult, tuner: dict) -> Taught:
+        """As Trainer.teach_drafter."""
+        if not self.learning:
+            return Taught(self.state.drafter, self.state.investment)
+        return self.learning.after_rollout(
+            self.state, self.state.policy, tuner, result, partial(self.phase, "drafter")
+        )
+
+    def learn(self, taught: Taught, answers: int, prompts: int) -> None:
+        """The update of the policy, which may begin with a lesson of the drafter."""
+        tokens, groups = answers + prompts, self.world.groups
+        if taught.lesson:
+            rows = packing.rows(self.config) * packing.row_tokens(self.config)
+            count = max(-(-tokens // rows), 1)
+            self.knowledge.teach(taught.lesson, answers, count, groups)
+        self.spend("update", tokens / groups)
+
+    def save(self) -> None:
+        """A checkpoint, when one is due."""
+        every = self.config.checkpoint.every
+        if every and (self.state.step + 1) % every == 0:
+            self.spend("save")
+
+    def after_update(self, taught: Taught, tuner: dict) -> dict:
+        """As Trainer.update_tuner."""
+        if self.learning:
+            return self.learning.after_update(taught, tuner)[0]
+        return self.engine.tuner.update_prior(tuner)
+
+    def next_state(self, taught: Taught, tuner: dict, result: RolloutResult) -> RunState:
+        """The state after the step: the policy has moved, and the drafter has forgotten a share of what it learned."""
+        compiling = self.compiling(result)
+        seconds = sum(self.seconds.values()) - compiling - self.seconds.get("drafter", 0.0)
+        forget = self.world.acceptances.learned.forget
+        drafter = taught.drafter and taught.drafter.forgot(forget)
+        if self.arm.drafter == FROZEN:
+            drafter = self.state.drafter.forgot(forget)
+        return RunState(
+            self.state.step + 1, self.state.policy, drafter, tuner, taught.investment.after_step(seconds)
+        )  # fmt: skip
+
+    def compiling(self, result: RolloutResult) -> float:
+        """Seconds in which the rollout waited for compilations."""
+        return sum(end - start for start, end in result.compile_waits.get(0, ()))
+
+    def report(self, result: RolloutResult) -> Step:
+        """The step that has just been done."""
+        groups = adaptive.decoding_seconds(result, self.world.groups, "train")
+        idle, whole = sum(one.idle for one in groups), len(groups) * result.stats["seconds"]
+        rounds, error = {}, 0.0
+        for one in result.measurements:
+            error += one.seconds * self.world.table.shape(one.batch, one.strategy)[2]
+            kind = (
+                "off" if one.strategy == PLAIN else one.strategy.drafter or self.engine.drafter_kind
+            )
+            rounds[kind] = rounds.get(kind, 0.0) + one.seconds
+        learned = self.drafter.learned
+        return Step(
+            dict(self.seconds), result.stats["tokens"], idle / whole if whole else 0.0, self.compiling(result),
+            result.stats["accept_length"], learned, rounds, error / max(sum(rounds.values()), 1e-9), result.spans,
+        )  # fmt: skip
+
+
+def simulate(
+    config: Config, name: str, *, world: World, told: Callable[[int], None] = lambda step: None
+) -> list[Step]:
+    """The steps of an arm of ARMS; `told(step)` after each. Only the last step keeps its spans."""
+    run, steps = SimulatedRun(config, ARMS[name], world), []
+    for number in range(world.steps):
+        if steps:
+            steps[-1].spans = []
+        steps.append(run.step())
+        told(number + 1)
+    return steps
