@@ -21,6 +21,12 @@ LAUNCH = Path(__file__).parents[1] / "launch"
 ARGS = ["--config", "x.yaml", "--data.prompt_suffix", "two words; `a` $b"]
 
 
+def heed_signals() -> None:
+    """In a child before it starts: nohup and a shell's background jobs let it inherit that SIGHUP and SIGINT are ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def dry(script: str, *arguments: str) -> list[str]:
     """The lines that a dry run prints."""
     environment = os.environ | {"DRY_RUN": "1", "PYTHON": sys.executable}
@@ -65,7 +71,7 @@ def test_a_signal_to_the_local_launcher_reaches_all_processes_and_their_code_is_
     python.chmod(0o755)
     with subprocess.Popen(
         [LAUNCH / "local.sh", "2", *ARGS], env=os.environ | {"PYTHON": str(python)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed_signals,
     ) as job:  # fmt: skip
         lines = [job.stdout.readline() for _ in range(2)]
         job.send_signal(number)
@@ -105,7 +111,7 @@ def test_a_signal_at_any_moment_from_the_start_leaves_no_process(tmp_path, numbe
         job = subprocess.Popen(
             [LAUNCH / "local.sh", "4", *ARGS],
             env=os.environ | {"PYTHON": str(python), "GRACE_S": "5", **dict([mark.split("=")])},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_signals,
         )  # fmt: skip
         time.sleep(pause)
         job.send_signal(number)
