@@ -19,6 +19,7 @@ from tlt_jax.drafter import (
     batch as drafter_batch,
     eagle_loss,
     recipe as drafter_recipe,
+    step_training,
     update as drafter_update,
 )
 from tlt_jax.drafter.batch import Batch
@@ -454,3 +455,23 @@ def test_recipe_holds_the_numbers_of_the_configuration():
         == 5
     )
     assert hash(recipe) == hash(replace(recipe))
+
+
+def test_on_a_cpu_a_batch_is_learned_before_the_next_one_is_dispatched(monkeypatch):
+    """Collectives of two batches may wait for each other's threads on fake devices."""
+    done, recipe = [], recipe_of(data=2)
+
+    def learned(state, policy, batch):
+        done.append(f"learn {batch.tokens[0]}")
+        return state, {"loss": float(batch.tokens[0]), "tokens": 1.0, "nonfinite": 0.0}
+
+    monkeypatch.setattr(
+        step_training.update, "observation", lambda recipe: lambda policy, batch: batch
+    )
+    monkeypatch.setattr(step_training.update, "program", lambda recipe: learned)
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda found: done.append(f"wait {found['loss']:g}")
+    )
+    batches = [Batch(np.array([number]), None, None, None) for number in range(3)]
+    step_training.learn(None, None, batches, recipe, 0)
+    assert done == [f"{what} {number}" for number in range(3) for what in ("learn", "wait")]
