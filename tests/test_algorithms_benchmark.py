@@ -15,6 +15,7 @@ from benchmarks.whole_runs.runs import Run
 from tlt_jax.config import load as configuration
 from tlt_jax.config.validate import validate_rl
 
+ROOT = Path(__file__).parents[1]
 # Held-out accuracies by hand: GRPO's mean is 0.6, its standard deviation 0.1.
 ENDS = {"grpo": (0.5, 0.6, 0.7), "rloo": (0.5, 0.5, 0.51), "dr_grpo": (0.4, 0.5, 0.59)}
 
@@ -153,6 +154,16 @@ def test_an_arm_that_is_not_there_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         algorithms.main(words(tmp_path, "--arms", "grpo,ppo"))
     assert "ppo: there are grpo, dr_grpo" in capsys.readouterr().err
+
+
+def test_the_picture_of_the_page_is_drawn_from_the_newest_rows():
+    found = algorithms.summaries(
+        algorithms.rows_of(ROOT / "benchmarks" / "results" / "algorithms.csv")
+    )
+    assert {one.arm for one in found} == {*algorithms.ARMS}
+    assert all(len(one.accuracies) == 3 for one in found)
+    drawn = Image.open(ROOT / "docs" / "algorithms_quickstart.png")
+    assert drawn.text["Description"] == algorithms_picture.caption(found)
 
 
 def test_the_picture_says_what_the_rows_say(rows, tmp_path):
