@@ -169,7 +169,9 @@ def alone(tmp_path_factory):
         return model, use(engine)
 
 
-@pytest.mark.parametrize("joins", ["itself", "by open_engine"])
+@pytest.mark.parametrize(
+    "joins", [pytest.param("itself", marks=pytest.mark.matrix), "by open_engine"]
+)
 def test_several_processes_get_all_answers_and_those_of_one(alone, joins):
     model, expected = alone
     devices = {"mesh.data": 2, "mesh.fake_devices": 0 if joins == "itself" else 2}
