@@ -167,7 +167,9 @@ def tokenizer(config: Config) -> Any:
 
     path = adapter_files.tokenizer_source(parse.expand(source, knob))
     if not Path(path).exists() and not parse.HUB_ID.fullmatch(path):
-        raise DataError(f"{knob} {source!r} is neither a directory nor a hub id (owner/name)")
+        raise DataError(
+            f"{knob} {source!r} is neither a directory nor a hub id (owner/name): correct it"
+        )
 
     from transformers import AutoTokenizer
 

@@ -111,7 +111,9 @@ def resolve(path: str | Path) -> Path:
     if Path(path).is_dir():
         return Path(path)
     if not HUB_ID.fullmatch(str(path)):
-        raise ModelError(f"model {str(path)!r} is neither a directory nor a hub id (owner/name)")
+        raise ModelError(
+            f"model {str(path)!r} is neither a directory nor a hub id (owner/name): correct it"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
