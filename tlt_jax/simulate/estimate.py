@@ -1,6 +1,8 @@
 """Seconds of programs on devices that are not here: bytes over bandwidth, FLOP over peak, kernels times a latency.
 
-One factor, fitted on a measured table, scales rounds, and one scales updates. Everything here is an estimate.
+The three are added: kernels of a round run one after the other, and those that move bytes do not compute. Bandwidth and
+peak are the shares of the published ones that an H200 reached in a copy and in a product. One factor, fitted on a measured
+table, scales rounds, and one scales updates. Everything here is an estimate.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ BYTES = 2  # of a bfloat16 number
 # Kernels of a round: of a layer of the policy and of the rest (noise, filter, choice, verification), of a draft level; and the
 # seconds of one. The counts are those of 7B programs that `tlt_jax.plan --topology h200:1` compiles.
 LAYER_KERNELS, ROUND_KERNELS, LEVEL_KERNELS, KERNEL_S = 19, 40, 30, 1.5e-6
+# Shares of the published bandwidth and FLOP/s that an H200 reached on 2026-11-26: a copy on the device 4.3 of 4.8 TB/s, a
+# product of 8192 x 8192 matrices 791 of 989 TFLOP/s (benchmarks/results/accelerator.csv has the product).
+COPIED, MULTIPLIED = 4.3 / 4.8, 791 / 989
 UPDATE_FLOPS = 6  # for a weight and token: forward 2, backward 4
 SIZES = ("read", "layers", "cached", "level", "width")
 ERROR = 0.15  # standard error of the log seconds of an estimated round, beside that of the factor
@@ -41,11 +46,18 @@ class Device(NamedTuple):
     link: float
 
 
-# GPUs: NVIDIA's data sheets (NVLink in one direction); TPUs: Google's pages of each version (links in one direction).
+# GPUs: NVIDIA's data sheets (NVLink, or PCIe of a GeForce, in one direction; of a GB200 the half that is one GPU; an H20 as
+# resellers list it); TPUs: Google's pages of each version (links in one direction).
 DEVICES = {
     "h100": Device(GPUS["h100"].bandwidth, 989e12, 450e9),
     "h200": Device(GPUS["h200"].bandwidth, 989e12, 450e9),
+    "h20": Device(4.0e12, 148e12, 450e9),
     "a100": Device(2.0e12, 312e12, 300e9),
+    "b200": Device(8.0e12, 2250e12, 900e9),
+    "gb200": Device(8.0e12, 2500e12, 900e9),
+    "rtx3090": Device(0.936e12, 71e12, 32e9),
+    "rtx4090": Device(1.008e12, 165e12, 32e9),
+    "rtx5090": Device(1.792e12, 209.5e12, 64e9),
     "v5e": Device(TPUS["TPU v5e"], 197e12, 100e9),
     "v5p": Device(TPUS["TPU v5p"], 459e12, 300e9),
     "v6e": Device(TPUS["TPU v6e"], 918e12, 200e9),
@@ -80,7 +92,7 @@ class Sizes:
         read = count(whole) - (0 if model.tied else count(whole.embed))
         block = drafter_network.block_pass(drafter)
         level = count(drafter_network.weights(drafter, 1)) if drafter else 0
-        if drafter and drafter_network.copies_head(drafter):
+        if drafter and drafter_network.reads_policy_head(drafter):
             level += drafter.draft_vocab_size * model.hidden_size
         level //= block[0] if block else 1
         cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -109,25 +121,24 @@ class Estimate:
         levels, nodes = strategy.drafted_levels, strategy.topk
         if levels and sizes.one_pass:
             levels, nodes = sizes.one_pass
-        rows = batch * strategy.nodes
-        moved = BYTES * (sizes.read + batch * held * sizes.cached)
-        flops = 2 * rows * (sizes.read + held * sizes.width)
-        drafting = max(
-            BYTES * sizes.level / device.bandwidth, 2 * batch * nodes * sizes.level / device.flops
-        )
-        busy = max(moved / device.bandwidth, flops / device.flops) + levels * drafting
+        rows, drafted = batch * strategy.nodes, batch * levels * nodes
+        moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
+        flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
+        busy = moved / (COPIED * device.bandwidth) + flops / (MULTIPLIED * device.flops)
         kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
-        return busy / self.devices + kernels * KERNEL_S + self.exchange(rows)
+        return busy / self.devices + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
 
-    def exchange(self, rows: int) -> float:
-        """The sums over the devices of a group: two a layer, of the activations of all nodes."""
+    def exchange(self, rows: int, drafted: int, levels: int) -> float:
+        """The sums over the devices of a group: two a layer of the policy, and of the drafter a level.
+
+        Of the activations of `rows` nodes in each layer, and of all `drafted` ones in `levels` levels.
+        """
         if self.devices == 1:
             return 0.0
-        width = self.sizes.width / (
-            2 * self.sizes.layers
-        )  # query heads x head width: about the model's width
-        moved = 2 * self.sizes.layers * rows * width * BYTES * 2 * (1 - 1 / self.devices)
-        return moved / self.device.link + 2 * self.sizes.layers * 2 * KERNEL_S
+        layers = self.sizes.layers
+        width = self.sizes.width / (2 * layers)  # query heads x head width: about the model's width
+        moved = 2 * (layers * rows + drafted) * width * BYTES * 2 * (1 - 1 / self.devices)
+        return moved / self.device.link + 2 * (layers + levels) * 2 * KERNEL_S
 
     def update_seconds(self, tokens: float, weights: int) -> float:
         """A forward and backward pass through `weights` weights, of a data group's `tokens` tokens."""
