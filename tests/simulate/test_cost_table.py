@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import simulated_costs
+from tlt_jax.distributed.round_counts import RoundCounts
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import drafter_network, hf
 from tlt_jax.simulate import cost_table, estimate
@@ -202,3 +203,38 @@ def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_ove
     bandwidths = DEVICES["h200"].bandwidth / DEVICES["h100"].bandwidth
     assert 1 < slower < bandwidths, "kernels are launched as fast"
     assert {row.source for row in other.rows} == {"estimate"} and np.isfinite(other.spread)
+
+
+def counted(there, strategy, times=1.0, **changes):
+    """What the estimate itself counts of a round of 8 rows in 4,096 slots; `times` the bytes."""
+    sizes, arm = there.sizes, parse(strategy)
+    drafted = 8 * arm.depth * arm.topk
+    moved = 2 * (sizes.read + 8 * 4096 * sizes.cached + arm.depth * sizes.level)
+    flop = 2 * (8 * arm.nodes * (sizes.read + 4096 * sizes.width) + drafted * sizes.level)
+    found = RoundCounts("h100", 1, 8, 4096, strategy, times * moved, flop, there.kernels(arm.depth))
+    return found._replace(**changes)
+
+
+def test_compiled_rounds_replace_what_the_sizes_of_a_policy_say():
+    """Counts as the estimate makes them change nothing; more bytes of a tree change rounds that draft, of any tree."""
+    measured = cost_table.read(SHIPPED)
+    plain, tree, other = PLAIN, Strategy(4, 2, 8, "learned"), Strategy(6, 4, 16, "learned")
+
+    def seconds(*counts):
+        table = estimate.table("h100", 1, MODEL, DRAFTER, measured, counts=counts)
+        return [table.round_seconds(8, 4096, arm, 2048.0) for arm in (plain, tree, other)]
+
+    there = Estimate(Sizes.of(MODEL, DRAFTER), DEVICES["h100"])
+    alone = seconds()
+    same = [
+        counted(there, "off"),
+        counted(there, "learned:4_2_8"),
+        counted(there, "off", kernels=0),
+    ]
+    assert seconds(*same) == pytest.approx(alone)
+    more = np.array(seconds(same[0], counted(there, "learned:4_2_8", 2.0))) / alone
+    assert more[0] == pytest.approx(1) and more[1] == pytest.approx(more[2]) and 1.6 < more[1] < 2
+    with pytest.raises(ConfigError, match="--counts are of 1 x h200 a data group, not of 1 x h100"):
+        seconds(counted(there, "off", device="h200"))
+    with pytest.raises(DataError, match="--counts: strategy '4_2' is not depth_topk_nodes"):
+        seconds(counted(there, "off")._replace(strategy="4_2"))

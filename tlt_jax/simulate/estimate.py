@@ -8,21 +8,22 @@ table, scales rounds, and one scales updates. Everything here is an estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from tlt_jax.distributed.round_counts import RoundCounts
 from tlt_jax.distributed.topology import GPUS
 from tlt_jax.distributed.traffic import TPUS
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
-from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
 from tlt_jax.tuner.cost_model import OnePass
 
 BYTES = 2  # of a bfloat16 number
@@ -118,15 +119,31 @@ class Estimate:
     def round_seconds(self, batch: int, strategy: Strategy, held: float) -> float:
         """A round of `batch` rows that hold `held` tokens on average."""
         sizes, device = self.sizes, self.device
-        levels, nodes = strategy.drafted_levels, strategy.topk
-        if levels and sizes.one_pass:
-            levels, nodes = sizes.one_pass
+        levels, nodes = self.drafted(strategy)
         rows, drafted = batch * strategy.nodes, batch * levels * nodes
         moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
         flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
         busy = moved / (COPIED * device.bandwidth) + flops / (MULTIPLIED * device.flops)
-        kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
+        kernels = self.kernels(levels)
         return busy / self.devices + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
+
+    def drafted(self, strategy: Strategy) -> tuple[int, int]:
+        """Levels that a network drafts in a round, and nodes of a row in each."""
+        levels = strategy.drafted_levels
+        return self.sizes.one_pass if levels and self.sizes.one_pass else (levels, strategy.topk)
+
+    def kernels(self, levels: int) -> int:
+        """Kernels of a round with so many drafted levels."""
+        return LAYER_KERNELS * self.sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
+
+    def compiled_seconds(self, counts: RoundCounts, strategy: Strategy) -> float:
+        """The same of a compiled round of this strategy, which read all slots of its cache."""
+        levels, nodes = self.drafted(strategy)
+        moved = counts.moved / (COPIED * self.device.bandwidth)
+        computed = counts.flop / (MULTIPLIED * self.device.flops)
+        kernels = counts.kernels or self.kernels(levels)
+        rows, drafted = counts.rows * strategy.nodes, counts.rows * levels * nodes
+        return moved + computed + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
 
     def exchange(self, rows: int, drafted: int, levels: int) -> float:
         """The sums over the devices of a group: two a layer of the policy, and of the drafter a level.
@@ -151,11 +168,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EstimatedTable(CostTable):
-    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log."""
+    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log.
+
+    `compiled`: the same from the counts of compiled rounds over the Estimate's, by strategy and rows.
+    """
 
     estimate: Estimate | None = None
     factor: float = 1.0
     spread: float = 0.0
+    compiled: Mapping[tuple[Strategy, int], float] = field(default_factory=dict)
 
     @property
     def reads_held(self) -> bool:
@@ -163,11 +184,29 @@ class EstimatedTable(CostTable):
 
     def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
         """As CostTable.shape; the seconds of a token that a row holds are those near 4,096 tokens."""
+        factor = self.factor * self.over_estimate(batch, normal(strategy))
         fixed, filled = (
-            self.factor * self.estimate.round_seconds(batch, strategy, held)
-            for held in (0.0, 4096.0)
+            factor * self.estimate.round_seconds(batch, strategy, held) for held in (0.0, 4096.0)
         )
         return fixed, (filled - fixed) / 4096, math.hypot(ERROR, self.spread)
+
+    def over_estimate(self, batch: int, strategy: Strategy) -> float:
+        """What a compiled round takes over its estimate: of this strategy, or else of one that drafts as well; 1 without one.
+
+        Of several that with the nearest number of rows.
+        """
+        for is_alike in (
+            lambda one: one == strategy,
+            lambda one: (one == PLAIN) == (strategy == PLAIN),
+        ):
+            found = [
+                (abs(math.log(rows / batch)), ratio)
+                for (one, rows), ratio in self.compiled.items()
+                if is_alike(one)
+            ]
+            if found:
+                return min(found)[1]
+        return 1.0
 
 
 def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
@@ -214,10 +253,12 @@ def table(
     measured: CostTable,
     unroll: int = 5,
     efficiency: float | None = None,
+    counts: Sequence[RoundCounts] = (),
 ) -> EstimatedTable:
     """The estimated table of a policy on `devices` of this kind a data group; its factor is fitted on `measured`.
 
-    `efficiency`: share of the peak in an update; None: the measured table's. Raises ConfigError for an unknown kind of device.
+    `efficiency`: share of the peak in an update; None: the measured table's. `counts`: of compiled rounds, which replace those
+    of the policy's sizes. Raises ConfigError for an unknown kind of device, or counts for another one.
     """
     if kind not in DEVICES:
         raise ConfigError(
@@ -241,8 +282,31 @@ def table(
     }
     return EstimatedTable(
         (*estimated_rows(estimate, share, unroll), *rest), facts, measured.node, estimate.sizes.one_pass,
-        estimate=estimate, factor=scale, spread=spread,
+        estimate=estimate, factor=scale, spread=spread, compiled=compiled_ratios(estimate, kind, counts),
     )  # fmt: skip
+
+
+def compiled_ratios(
+    estimate: Estimate, kind: str, counts: Sequence[RoundCounts]
+) -> dict[tuple[Strategy, int], float]:
+    """Seconds of compiled rounds over their estimates, by strategy and rows.
+
+    Raises ConfigError for counts of other devices than the estimate's, and DataError for an impossible strategy.
+    """
+    found = {}
+    for one in counts:
+        if (one.device, one.devices) != (kind, estimate.devices):
+            raise ConfigError(
+                f"--counts are of {one.devices} x {one.device} a data group, not of {estimate.devices} x {kind}: "
+                f"set --costs {one.device} --mesh.model {one.devices}, or plan for {kind}"
+            )
+        try:
+            strategy = normal(parse(one.strategy))
+        except ValueError as error:
+            raise DataError(f"--counts: {error}") from error
+        seconds = estimate.round_seconds(one.rows, strategy, one.slots)
+        found[strategy, one.rows] = estimate.compiled_seconds(one, strategy) / seconds
+    return found
 
 
 def replace_source(row: Row) -> Row:
