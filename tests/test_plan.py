@@ -499,7 +499,7 @@ def test_the_round_of_a_compiled_chunk_is_counted_into_a_file(planned, tmp_path,
     """At least the policy's products: two FLOP for each weight and row, and every weight read once; its embedding is not."""
     settings, recipe, engine = planned
     programs = plan.lower(settings, recipe, engine, budget(settings, recipe, engine))
-    (chunk,) = (one for one in programs if one.name == "rollout chunk")
+    chunk = next(one for one in programs if one.name == "rollout chunk")
     outcome = plan.print_report(chunk, limit=1 << 40)
     plan.write_counts(
         tmp_path / "counts.csv", [outcome, outcome._replace(chunk=None)], "v5p:2x2x1", 3
