@@ -19,6 +19,7 @@ import pytest
 from tlt_jax import plan
 from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
+from tlt_jax.distributed import round_counts
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
@@ -27,6 +28,7 @@ from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.simulate.estimate import Sizes
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -491,6 +493,32 @@ def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
     program = next(plan.lower(settings, recipe, engine, kinds))
     assert not plan.print_report(program, limit=10).fits
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out
+
+
+def test_the_round_of_a_compiled_chunk_is_counted_into_a_file(planned, tmp_path, capsys):
+    """At least the policy's products: two FLOP for each weight and row, and every weight read once; its embedding is not."""
+    settings, recipe, engine = planned
+    programs = plan.lower(settings, recipe, engine, budget(settings, recipe, engine))
+    chunk = next(one for one in programs if one.name == "rollout chunk")
+    outcome = plan.print_report(chunk, limit=1 << 40)
+    plan.write_counts(
+        tmp_path / "counts.csv", [outcome, outcome._replace(chunk=None)], "v5p:2x2x1", 3
+    )
+    (found,) = round_counts.read(tmp_path / "counts.csv")
+    weights = Sizes.of(recipe.model).read / settings.mesh.model  # of a device
+    assert found[:5] == ("v5p", 3, engine.capacity, chunk.chunk.state.slots, "off")
+    assert found.flop > 2 * engine.capacity * weights and found.moved > weights
+
+
+def test_counts_are_of_devices_that_are_not_here(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan", "--counts", "counts.csv"])
+    with pytest.raises(SystemExit) as end:
+        plan.main()
+    assert end.value.code == 2
+    assert (
+        "--counts counts.csv counts for devices that are not here: add --topology"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.tpu

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,14 @@ from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.data import dataset as datasets, packing
-from tlt_jax.distributed import launches, mesh as meshes, process, topology, traffic
+from tlt_jax.distributed import (
+    launches,
+    mesh as meshes,
+    process,
+    round_counts,
+    topology,
+    traffic,
+)
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.drafter import (
     batch as drafter_batch,
@@ -34,6 +42,7 @@ from tlt_jax.drafter import (
 )
 from tlt_jax.drafter.idle_training import MOST_TOKENS
 from tlt_jax.drafter.micro_step import MicroStep
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.buckets import block_size, bucket_width
@@ -66,13 +75,14 @@ TOPOLOGY = (
     "compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's description of "
     "another) or a TPU topology (v5p:4x4x4); uses no cache"
 )
+COUNTS = "with --topology: write bytes, FLOP and kernels of each chunk's round, for python -m tlt_jax.simulate --counts FILE"
 
 
 @dataclass(frozen=True)
 class PlannedProgram:
     """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs.
 
-    `layers`: of a chunk's model; `levels`: of its draft trees.
+    `layers`: of a chunk's model; `levels`: of its draft trees; `chunk`: the chunk.
     """
 
     name: str
@@ -81,6 +91,7 @@ class PlannedProgram:
     holds: dict[str, int]
     layers: int = 0
     levels: int = 0
+    chunk: Decode | None = None
 
     @property
     def lowered(self) -> jax.stages.Lowered:
@@ -88,12 +99,17 @@ class PlannedProgram:
 
 
 class Outcome(NamedTuple):
-    """What a device needs for a program: its bytes, the capacity, and the text of the seconds by bytes ("" if unknown)."""
+    """What a device needs for a program: its bytes, the capacity, and the text of the seconds by bytes ("" if unknown).
+
+    `counts`: bytes, FLOP and kernels of a chunk's round, (0.0, 0.0, 0) for other programs. `chunk`: the chunk.
+    """
 
     name: str
     needed: int
     capacity: int
     seconds: str
+    counts: tuple[float, float, int] = (0.0, 0.0, 0)
+    chunk: Decode | None = None
 
     @property
     def fits(self) -> bool:
@@ -183,7 +199,8 @@ def lower_rollout(
         if isinstance(program, Decode):
             layers, levels = recipe.model.num_layers, program.strategy.depth
         lowering = partial(engine.programs.lower, program)
-        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels)
+        chunk = program if layers else None
+        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels, chunk)
 
 
 def largest_programs(
@@ -243,6 +260,10 @@ def print_report(program: PlannedProgram, limit: int, bandwidth: float | None = 
     text = compiled.as_text()
     seconds_by_bytes = by_bytes(program, compiled, text, bandwidth) if bandwidth else ""
     outcome = Outcome(program.name, sum(resident.values()), limit, seconds_by_bytes)
+    if program.chunk:
+        kernels = one_round.kernels if one_round else 0
+        counts = *traffic.counted(compiled), kernels
+        outcome = outcome._replace(counts=counts, chunk=program.chunk)
 
     print(f"{program.name}: compiled in {seconds:.1f} s")
     print(f"  memory       {spell(resident)}")
@@ -301,6 +322,19 @@ def print_round(one_round: launches.Round, program: PlannedProgram, copied: int)
     print(f"  copies       at most {copied / 2**20:.2f} MiB; a layer's keys are {keys / 2**20:.2f}")
 
 
+def write_counts(path: Path, outcomes: Sequence[Outcome], name: str, devices: int) -> None:
+    """Writes what the rounds of the chunks move, compute and launch; `devices` of a data group, of the topology `name`."""
+    kind = name.partition(":")[0]
+    rows = (
+        round_counts.RoundCounts(
+            kind, devices, one.chunk.state.batch, one.chunk.state.slots, strategies.name(one.chunk.strategy), *one.counts
+        )
+        for one in outcomes
+        if one.chunk
+    )  # fmt: skip
+    round_counts.write(path, rows)
+
+
 def sizes(config: Config) -> ModelConfig:
     """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
     if "vocab_size" in config.model.init:
@@ -315,11 +349,19 @@ def main() -> int:
         name = cli.take(arguments, "--topology")
         jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
+    counts = cli.take(arguments, "--counts") if "--counts" in arguments else ""
+    if counts and not name:
+        cli.stop(
+            ConfigError(
+                f"--counts {counts} counts for devices that are not here: add --topology NAME"
+            )
+        )
+
     config = configuration.load(
         arguments,
         command="python -m tlt_jax.plan",
         about=cli.COMMANDS["plan"].about,
-        own=configuration.CONFIG | {"[--topology NAME]": TOPOLOGY},
+        own=configuration.CONFIG | {"[--topology NAME]": TOPOLOGY, "[--counts FILE]": COUNTS},
     )
     if name:  # the persistent cache cannot load programs for devices that this machine lacks
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
@@ -329,7 +371,10 @@ def main() -> int:
         if topology.is_gpu(name):  # as in a run on them
             process.set_accelerator_flags(config)
         found = topology.describe(name) if name else topology.Topology(jax.devices())
-        return 0 if all(outcome.fits for outcome in report(config, model, found)) else 1
+        outcomes = report(config, model, found)
+        if counts:
+            write_counts(Path(counts), outcomes, name, config.mesh.model)
+        return 0 if all(outcome.fits for outcome in outcomes) else 1
 
 
 def report(config: Config, model: ModelConfig, found: topology.Topology) -> list[Outcome]:

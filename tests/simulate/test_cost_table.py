@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import simulated_costs
+from tlt_jax.distributed.round_counts import RoundCounts
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import drafter_network, hf
 from tlt_jax.simulate import cost_table, estimate
@@ -133,6 +134,41 @@ def test_sizes_are_those_counted_by_hand():
     assert sizes.cached == 2 * 28 * 4 * 128
 
 
+def test_levels_of_a_drafter_read_its_weights_and_the_head_that_it_uses():
+    """EAGLE multiplies by the policy's head of 152064 tokens, EAGLE-3 by its own of 32000; by hand for EAGLE."""
+    own, shared = (
+        Sizes.of(MODEL, drafter_network.for_policy(MODEL, kind)) for kind in ("eagle3", "eagle")
+    )
+    layer = 3584 * 128 * (28 + 2 * 4) + 28 * 128 * 3584 + 3 * 3584 * 18944
+    norms_and_biases = 40_000
+    assert abs(shared.level - (layer + 2 * 3584 * 3584 + 152064 * 3584)) < norms_and_biases
+    assert own.level > 152064 * 3584 and Sizes.of(MODEL, DRAFTER).level < own.level
+
+
+def test_a_round_is_its_bytes_its_flop_its_kernels_and_its_sums_over_devices():
+    """4 rows of a tree of 8 nodes and 2 levels of 3 that hold 1,000 tokens, on two devices; by hand."""
+    sizes = Sizes(read=10**9, layers=10, cached=10**4, level=10**8, width=10**5)
+    there = Estimate(sizes, estimate.Device(1e12, 1e15, 1e11), 2)
+    moved = 2 * (10**9 + 4 * 1000 * 10**4 + 2 * 10**8) / (1e12 * 4.3 / 4.8)
+    flop = 2 * (32 * (10**9 + 1000 * 10**5) + 24 * 10**8) / (1e15 * 791 / 989)
+    kernels = (19 * 10 + 40 + 30 * 2) * 1.5e-6
+    sums = 2 * (10 * 32 + 24) * 5000 * 2 * 2 * 0.5 / 1e11 + 2 * (10 + 2) * 3e-6
+    found = there.round_seconds(4, Strategy(2, 3, 8, "learned"), 1000.0)
+    assert found == pytest.approx((moved + flop) / 2 + kernels + sums)
+
+
+def test_estimates_of_the_measured_rounds_differ_from_them_by_one_factor():
+    """Of 13 rounds of an H200, plain and with trees, of 1 to 128 rows: within 12 % once scaled, and the factor is near 1."""
+    table = cost_table.read(SHIPPED)
+    there = Estimate(Sizes.parsed(table.facts["sizes"]), DEVICES["h200"])
+    factor, spread = estimate.factor(table, there)
+    assert 1 < factor < 1.2 and spread < 0.05
+    for row in table.of("round"):
+        arm = cost_table.normal(row.strategy, row.drafter)
+        found = factor * there.round_seconds(row.rows, arm, row.read)
+        assert found == pytest.approx(row.seconds, rel=0.12)
+
+
 def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_over():
     there = Estimate(Sizes.of(MODEL, DRAFTER), DEVICES["h200"])
     rows = [
@@ -167,3 +203,38 @@ def test_the_factor_of_an_estimate_is_that_of_the_measured_table_and_carries_ove
     bandwidths = DEVICES["h200"].bandwidth / DEVICES["h100"].bandwidth
     assert 1 < slower < bandwidths, "kernels are launched as fast"
     assert {row.source for row in other.rows} == {"estimate"} and np.isfinite(other.spread)
+
+
+def counted(there, strategy, times=1.0, **changes):
+    """What the estimate itself counts of a round of 8 rows in 4,096 slots; `times` the bytes."""
+    sizes, arm = there.sizes, parse(strategy)
+    drafted = 8 * arm.depth * arm.topk
+    moved = 2 * (sizes.read + 8 * 4096 * sizes.cached + arm.depth * sizes.level)
+    flop = 2 * (8 * arm.nodes * (sizes.read + 4096 * sizes.width) + drafted * sizes.level)
+    found = RoundCounts("h100", 1, 8, 4096, strategy, times * moved, flop, there.kernels(arm.depth))
+    return found._replace(**changes)
+
+
+def test_compiled_rounds_replace_what_the_sizes_of_a_policy_say():
+    """Counts as the estimate makes them change nothing; more bytes of a tree change rounds that draft, of any tree."""
+    measured = cost_table.read(SHIPPED)
+    plain, tree, other = PLAIN, Strategy(4, 2, 8, "learned"), Strategy(6, 4, 16, "learned")
+
+    def seconds(*counts):
+        table = estimate.table("h100", 1, MODEL, DRAFTER, measured, counts=counts)
+        return [table.round_seconds(8, 4096, arm, 2048.0) for arm in (plain, tree, other)]
+
+    there = Estimate(Sizes.of(MODEL, DRAFTER), DEVICES["h100"])
+    alone = seconds()
+    same = [
+        counted(there, "off"),
+        counted(there, "learned:4_2_8"),
+        counted(there, "off", kernels=0),
+    ]
+    assert seconds(*same) == pytest.approx(alone)
+    more = np.array(seconds(same[0], counted(there, "learned:4_2_8", 2.0))) / alone
+    assert more[0] == pytest.approx(1) and more[1] == pytest.approx(more[2]) and 1.6 < more[1] < 2
+    with pytest.raises(ConfigError, match="--counts are of 1 x h200 a data group, not of 1 x h100"):
+        seconds(counted(there, "off", device="h200"))
+    with pytest.raises(DataError, match="--counts: strategy '4_2' is not depth_topk_nodes"):
+        seconds(counted(there, "off")._replace(strategy="4_2"))

@@ -101,6 +101,11 @@ def test_a_sweep_has_a_line_for_each_number_of_groups(config, capsys):
         (["--sweep", "groups=4..1"], "write groups=A..B"),
         (["--costs", "b300"], "no such file, table or device"),
         (
+            ["--counts", "x.csv"],
+            "--counts x.csv is for an estimate, and --costs h200_qwen2.5_7b is a table",
+        ),
+        (["--counts", "x.csv", "--costs", "h100"], "x.csv: no counts of rounds can be read there"),
+        (
             ["--mesh.model", "2"],
             "is of 1 devices a data group, and mesh.model is 2: set --mesh.model 1",
         ),

@@ -122,6 +122,11 @@ def copies_head(config: DrafterConfig) -> bool:
     return isinstance(config, BlockConfig) and not config.whole
 
 
+def reads_policy_head(config: DrafterConfig) -> bool:
+    """Whether each level multiplies by the policy's LM head, or by a copy of its rows, instead of a head of the drafter."""
+    return isinstance(config, BlockConfig) or config.kind == "eagle"
+
+
 def abstract_bound(config: DrafterConfig, group: Mesh, dtype: DTypeLike) -> DrafterParams:
     """Shape, dtype and sharding of every array of the result of `bind`."""
     params = abstract(config, group, "rollout", dtype)

@@ -14,6 +14,7 @@ from PIL import Image
 from tlt_jax import atomic, cli
 from tlt_jax.config import Config, load as loading
 from tlt_jax.config.outputs import RESOLVED
+from tlt_jax.distributed import round_counts
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
 from tlt_jax.simulate import (
@@ -49,6 +50,8 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
     add("--costs", metavar="TABLE", default=BASE,
         help=f"seconds of programs: a CSV file, a shipped table ({tables}), or a device to estimate for "
         f"({', '.join(estimate.DEVICES)})")  # fmt: skip
+    add("--counts", metavar="FILE", default="",
+        help="of the rounds that python -m tlt_jax.plan --counts FILE compiled for the device of --costs")  # fmt: skip
     add("--lengths", metavar="FILE", default="",
         help=f"answers: a run's folder, a YAML file, or a preset ({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% "
         "beyond rollout.max_new_tokens")  # fmt: skip
@@ -123,7 +126,7 @@ def simulated(given: argparse.Namespace, config: Config) -> int:
     if steps < 1 or groups < 1:
         raise ConfigError(f"--steps {steps}, --groups {groups}: give 1 or more")
     sizes = swept(given.sweep) if given.sweep else [groups]
-    costs = costs_of(given.costs, config)
+    costs = costs_of(given.costs, config, given.counts)
     world = World(
         costs, lengths.of(given.lengths, config.rollout.max_new_tokens), acceptances_of(given.acceptance),
         steps, groups, not given.warm,
@@ -154,10 +157,17 @@ def acceptances_of(text: str) -> Acceptances:
     return acceptance.of(text)
 
 
-def costs_of(text: str, config: Config) -> CostTable:
-    """The cost table of --costs. Raises ConfigError for another number of devices a data group than mesh.model."""
+def costs_of(text: str, config: Config, counts: str = "") -> CostTable:
+    """The cost table of --costs and --counts.
+
+    Raises ConfigError for another number of devices a data group than mesh.model.
+    """
     kind = config.drafter_training.kind
     path = next((one for one in (Path(text), SHIPPED / f"{text}.csv") if one.is_file()), None)
+    if path and counts:
+        raise ConfigError(
+            f"--counts {counts} is for an estimate, and --costs {text} is a table: give a device to --costs"
+        )
     if path:
         table = cost_table.read(path, drafter=kind)
         devices = int(table.facts.get("devices", 1))
@@ -174,7 +184,8 @@ def costs_of(text: str, config: Config) -> CostTable:
         )
     drafter = run.drafter_of(config, model) if model else None
     base = cost_table.read(SHIPPED / f"{BASE}.csv")
-    return estimate.table(text, config.mesh.model, model, drafter, base)
+    compiled = round_counts.read(Path(counts)) if counts else ()
+    return estimate.table(text, config.mesh.model, model, drafter, base, counts=compiled)
 
 
 def swept(text: str) -> list[int]:

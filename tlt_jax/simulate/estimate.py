@@ -1,32 +1,38 @@
 """Seconds of programs on devices that are not here: bytes over bandwidth, FLOP over peak, kernels times a latency.
 
-One factor, fitted on a measured table, scales rounds, and one scales updates. Everything here is an estimate.
+The three are added: kernels of a round run one after the other, and those that move bytes do not compute. Bandwidth and
+peak are the shares of the published ones that an H200 reached in a copy and in a product. One factor, fitted on a measured
+table, scales rounds, and one scales updates. Everything here is an estimate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from tlt_jax.distributed.round_counts import RoundCounts
 from tlt_jax.distributed.topology import GPUS
 from tlt_jax.distributed.traffic import TPUS
-from tlt_jax.errors import ConfigError
+from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
-from tlt_jax.spec_decode.strategy import Strategy
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
 from tlt_jax.tuner.cost_model import OnePass
 
 BYTES = 2  # of a bfloat16 number
 # Kernels of a round: of a layer of the policy and of the rest (noise, filter, choice, verification), of a draft level; and the
 # seconds of one. The counts are those of 7B programs that `tlt_jax.plan --topology h200:1` compiles.
 LAYER_KERNELS, ROUND_KERNELS, LEVEL_KERNELS, KERNEL_S = 19, 40, 30, 1.5e-6
+# Shares of the published bandwidth and FLOP/s that an H200 reached on 2026-11-26: a copy on the device 4.3 of 4.8 TB/s, a
+# product of 8192 x 8192 matrices 791 of 989 TFLOP/s (benchmarks/results/accelerator.csv has the product).
+COPIED, MULTIPLIED = 4.3 / 4.8, 791 / 989
 UPDATE_FLOPS = 6  # for a weight and token: forward 2, backward 4
 SIZES = ("read", "layers", "cached", "level", "width")
 ERROR = 0.15  # standard error of the log seconds of an estimated round, beside that of the factor
@@ -41,11 +47,18 @@ class Device(NamedTuple):
     link: float
 
 
-# GPUs: NVIDIA's data sheets (NVLink in one direction); TPUs: Google's pages of each version (links in one direction).
+# GPUs: NVIDIA's data sheets (NVLink, or PCIe of a GeForce, in one direction; of a GB200 the half that is one GPU; an H20 as
+# resellers list it); TPUs: Google's pages of each version (links in one direction).
 DEVICES = {
     "h100": Device(GPUS["h100"].bandwidth, 989e12, 450e9),
     "h200": Device(GPUS["h200"].bandwidth, 989e12, 450e9),
+    "h20": Device(4.0e12, 148e12, 450e9),
     "a100": Device(2.0e12, 312e12, 300e9),
+    "b200": Device(8.0e12, 2250e12, 900e9),
+    "gb200": Device(8.0e12, 2500e12, 900e9),
+    "rtx3090": Device(0.936e12, 71e12, 32e9),
+    "rtx4090": Device(1.008e12, 165e12, 32e9),
+    "rtx5090": Device(1.792e12, 209.5e12, 64e9),
     "v5e": Device(TPUS["TPU v5e"], 197e12, 100e9),
     "v5p": Device(TPUS["TPU v5p"], 459e12, 300e9),
     "v6e": Device(TPUS["TPU v6e"], 918e12, 200e9),
@@ -80,7 +93,7 @@ class Sizes:
         read = count(whole) - (0 if model.tied else count(whole.embed))
         block = drafter_network.block_pass(drafter)
         level = count(drafter_network.weights(drafter, 1)) if drafter else 0
-        if drafter and drafter_network.copies_head(drafter):
+        if drafter and drafter_network.reads_policy_head(drafter):
             level += drafter.draft_vocab_size * model.hidden_size
         level //= block[0] if block else 1
         cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -106,28 +119,43 @@ class Estimate:
     def round_seconds(self, batch: int, strategy: Strategy, held: float) -> float:
         """A round of `batch` rows that hold `held` tokens on average."""
         sizes, device = self.sizes, self.device
-        levels, nodes = strategy.drafted_levels, strategy.topk
-        if levels and sizes.one_pass:
-            levels, nodes = sizes.one_pass
-        rows = batch * strategy.nodes
-        moved = BYTES * (sizes.read + batch * held * sizes.cached)
-        flops = 2 * rows * (sizes.read + held * sizes.width)
-        drafting = max(
-            BYTES * sizes.level / device.bandwidth, 2 * batch * nodes * sizes.level / device.flops
-        )
-        busy = max(moved / device.bandwidth, flops / device.flops) + levels * drafting
-        kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
-        return busy / self.devices + kernels * KERNEL_S + self.exchange(rows)
+        levels, nodes = self.drafted(strategy)
+        rows, drafted = batch * strategy.nodes, batch * levels * nodes
+        moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
+        flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
+        busy = moved / (COPIED * device.bandwidth) + flops / (MULTIPLIED * device.flops)
+        kernels = self.kernels(levels)
+        return busy / self.devices + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
 
-    def exchange(self, rows: int) -> float:
-        """The sums over the devices of a group: two a layer, of the activations of all nodes."""
+    def drafted(self, strategy: Strategy) -> tuple[int, int]:
+        """Levels that a network drafts in a round, and nodes of a row in each."""
+        levels = strategy.drafted_levels
+        return self.sizes.one_pass if levels and self.sizes.one_pass else (levels, strategy.topk)
+
+    def kernels(self, levels: int) -> int:
+        """Kernels of a round with so many drafted levels."""
+        return LAYER_KERNELS * self.sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
+
+    def compiled_seconds(self, counts: RoundCounts, strategy: Strategy) -> float:
+        """The same of a compiled round of this strategy, which read all slots of its cache."""
+        levels, nodes = self.drafted(strategy)
+        moved = counts.moved / (COPIED * self.device.bandwidth)
+        computed = counts.flop / (MULTIPLIED * self.device.flops)
+        kernels = counts.kernels or self.kernels(levels)
+        rows, drafted = counts.rows * strategy.nodes, counts.rows * levels * nodes
+        return moved + computed + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
+
+    def exchange(self, rows: int, drafted: int, levels: int) -> float:
+        """The sums over the devices of a group: two a layer of the policy, and of the drafter a level.
+
+        Of the activations of `rows` nodes in each layer, and of all `drafted` ones in `levels` levels.
+        """
         if self.devices == 1:
             return 0.0
-        width = self.sizes.width / (
-            2 * self.sizes.layers
-        )  # query heads x head width: about the model's width
-        moved = 2 * self.sizes.layers * rows * width * BYTES * 2 * (1 - 1 / self.devices)
-        return moved / self.device.link + 2 * self.sizes.layers * 2 * KERNEL_S
+        layers = self.sizes.layers
+        width = self.sizes.width / (2 * layers)  # query heads x head width: about the model's width
+        moved = 2 * (layers * rows + drafted) * width * BYTES * 2 * (1 - 1 / self.devices)
+        return moved / self.device.link + 2 * (layers + levels) * 2 * KERNEL_S
 
     def update_seconds(self, tokens: float, weights: int) -> float:
         """A forward and backward pass through `weights` weights, of a data group's `tokens` tokens."""
@@ -140,11 +168,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EstimatedTable(CostTable):
-    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log."""
+    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log.
+
+    `compiled`: the same from the counts of compiled rounds over the Estimate's, by strategy and rows.
+    """
 
     estimate: Estimate | None = None
     factor: float = 1.0
     spread: float = 0.0
+    compiled: Mapping[tuple[Strategy, int], float] = field(default_factory=dict)
 
     @property
     def reads_held(self) -> bool:
@@ -152,11 +184,29 @@ class EstimatedTable(CostTable):
 
     def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
         """As CostTable.shape; the seconds of a token that a row holds are those near 4,096 tokens."""
+        factor = self.factor * self.over_estimate(batch, normal(strategy))
         fixed, filled = (
-            self.factor * self.estimate.round_seconds(batch, strategy, held)
-            for held in (0.0, 4096.0)
+            factor * self.estimate.round_seconds(batch, strategy, held) for held in (0.0, 4096.0)
         )
         return fixed, (filled - fixed) / 4096, math.hypot(ERROR, self.spread)
+
+    def over_estimate(self, batch: int, strategy: Strategy) -> float:
+        """What a compiled round takes over its estimate: of this strategy, or else of one that drafts as well; 1 without one.
+
+        Of several that with the nearest number of rows.
+        """
+        for is_alike in (
+            lambda one: one == strategy,
+            lambda one: (one == PLAIN) == (strategy == PLAIN),
+        ):
+            found = [
+                (abs(math.log(rows / batch)), ratio)
+                for (one, rows), ratio in self.compiled.items()
+                if is_alike(one)
+            ]
+            if found:
+                return min(found)[1]
+        return 1.0
 
 
 def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
@@ -203,10 +253,12 @@ def table(
     measured: CostTable,
     unroll: int = 5,
     efficiency: float | None = None,
+    counts: Sequence[RoundCounts] = (),
 ) -> EstimatedTable:
     """The estimated table of a policy on `devices` of this kind a data group; its factor is fitted on `measured`.
 
-    `efficiency`: share of the peak in an update; None: the measured table's. Raises ConfigError for an unknown kind of device.
+    `efficiency`: share of the peak in an update; None: the measured table's. `counts`: of compiled rounds, which replace those
+    of the policy's sizes. Raises ConfigError for an unknown kind of device, or counts for another one.
     """
     if kind not in DEVICES:
         raise ConfigError(
@@ -230,8 +282,31 @@ def table(
     }
     return EstimatedTable(
         (*estimated_rows(estimate, share, unroll), *rest), facts, measured.node, estimate.sizes.one_pass,
-        estimate=estimate, factor=scale, spread=spread,
+        estimate=estimate, factor=scale, spread=spread, compiled=compiled_ratios(estimate, kind, counts),
     )  # fmt: skip
+
+
+def compiled_ratios(
+    estimate: Estimate, kind: str, counts: Sequence[RoundCounts]
+) -> dict[tuple[Strategy, int], float]:
+    """Seconds of compiled rounds over their estimates, by strategy and rows.
+
+    Raises ConfigError for counts of other devices than the estimate's, and DataError for an impossible strategy.
+    """
+    found = {}
+    for one in counts:
+        if (one.device, one.devices) != (kind, estimate.devices):
+            raise ConfigError(
+                f"--counts are of {one.devices} x {one.device} a data group, not of {estimate.devices} x {kind}: "
+                f"set --costs {one.device} --mesh.model {one.devices}, or plan for {kind}"
+            )
+        try:
+            strategy = normal(parse(one.strategy))
+        except ValueError as error:
+            raise DataError(f"--counts: {error}") from error
+        seconds = estimate.round_seconds(one.rows, strategy, one.slots)
+        found[strategy, one.rows] = estimate.compiled_seconds(one, strategy) / seconds
+    return found
 
 
 def replace_source(row: Row) -> Row:

@@ -67,7 +67,7 @@ def children(
     """
     first = random.beta(1.2 * quality / (1 - quality), 1.2, shape)[..., None]
     ratio = random.uniform(0.3, 0.7, shape)[..., None]
-    rest = (1 - first) * (1 - ratio) * ratio ** np.arange(7)
+    rest = (1 - first) * (1 - ratio) * ratio ** np.arange(max(topk, 8) - 1)
     return np.sort(np.concatenate([first, rest], axis=-1))[..., ::-1][..., :topk]
 
 
