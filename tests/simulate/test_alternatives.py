@@ -176,17 +176,19 @@ def test_prompts_begun_ahead_shorten_a_step_and_make_its_tokens_older():
 # Splits, ages and tables
 
 
-@pytest.mark.parametrize("best", [1, 5, 11, 19])
-def test_the_split_with_the_fewest_seconds_is_found_in_few_tries(best):
-    """Of 20 groups; each number of tries is at most 2 log2(20) + 3."""
+@pytest.mark.parametrize(
+    ("groups", "best"), [(2, 1), (3, 2), (16, 1), (16, 5), (16, 15), (64, 12), (1000, 62)]
+)
+def test_the_split_with_the_fewest_seconds_is_found_in_few_tries(groups, best):
+    """Of more than 16 groups to a 16th of them; each halving tries two splits, and three are left."""
     tried = []
 
     def steps(rollout, given):
         tried.append(rollout)
         return [report_step(10.0 + abs(rollout - best))] * given.steps
 
-    assert alternatives.best_split("async", world(groups=20), steps) == best
-    assert len(tried) == len(set(tried)) <= 12
+    assert alternatives.best_split("async", world(groups=groups), steps) == best
+    assert len(tried) == len(set(tried)) <= 2 * np.log2(min(groups, 16)) + 1
     with pytest.raises(ConfigError, match="--arms async .* use --groups 2 or more"):
         alternatives.best_split("async", world(groups=1), steps)
 

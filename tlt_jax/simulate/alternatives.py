@@ -18,7 +18,8 @@ from tlt_jax.simulate.one_step_off import OneStepOff
 from tlt_jax.simulate.run import ARMS, Step, World
 
 AHEAD = 1.0  # steps' worth of prompts that partial and asynchronous rollouts begin beyond those of the step
-PROBE = 4  # most steps that a split of the data groups is tried for
+PROBE = 8  # most steps that a split of the data groups is tried for: the first ones train on the answers that end first
+SPLITS = 16  # a split is found to this part of the data groups
 
 Told = Callable[[int], None]
 
@@ -84,8 +85,12 @@ def best_split(arm: str, world: World, steps: Callable[[int, World], list[Step]]
             found[rollout] = sum(one.total for one in taken[len(taken) // 2 :])
         return found[rollout]
 
-    low, high = 1, world.groups - 1
+    splits = list(range(1, world.groups))
+    if len(splits) > SPLITS:
+        splits = sorted({round(world.groups * part / SPLITS) for part in range(1, SPLITS)})
+    low, high = 0, len(splits) - 1
     while high - low > 2:
-        left = low + (high - low) // 2
-        low, high = (low, left + 1) if seconds(left) <= seconds(left + 1) else (left + 1, high)
-    return min(range(low, high + 1), key=seconds)
+        at = low + (high - low) // 2
+        is_left = seconds(splits[at]) <= seconds(splits[at + 1])
+        low, high = (low, at + 1) if is_left else (at + 1, high)
+    return min(splits[low : high + 1], key=seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from tlt_jax.rollout.events import Dispatched, Emitted, Look, Retired
 from tlt_jax.spec_decode.stopping import RUNNING
@@ -18,7 +18,7 @@ class Written:
     def __init__(self, samples: int, groups: int):
         self.samples = samples
         self.version = dict.fromkeys(range(groups), 0)
-        self.tokens: dict[int, Counter[int]] = {}
+        self.tokens: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.ended: Counter[int] = Counter()
         self.complete: set[int] = set()
         self.dispatched: dict[tuple[int, int], int] = {}
@@ -39,7 +39,7 @@ class Written:
 
     def add(self, prompt: int, version: int, tokens: int, has_ended: bool) -> None:
         """Adds tokens of an answer."""
-        self.tokens.setdefault(prompt, Counter())[version] += tokens
+        self.tokens[prompt][version] += tokens
         self.ended[prompt] += has_ended
         if self.ended[prompt] == self.samples:
             self.complete.add(prompt)
