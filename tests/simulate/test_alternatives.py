@@ -220,7 +220,8 @@ def test_ages_are_those_counted_by_hand():
         Emitted(4, np.zeros(3), np.zeros(3), STOPPED),
         Emitted(5, np.zeros(2), np.zeros(2), STOPPED),
     )
-    assert written.take(1) == [2] and written.take(1) == []
+    written.complete.add(9)
+    assert written.take(1) == [2] and written.take(2) == [9] and written.take(1) == []
     assert written.ages([2], 3) == {3: 5, 2: 5}, (
         "chunk 1 was dispatched with the weights before any update"
     )

@@ -2,7 +2,7 @@
 
 One long rollout on the real scheduler, whose work queue gives prompts up to a bound that grows with the updates. A step trains
 on the first `rollout.prompts` prompts that are complete. Both kinds bound prompts as AReaL bounds staleness (arXiv 2505.24298,
-equation 3): after i updates at most (i + 1 + ahead) x rollout.prompts have begun.
+areal/infra/staleness_manager.py): after i updates at most (i + 1 + ahead) x rollout.prompts have begun.
 """
 
 from __future__ import annotations
@@ -243,16 +243,17 @@ class ContinuingSteps(SimulatedRun):
         for group in [one for one in self.interrupted if self.is_drained(rollout, one)]:
             self.interrupted.discard(group)
             self.written.version[group] = self.version
-            tokens = sum(one.tokens for one in rollout.states[group].rows if one)
-            again = (
-                tokens
-                / PREFILL_TOKENS
-                * programs.seconds(Prefill(group, 1, PREFILL_TOKENS), 1, 0.0, 0.0)
-            )
+            again = self.recompute_seconds(rollout, group)
             begin = table.seconds("begin") if self.devices.are_shared else 0.0
             self.recomputing += again
             marker = programs.dispatched_at(group, table.seconds("publish") + begin + again)
             self.resume_at[group] = marker.at
+
+    def recompute_seconds(self, rollout: Rollout, group: int) -> float:
+        """Seconds to compute keys and values of a group's unfinished answers, in prefills of PREFILL_TOKENS tokens."""
+        tokens = sum(one.tokens for one in rollout.states[group].rows if one)
+        prefill = Prefill(group, 1, PREFILL_TOKENS)
+        return tokens / PREFILL_TOKENS * self.engine.programs.seconds(prefill, 1, 0.0, 0.0)
 
     def resume(self, rollout: Rollout, group: int) -> None:
         """The group goes on, unless the policy has changed again."""

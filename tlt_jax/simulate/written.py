@@ -45,7 +45,7 @@ class Written:
             self.complete.add(prompt)
 
     def take(self, prompts: int) -> list[int]:
-        """The complete prompts that were begun first, as AReaL's trainer takes them (arXiv 2505.24298, section 5)."""
+        """The complete prompts that were begun first: the oldest, as in tinker-cookbook's asynchronous training."""
         taken = sorted(self.complete)[:prompts]
         self.complete.difference_update(taken)
         return taken
