@@ -36,14 +36,14 @@ TABLE = CostTable(
 
 def configuration(**rollout):
     """Plain rollouts have no longer chunks than those that continue."""
-    knobs = {"prompts": 8, "samples": 4, "max_new_tokens": 600, "chunk": 64} | rollout
+    knobs = {"prompts": 8, "samples": 2, "max_new_tokens": 400, "chunk": 64} | rollout
     return Config(rollout=Rollout(**knobs), data=Data(max_prompt_tokens=32), train=Train(steps=6))
 
 
 CONFIG = configuration()
 
 
-ANSWERS = LogNormal(150, 0.8)
+ANSWERS = LogNormal(100, 0.8)
 
 
 def world(table=TABLE, answers=ANSWERS, steps=3, groups=1, compiles=False):
@@ -84,7 +84,7 @@ def continuing(given, devices, ahead, config=CONFIG):
 def test_steps_whose_answers_never_continue_are_those_of_plain_decoding(groups, are_shared):
     """Partial rollouts with no prompt begun ahead, and asynchronous ones, which wait for each update, on as many groups."""
     begin = Row("begin", 0.5 if are_shared else 1e-9, "measured")
-    given = world(CostTable((*TABLE.rows, begin)), steps=3, groups=groups)
+    given = world(CostTable((*TABLE.rows, begin)), steps=2, groups=groups)
     plain = plain_steps(given)
     _, found = continuing(given, Devices(groups, groups, are_shared), 0.0)
     for one, other in zip(plain, found, strict=True):
@@ -96,18 +96,18 @@ def test_steps_whose_answers_never_continue_are_those_of_plain_decoding(groups, 
 
 def test_a_rollout_overlaps_with_the_update_before_it_and_with_nothing_else():
     """Each step takes what its rollout on 2 groups needs beyond the update of the step before on the 1 other group."""
-    given = world(steps=4, groups=3)
-    rollouts = [one.seconds["rollout"] for one in plain_steps(world(steps=4, groups=2))]
+    given = world(steps=3, groups=3)
+    rollouts = [one.seconds["rollout"] for one in plain_steps(world(steps=3, groups=2))]
     found = OneStepOff(CONFIG, given, Devices(2, 1), nothing).run()
     before = 0.0
     for rollout, step in zip(rollouts, found, strict=True):
-        update = given.table.seconds("update", step.tokens + 32 * 32)
+        update = given.table.seconds("update", step.tokens + 16 * 32)
         after = update + CALLS["reward"] + CALLS["other"]
         assert step.seconds["update"] == pytest.approx(update)
         assert step.total == pytest.approx(CALLS["publish"] + max(rollout - before, 0) + after)
         before = after
     ages = [step.off_policy for step in found]
-    assert ages == [OffPolicy(), *3 * [OffPolicy(1.0, 1, 1.0)]]
+    assert ages == [OffPolicy(), *2 * [OffPolicy(1.0, 1, 1.0)]]
     assert found[-1].split == "2+1" and 0 < found[-1].bubble < 1
 
 
@@ -139,7 +139,7 @@ def test_a_partial_rollout_is_resumed_under_the_new_policy():
 
 @pytest.mark.parametrize("devices", [Devices(3, 3, are_shared=True), Devices(2, 1)])
 def test_no_more_prompts_begin_than_the_bound_allows_and_none_is_trained_twice(devices):
-    given, taken, begun = world(steps=6, groups=3), [], []
+    given, taken, begun = world(steps=4, groups=3), [], []
     steps = ContinuingSteps(CONFIG, given, devices, 0.5, nothing)
     take, add = steps.written.take, steps.written.add
 
@@ -154,11 +154,11 @@ def test_no_more_prompts_begin_than_the_bound_allows_and_none_is_trained_twice(d
     steps.written.take, steps.written.add = watched, added
     found = steps.run()
     assert all(prompt < (version + 1.5) * 8 for prompt, version in begun)
-    assert max(prompt for prompt, _ in begun) >= 8 * 6, "some prompts are begun ahead"
+    assert max(prompt for prompt, _ in begun) >= 8 * 4, "some prompts are begun ahead"
     trained = sum(taken, [])
-    assert len(trained) == len(set(trained)) == 6 * 8
-    answers = np.array([steps.answers[uid] for uid in range(len(steps.answers))]).clip(max=600)
-    expected = [answers.reshape(-1, 4)[prompts].sum() for prompts in taken]
+    assert len(trained) == len(set(trained)) == 4 * 8
+    answers = np.array([steps.answers[uid] for uid in range(len(steps.answers))]).clip(max=400)
+    expected = [answers.reshape(-1, 2)[prompts].sum() for prompts in taken]
     assert [step.tokens for step in found] == expected
 
 
