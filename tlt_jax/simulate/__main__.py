@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from tlt_jax import atomic, cli
@@ -19,16 +20,20 @@ from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
 from tlt_jax.simulate import (
     acceptance,
+    alternatives,
     cost_table,
     estimate,
     fitted,
     lengths,
     parallel,
+    plot,
     record,
     report,
     run,
+    sweep,
 )
 from tlt_jax.simulate.acceptance import Acceptances
+from tlt_jax.simulate.alternatives import AHEAD, ALTERNATIVES
 from tlt_jax.simulate.cost_table import CostTable
 from tlt_jax.simulate.run import ARMS, Step, World
 
@@ -66,7 +71,11 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         default=0,
         help=f"RL steps; default: train.steps, or {STEPS}",
     )
-    add("--arms", metavar="A,B", default=",".join(ARMS), help=f"of {', '.join(ARMS)}; default: all")
+    add("--arms", metavar="A,B", default=",".join(ARMS),
+        help=f"of {', '.join(ARMS)} (default: these), and what teams use instead of drafting: "
+        f"{', '.join(ALTERNATIVES)}")  # fmt: skip
+    add("--ahead", metavar="STEPS", type=float, default=AHEAD,
+        help="of async and partial: prompts that begin beyond those of the step, in steps; default: 1")  # fmt: skip
     add("--json", metavar="FILE", help="writes every step")
     add(
         "--timeline",
@@ -76,7 +85,12 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
     add(
         "--sweep",
         metavar="groups=A..B",
-        help="runs with A, 2 A, ... B data groups, and the same prompts",
+        help="runs with A, 2 A, ... B data groups, and the same prompts; or KNOB=A,B,C: with these values of a knob",
+    )
+    add(
+        "--plot",
+        metavar="FILE",
+        help="writes a picture (PNG) of a --sweep: seconds of a step and gain over plain",
     )
     add("--explain", action="store_true", help="where the seconds go, and what would change most")
     add(
@@ -94,8 +108,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if given.record:
             return recorded(given)
-        config = loading.parse([*(("--config", given.config) if given.config else ()), *knobs])
-        return simulated(given, config)
+        knobs = [*(("--config", given.config) if given.config else ()), *knobs]
+        return simulated(given, knobs)
     except UserError as error:
         cli.stop(error)
 
@@ -111,43 +125,58 @@ def recorded(given: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(given: argparse.Namespace, config: Config) -> int:
+def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
     """Runs the arms, and prints what they take."""
-    names = given.arms.split(",")
-    if unknown := [name for name in names if name not in ARMS]:
-        raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    names, swept = given.arms.split(","), sweep.parse(given.sweep) if given.sweep else None
+    every = (*ARMS, *ALTERNATIVES)
+    if unknown := [name for name in names if name not in every]:
+        raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(every)}")
+    if not (math.isfinite(given.ahead) and given.ahead >= 0):
+        raise ConfigError(f"--ahead {given.ahead:g}: give 0 or more steps")
+    if given.plot and not swept:
+        raise ConfigError(f"--plot {given.plot} is of a sweep: add --sweep groups=1..64")
+    found = {}
+    for value in swept.values if swept else [""]:
+        config = loading.parse([*knobs, *(swept.words(value) if swept else ())])
+        world = world_of(given, config, (swept.groups(value) if swept else 0) or given.groups)
+        if not found:
+            print(heading(config, world, given), flush=True)
+        found[value] = each(config, names, world, given.ahead)
+    results = found[value]
+    print(report.sweep(swept.name, found) if swept else report.table(results))
+    if given.explain:
+        print(f"\n{report.explained(results, world.table)}")
+    if given.json:
+        facts = {"costs": given.costs, "groups": world.groups, "steps": world.steps}
+        atomic.write_text(Path(given.json), report.as_json(results, facts))
+    if given.timeline:
+        picture(Path(given.timeline), timeline.draw(results[names[-1]][-1].spans, world.groups))
+    if given.plot:
+        picture(Path(given.plot), plot.draw(swept.name, found))
+    return 0
+
+
+def world_of(given: argparse.Namespace, config: Config, groups: int) -> World:
+    """What the arms need besides the configuration; groups of the arguments, or mesh.data. Raises ConfigError or DataError."""
     if config.rollout.max_prompts:
         raise ConfigError(
             f"rollout.max_prompts {config.rollout.max_prompts}: simulated answers have no rewards, so no prompt is replaced: "
             "use --rollout.max_prompts 0"
         )
-    steps = given.steps or config.train.steps or STEPS
-    groups = given.groups or config.mesh.data
+    steps, groups = given.steps or config.train.steps or STEPS, groups or config.mesh.data
     if steps < 1 or groups < 1:
         raise ConfigError(f"--steps {steps}, --groups {groups}: give 1 or more")
-    sizes = swept(given.sweep) if given.sweep else [groups]
-    costs = costs_of(given.costs, config, given.counts)
-    world = World(
-        costs, lengths.of(given.lengths, config.rollout.max_new_tokens), acceptances_of(given.acceptance),
-        steps, groups, not given.warm,
+    return World(
+        costs_of(given.costs, config, given.counts), lengths.of(given.lengths, config.rollout.max_new_tokens),
+        acceptances_of(given.acceptance), steps, groups, not given.warm,
     )  # fmt: skip
-    print(heading(config, world, given), flush=True)
-    found = {size: each(config, names, replace(world, groups=size)) for size in sizes}
-    results = found[sizes[-1]]
-    print(report.sweep(found) if given.sweep else report.table(results))
-    if given.explain:
-        print(f"\n{report.explained(results, costs)}")
-    if given.json:
-        text = report.as_json(results, {"costs": given.costs, "groups": sizes[-1], "steps": steps})
-        atomic.write_text(Path(given.json), text)
-    if given.timeline:
-        picture(Path(given.timeline), results[names[-1]][-1], sizes[-1])
-    return 0
 
 
-def each(config: Config, names: Sequence[str], world: World) -> dict[str, list[Step]]:
+def each(config: Config, names: Sequence[str], world: World, ahead: float) -> dict[str, list[Step]]:
     """The steps of each arm."""
-    return parallel.every(partial(run.simulate, config, world=world), names, world.steps)
+    return parallel.every(
+        partial(alternatives.simulate, config, world=world, ahead=ahead), names, world.steps
+    )
 
 
 def acceptances_of(text: str) -> Acceptances:
@@ -188,18 +217,6 @@ def costs_of(text: str, config: Config, counts: str = "") -> CostTable:
     return estimate.table(text, config.mesh.model, model, drafter, base, counts=compiled)
 
 
-def swept(text: str) -> list[int]:
-    """The numbers of data groups of --sweep groups=A..B: A, 2 A, ... and B. Raises ConfigError."""
-    first, dots, last = text.removeprefix("groups=").partition("..")
-    is_whole = text.startswith("groups=") and dots and first.isdecimal() and last.isdecimal()
-    if not is_whole or not 1 <= int(first) <= int(last):
-        raise ConfigError(f"--sweep {text}: write groups=A..B, such as groups=1..64")
-    sizes = [int(first)]
-    while 2 * sizes[-1] < int(last):
-        sizes.append(2 * sizes[-1])
-    return [*sizes, int(last)] if sizes[-1] < int(last) else sizes
-
-
 def heading(config: Config, world: World, given: argparse.Namespace) -> str:
     """What is simulated, and what it rests on."""
     rollout, facts = config.rollout, world.table.facts
@@ -213,10 +230,10 @@ def heading(config: Config, world: World, given: argparse.Namespace) -> str:
     )
 
 
-def picture(path: Path, step: Step, groups: int) -> None:
-    """Writes the timeline of a step's rollout as PNG."""
+def picture(path: Path, pixels: np.ndarray) -> None:
+    """Writes uint8 [height, width, 3] as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(timeline.draw(step.spans, groups)).save(path, "PNG")
+    Image.fromarray(pixels).save(path, "PNG")
 
 
 if __name__ == "__main__":

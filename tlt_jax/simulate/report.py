@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.simulate.cost_table import ESTIMATE, CostTable
+from tlt_jax.simulate.off_policy import OffPolicy
 
 COLUMNS = "step s", "rollout s", "update s", "bubble", "accept", "times plain"
+# Where an arm is off-policy: age of its tokens in updates, share of tokens older than 0, groups that roll out + that train.
+OFF_POLICY = "mean age", "most age", "older", "groups"
 PARTS = ("rollout", "update", "drafter", "publish", "reward", "save", "other")
 
 
@@ -25,6 +28,9 @@ class Step(Protocol):
     learned: float
     strategies: Mapping[str, float]
     error: float
+    off_policy: OffPolicy
+    split: str
+    recomputing: float
 
     @property
     def total(self) -> float: ...
@@ -43,14 +49,19 @@ def late(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def table(results: Results) -> str:
-    """A line for each arm: the means over all steps, with compiling, and then over the second half."""
-    lines = []
+    """A line for each arm: the means over all steps, with compiling, and then over the second half.
+
+    With the columns OFF_POLICY where an arm is off-policy.
+    """
+    lines, columns = [], COLUMNS
+    if any(one.off_policy.most or one.split for steps in results.values() for one in steps):
+        columns = (*COLUMNS, *OFF_POLICY)
     for title, chosen in (
         ("all steps, with compiling", list),
         ("the second half of the steps", late),
     ):
         lines.append(f"{title}:")
-        lines.append(f"  {'':<10}" + "".join(f"{name:>13}" for name in COLUMNS))
+        lines.append(f"  {'':<12}" + "".join(f"{name:>13}" for name in columns))
         rows = {name: summary(chosen(steps)) for name, steps in results.items()}
         for name, row in rows.items():
             gain = f"{rows['plain']['step'] / row['step']:.2f}" if "plain" in rows else "-"
@@ -58,13 +69,19 @@ def table(results: Results) -> str:
                 f"{row['step']:.2f}", f"{row['rollout']:.2f}", f"{row['update']:.2f}", f"{row['bubble']:.0%}",
                 f"{row['accept_length']:.2f}" if row["accept_length"] else "-", gain,
             )  # fmt: skip
-            lines.append(f"  {name:<10}" + "".join(f"{cell:>13}" for cell in cells))
+            if columns != COLUMNS:
+                ages = f"{row['age']:.2f}", f"{row['most_age']:.0f}", f"{row['older']:.0%}"
+                cells = (*cells, *ages, results[name][-1].split or "all")
+            lines.append(f"  {name:<12}" + "".join(f"{cell:>13}" for cell in cells))
         lines.append("")
     return "\n".join(lines[:-1])
 
 
 def summary(steps: Sequence[Step]) -> dict[str, float]:
-    """Means over steps: seconds by part, bubble, seconds of waiting for compilations; accept length of those that drafted."""
+    """Means over steps: seconds by part, bubble, seconds of waiting for compilations; accept length of those that drafted.
+
+    `most_age` is the largest of all steps.
+    """
     drafted = [one.accept_length for one in steps if one.accept_length]
     parts = {part: mean([one.seconds.get(part, 0.0) for one in steps]) for part in PARTS}
     return parts | {
@@ -74,6 +91,10 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
         "accept_length": mean(drafted),
         "round_error": mean([one.error for one in steps]),
         "tokens": mean([one.tokens for one in steps]),
+        "age": mean([one.off_policy.mean for one in steps]),
+        "most_age": max((one.off_policy.most for one in steps), default=0),
+        "older": mean([one.off_policy.older for one in steps]),
+        "recomputing": mean([one.recomputing for one in steps]),
     }
 
 
@@ -83,11 +104,13 @@ def as_json(results: Results, facts: Mapping[str, Any]) -> str:
         name: {
             "mean": summary(steps),
             "second_half": summary(late(steps)),
+            "split": steps[-1].split if steps else "",
             "steps": [
                 {
                     "seconds": dict(one.seconds), "tokens": one.tokens, "bubble": one.bubble,
                     "compiling": one.compiling, "accept_length": one.accept_length,
                     "learned": one.learned, "decoding_seconds": dict(one.strategies),
+                    "off_policy": one.off_policy._asdict(), "recomputing": one.recomputing,
                 }
                 for one in steps
             ],
@@ -105,14 +128,18 @@ def explained(results: Results, costs: CostTable) -> str:
         whole = found["step"]
         parts = sorted(((found[part], part) for part in PARTS if found[part]), reverse=True)
         text = ", ".join(f"{part} {seconds / whole:.0%}" for seconds, part in parts)
-        lines.append(
-            f"  {name}: {text}; groups wait for the longest answers {found['bubble']:.0%} of the rollout"
-        )
+        idle = "wait for the longest answers {:.0%} of the rollout"
+        if steps[-1].split:
+            idle = "that roll out or train are idle {:.0%} of the step"
+        lines.append(f"  {name}: {text}; groups {idle.format(found['bubble'])}")
         kinds = decoding_shares(late(steps)).items()
         drafting = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds)
         error = f"rounds are off by about {found['round_error']:.0%} (one standard error)"
         lines.append(f"    decoding: {drafting}; {error}")
-        lines += [f"    {line}" for line in changes(found)]
+        if not steps[
+            -1
+        ].split:  # else parts overlap: a shorter one does not shorten the step as much
+            lines += [f"    {line}" for line in changes(found)]
     lines.append("the seconds rest on:")
     lines.append(f"  round: {costs.sources('round') or ESTIMATE}")
     for program in ("update", "drafter_update", "micro_step", "publish", "compile"):
@@ -149,15 +176,29 @@ def decoding_shares(steps: Sequence[Step]) -> dict[str, float]:
     return {kind: taken / whole for kind, taken in sorted(seconds.items(), key=lambda one: -one[1])}
 
 
-def sweep(found: Mapping[int, Results]) -> str:
-    """Seconds of a step and gain over plain decoding by data groups, over the second half of the steps."""
+def sweep(knob: str, found: Mapping[str, Results]) -> str:
+    """Seconds of a step and gain over plain decoding by values of a knob, over the second half of the steps."""
     names = list(next(iter(found.values())))
-    lines = [f"{'groups':>8}" + "".join(f"{name + ' s':>14}{'gain':>7}" for name in names)]
-    for groups, results in found.items():
-        rows = {name: summary(late(steps))["step"] for name, steps in results.items()}
+    width = max(8, len(knob), *map(len, found))
+    columns = "".join(f"{name + ' s':>{max(14, len(name) + 4)}}{'gain':>7}" for name in names)
+    lines = [f"{knob:>{width}}" + columns]
+    for value, results in found.items():
+        rows, gains = late_seconds(results), gains_of(results)
         cells = (
-            f"{row:>14.2f}" + (f"{rows['plain'] / row:>7.2f}" if "plain" in rows else f"{'-':>7}")
-            for row in rows.values()
+            f"{rows[name]:>{max(14, len(name) + 4)}.2f}"
+            + (f"{gains[name]:>7.2f}" if gains else f"{'-':>7}")
+            for name in names
         )
-        lines.append(f"{groups:>8}" + "".join(cells))
+        lines.append(f"{value:>{width}}" + "".join(cells))
     return "\n".join(lines)
+
+
+def late_seconds(results: Results) -> dict[str, float]:
+    """Mean seconds of a step of the second half, by arm."""
+    return {name: summary(late(steps))["step"] for name, steps in results.items()}
+
+
+def gains_of(results: Results) -> dict[str, float]:
+    """Times plain decoding that each arm is as fast; nothing without the arm `plain`."""
+    rows = late_seconds(results)
+    return {name: rows["plain"] / row for name, row in rows.items()} if "plain" in rows else {}

@@ -24,6 +24,7 @@ from tlt_jax.simulate.cost_table import CPU, CostTable
 from tlt_jax.simulate.engine import SimulatedEngine
 from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
 from tlt_jax.simulate.lengths import Lengths
+from tlt_jax.simulate.off_policy import OffPolicy
 from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.simulate.simulator import VirtualClock
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -79,7 +80,8 @@ class Step:
     """Seconds of a step by part, and what its rollout was like. `bubble`: idle share of the groups' time in the rollout.
 
     `strategies`: seconds of decoding by drafter. `error`: mean standard error of the log seconds of a round, over the
-    shapes that were decoded. `spans`: the timeline of the rollout.
+    shapes that were decoded. `spans`: the timeline of the rollout. `split`: data groups that roll out + those that train, ""
+    where all do both. `recomputing`: seconds in which a group recomputed keys and values of answers that it resumed.
     """
 
     seconds: dict[str, float]
@@ -91,6 +93,9 @@ class Step:
     strategies: dict[str, float]
     error: float
     spans: list[Span] = field(default_factory=list, repr=False)
+    off_policy: OffPolicy = OffPolicy()
+    split: str = ""
+    recomputing: float = 0.0
 
     @property
     def total(self) -> float:

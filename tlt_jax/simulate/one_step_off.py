@@ -1,0 +1,74 @@
+"""RL steps whose rollout overlaps with the update of the step before, on other data groups, as verl's one-step-off-policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tlt_jax.config import Config
+from tlt_jax.simulate.devices import Devices, is_saved, with_rows
+from tlt_jax.simulate.off_policy import OffPolicy
+from tlt_jax.simulate.run import ARMS, SimulatedRun, Step, World
+from tlt_jax.train.drafter_learning import Taught
+
+
+class OneStepOff:
+    """The RL steps of plain decoding on these devices; `told(step)` after each.
+
+    The trainer takes the answers of a step, publishes its weights, starts the next rollout with them, and updates on the
+    answers: all but the first step train on tokens of the policy one update before. `rollout` of a step's seconds is the time
+    that the trainer waits for answers, publishing is waited for by both.
+    """
+
+    def __init__(self, config: Config, world: World, devices: Devices, told: Callable[[int], None]):
+        config = with_rows(config, config.rollout.prompts, devices.rollout)
+        self.world, self.devices, self.told = world, devices, told
+        self.one = SimulatedRun(config, ARMS["plain"], replace(world, groups=devices.rollout))
+
+    def run(self) -> list[Step]:
+        """All steps."""
+        publish = self.world.table.seconds("publish")
+        steps, wait = [], 0.0
+        for number in range(self.world.steps):
+            rollout = self.roll_out()
+            wait = max(rollout.total - wait, 0.0)
+            parts = {"publish": publish, "rollout": wait, **self.training(number, rollout.tokens)}
+            if steps:
+                steps[-1].spans = []
+            steps.append(self.combined(rollout, parts, number))
+            wait = (
+                sum(parts.values()) - publish - parts["rollout"]
+            )  # of the next rollout, which it overlaps
+            self.told(number + 1)
+        return steps
+
+    def roll_out(self) -> Step:
+        """The next rollout, alone: its seconds are those of `rollout`."""
+        one = self.one
+        one.seconds = {}
+        result, tuner = one.roll_out()
+        step = one.report(result)
+        taught = Taught(one.state.drafter, one.state.investment)
+        one.state = one.next_state(taught, one.after_update(taught, tuner), result)
+        return step
+
+    def training(self, number: int, tokens: int) -> dict[str, float]:
+        """Seconds by part of training on this many answer tokens."""
+        config = self.one.config
+        prompts = sum(map(len, self.one.prompts)) * config.rollout.samples
+        return self.devices.training_seconds(
+            self.world.table, tokens + prompts, is_saved(config, number)
+        )
+
+    def combined(self, rollout: Step, seconds: dict[str, float], number: int) -> Step:
+        """The step: `bubble` is the idle share of all groups' time in it."""
+        whole = sum(seconds.values())
+        training = self.devices.training * (whole - seconds["rollout"])
+        decoding = self.devices.rollout * (
+            rollout.total * (1 - rollout.bubble) + seconds["publish"]
+        )
+        bubble = max(1 - (training + decoding) / (self.devices.groups * whole), 0.0)
+        age = OffPolicy(1.0, 1, 1.0) if number else OffPolicy()
+        return replace(
+            rollout, seconds=seconds, bubble=bubble, off_policy=age, split=self.devices.split
+        )
