@@ -9,8 +9,8 @@ idle_training.floor. prefetch: coupled prefetch, whose texts of the step before 
 tokens.
 
 A row is the mean of the second half of the first --steps steps of a run of 100 whose programs are in the compile cache, but of
-training: of all of its steps, compiling included. --scale 0.25: a quarter of a job's answers on a quarter of its data groups, so
-that each has as many.
+training: of all of its steps, compiling included. --scale 0.25: a quarter of a job's answers on a quarter of its data groups,
+so that each has as many.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ FLOORS = (8,)
 # GRPO; of bfloat16 in batches of other shapes. Nodes of a chain.
 DIFFERENCES, CHAIN = (0.0, 0.0013, 0.004), 64
 COLUMNS = (
-    "section", "job", "groups", "devices", "answers", "arm", "case", "steps", "step_s", "rollout_s", "update_s", "drafter_s", "bubble",
-    "accept_length", "times_plain",
+    "section", "job", "groups", "devices", "answers", "arm", "case", "steps", "step_s", "rollout_s", "update_s", "drafter_s",
+    "bubble", "accept_length", "times_plain",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job: its configuration, presets of lengths and acceptance, and numbers of data groups, the paper's size last."""
+    """A job: its configuration, presets of lengths and acceptance, and numbers of data groups, the paper's size first."""
 
     config: Config
     costs: str
@@ -97,9 +97,9 @@ def configured(
 # The 7B job with the same answers, on groups of one H200, for which rounds were measured.
 JOBS = {
     "7b": Job(
-        configured(simulated_costs.POLICY, 1, 256, 32768), command.BASE, "paper_7b", "paper", (8, 16, 32, 64)
+        configured(simulated_costs.POLICY, 1, 256, 32768), command.BASE, "paper_7b", "paper", (64, 32, 16, 8)
     ),
-    "32b": Job(configured(POLICY_32B, 4, 256, 32768), "h100", "paper_32b", "paper", (4, 8, 16, 32)),
+    "32b": Job(configured(POLICY_32B, 4, 256, 32768), "h100", "paper_32b", "paper", (16, 8, 4, 32)),
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def measures(bench: Bench, names: Sequence[str]) -> None:
     """Each measure alone and together; of the job whose attention was measured."""
     for name in [one for one in names if JOBS[one].costs == command.BASE]:
         job = bench.job(name)
-        for groups in (job.groups[0], job.groups[-1]):
+        for groups in (job.groups[0], job.groups[2]):
             plain = bench.figures(job.config, "plain", world_of(job, groups))["step"]
             cases = ["", *MEASURES.values(), " ".join(MEASURES.values())]
             for case in cases:
