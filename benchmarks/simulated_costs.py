@@ -2,8 +2,8 @@
 
 python benchmarks/simulated_costs.py [--out FILE]
 
-Rounds are measured. The update was measured with 8 of the 28 layers, and is scaled by its FLOP; what no row has is estimated
-(tlt_jax.simulate.estimate), at the same share of the peak.
+Rounds, and the attention of a layer, are measured. The update was measured with 8 of the 28 layers, and is scaled by its FLOP;
+what no row has is estimated (tlt_jax.simulate.estimate), at the same share of the peak.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ POLICY = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 VOCAB, DRAFT_VOCAB, UNROLL = 152064, 32000, 5
+SECTIONS = ("copies", "decode", "trees", "attention", "update")
 SLOTS, HELD = 4096, 2048
 DECODED = re.compile(r"B (\d+), 2048 of 4096 slots")
 DRAFTED = re.compile(r"(\d+_\d+_\d+), B (\d+)(, without drafting)?")
+ATTENDED = re.compile(r"engine, B (\d+) N (\d+)")
+COPIED = re.compile(r"copy of (\d+) MiB")
+TREES = {1: "off", 8: "4_2_8", 48: "8_4_48"}  # a strategy with this many nodes
 UPDATED = re.compile(r"(\d+) x (\d+), (\d+) layers")
 # Of SmolLM2-135M (30 layers) on the same H200: benchmarks/README.md.
 COMPILE_S, REWARD_S, OTHER_S, BEGIN_S = 8.0, 0.008, 0.022, 0.09
@@ -60,6 +64,12 @@ def rows(cases: Mapping[str, float], sizes: Sizes, short: Sizes) -> Iterator[Row
                 drafter,
                 note=note,
             )
+        elif found := ATTENDED.fullmatch(case):
+            strategy = parse(TREES[int(found[2])])
+            seconds, note = sizes.layers * ms / 1e3, f"one layer's, times {sizes.layers}"
+            yield Row(
+                "attention", seconds, MEASURED, int(found[1]), SLOTS, HELD, strategy, note=note
+            )
         elif found := UPDATED.fullmatch(case):
             tokens, scale = int(found[1]) * int(found[2]), sizes.read / short.read
             note = (
@@ -78,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         cases = {
             one["case"]: float(one["ms"])
             for one in csv.DictReader(file)
-            if "H200" in one["machine"] and one["section"] in ("decode", "trees", "update")
+            if "H200" in one["machine"] and one["section"] in SECTIONS
         }
     model = hf.new_config(POLICY, VOCAB, ())
     short = hf.new_config(POLICY | {"num_hidden_layers": 8}, VOCAB, ())
@@ -106,8 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         Row("other", OTHER_S, ESTIMATE, note=f"metrics and the rest of a step; {smollm2}"),
     ]
+    (copied,) = (one for one in cases if COPIED.fullmatch(one))
+    copy = 2 * int(COPIED.fullmatch(copied)[1]) * 2**20 / (cases[copied] / 1e3)
     facts = {
         "policy": "Qwen2.5-7B's shape (random weights), bfloat16", "device": "h200", "devices": "1", "sizes": sizes.text(),
+        "copy": f"{copy:.3g} bytes a second, read and written",
         "measured": "one NVIDIA H200, 2026-11-26, commit 0003176, jax 0.11.2 (benchmarks/results/accelerator.csv)",
         "made by": "python benchmarks/simulated_costs.py",
     }  # fmt: skip

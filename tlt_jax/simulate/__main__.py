@@ -31,6 +31,7 @@ from tlt_jax.simulate import (
     report,
     run,
     sweep,
+    what_if,
 )
 from tlt_jax.simulate.acceptance import Acceptances
 from tlt_jax.simulate.alternatives import AHEAD, ALTERNATIVES
@@ -98,6 +99,10 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         action="store_true",
         help="every program is in the compile cache: nothing compiles",
     )
+    add("--what-if", metavar="PART=FACTOR", nargs="+", default=[],
+        help="other seconds of a part of the costs, such as drafting=0.5 update=0.9: the seconds times a factor, of "
+        f"{', '.join(what_if.SCALED)}; tree_attention=0.7: trees read the cache at this share of a copy's bandwidth, unless "
+        "faster")  # fmt: skip
     add("--record", metavar="RUN", help="writes the cost table of a real run to --costs, and ends")
     return parser.parse_known_args(words)
 
@@ -166,8 +171,10 @@ def world_of(given: argparse.Namespace, config: Config, groups: int) -> World:
     steps, groups = given.steps or config.train.steps or STEPS, groups or config.mesh.data
     if steps < 1 or groups < 1:
         raise ConfigError(f"--steps {steps}, --groups {groups}: give 1 or more")
+    costs = costs_of(given.costs, config, given.counts)
+    costs = what_if.table(costs, what_if.parsed(given.what_if))
     return World(
-        costs_of(given.costs, config, given.counts), lengths.of(given.lengths, config.rollout.max_new_tokens),
+        costs, lengths.of(given.lengths, config.rollout.max_new_tokens),
         acceptances_of(given.acceptance), steps, groups, not given.warm,
     )  # fmt: skip
 
@@ -221,12 +228,13 @@ def heading(config: Config, world: World, given: argparse.Namespace) -> str:
     """What is simulated, and what it rests on."""
     rollout, facts = config.rollout, world.table.facts
     rest = f", {facts['factor']}" if "factor" in facts else ""
+    changed = f"what if: {' '.join(given.what_if)}\n" if given.what_if else ""
     return (
         f"simulated, not measured: {world.steps} steps of {rollout.prompts} prompts x {rollout.samples} answers of at most "
         f"{rollout.max_new_tokens} tokens, {world.groups} data groups x {config.mesh.model} devices\n"
         f"costs: {given.costs} ({world.table.sources('round') or 'estimate'}{rest}); lengths: {world.lengths.describe()}\n"
         f"acceptance: {world.acceptances.source or given.acceptance}\n"
-        f"decisions: every {run.chunk_of(config)} rounds at most, and when the rows fit a smaller batch\n"
+        f"decisions: every {run.chunk_of(config)} rounds at most, and when the rows fit a smaller batch\n{changed}"
     )
 
 

@@ -1,7 +1,8 @@
 """A table of seconds of programs: read from CSV, interpolated with an uncertainty; knows no program and no clock.
 
 Rounds are predicted by the tuner's cost model (tuner.cost_model): a linear model in named terms, fitted on the table's
-rounds, times the residual of the nearest rows. Other programs are linear in their tokens. No JAX.
+rounds, times the residual of the nearest rows. Where attention was measured apart, the model is one of the rest of a round.
+Other programs are linear in their tokens. No JAX.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt_jax.errors import DataError
+from tlt_jax.simulate import attention
+from tlt_jax.simulate.attention import Attention
 from tlt_jax.spec_decode.strategy import LEARNED, NGRAM, PLAIN, Strategy, name, parse
 from tlt_jax.tuner import cost_model, make
 from tlt_jax.tuner.interface import Cell
@@ -27,6 +30,7 @@ COLUMNS = (
 # The programs, with the columns that each needs besides `seconds` and `source`.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "round": ("rows", "slots", "strategy"),
+    "attention": ("rows", "held", "strategy"),
     "update": ("tokens",),
     "drafter_update": ("tokens",),
     "micro_step": ("tokens",),
@@ -45,6 +49,7 @@ UNITS = """\
 ## seconds: of one call; of one decoding round for `round`; of compiling one chunk of this strategy for `compile`
 ## rows: sequences of the batch. slots: cache slots of a row. held: tokens that a row holds on average, where attention reads
 ## no more than these; empty where it reads all slots. tokens: of a call on one data group. strategy: off, depth_topk_nodes
+## attention: what reading the cache takes of a round, in all layers, where it was measured apart
 ## begin: from the start of a rollout to its first program. host: from a decision to the start of its program on an idle device
 ## source: measured, estimate or literature
 """
@@ -100,13 +105,29 @@ class CostTable:
         return any(row.held for row in self.of("round"))
 
     @cached_property
+    def attention(self) -> Attention | None:
+        """What attention takes of a round; None where it was not measured apart."""
+        rows = self.of("attention")
+        if not rows:
+            return None
+        cases = [(row.rows, row.strategy.nodes, row.held, row.seconds) for row in rows]
+        return attention.fit(*zip(*cases, strict=True))
+
+    @cached_property
     def cells(self) -> dict[str, dict]:
-        """The rounds as cells of the tuner's cost model; the slots of a cell are the tokens that are read."""
+        """The rounds as cells of the tuner's cost model; the slots of a cell are the tokens that are read.
+
+        Where attention was measured apart, the cells have the seconds of the rest of a round, which reads none.
+        """
         found: dict[str, dict] = {}
         for row in self.of("round"):
-            key = f"{row.rows}/{round(row.read)}/{name(normal(row.strategy, row.drafter))}"
+            read, seconds = round(row.read), row.seconds
+            if self.attention:
+                seconds -= read * self.attention.slope(row.rows, row.strategy.nodes)
+                read = 0
+            key = f"{row.rows}/{read}/{name(normal(row.strategy, row.drafter))}"
             cell = found.setdefault(key, {"warm": [], "cold": [], "age": 0})
-            cell["warm"] += [row.seconds] * SAMPLES[row.source]
+            cell["warm"] += [seconds] * SAMPLES[row.source]
         return found
 
     @cached_property
@@ -128,7 +149,12 @@ class CostTable:
         The residual is that of the row of this batch and strategy, else of the nearest rows; see cost_model.residual.
         """
         key = batch, strategy
-        if key not in self._shapes:
+        if key not in self._shapes and self.attention:
+            cell = Cell(batch, 0, normal(strategy))
+            logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.one_pass)
+            each = self.attention.slope(batch, strategy.nodes)
+            self._shapes[key] = math.exp(float(logs[0])), each, float(errors[0])
+        elif key not in self._shapes:
             arm = normal(strategy)
             read = [round(row.read) for row in self.of("round") if self.is_of(row, batch, arm)]
             read = read or [round(row.read) for row in self.of("round")]
@@ -245,7 +271,20 @@ def read(path: Path, drafter: str = "") -> CostTable:
         raise DataError(
             f"{path}: some rounds have `held` and others not: give it to all, or to none"
         )
+    check_attention(path, table)
     return table
+
+
+def check_attention(path: Path, table: CostTable) -> None:
+    """Raises DataError for attention beside rounds without `held`, or that takes longer than a round."""
+    if table.attention and not table.reads_held:
+        raise DataError(f"{path}: attention was measured apart, and rounds have no `held`: give it")
+    for row in table.of("round") if table.attention else ():
+        taken = row.read * table.attention.slope(row.rows, row.strategy.nodes)
+        if taken >= row.seconds:
+            raise DataError(
+                f"{path}: a round of {row.rows} rows takes {row.seconds:g} s, and its attention {taken:.3g} s: measure again"
+            )
 
 
 def facts_of(head: Iterable[str]) -> dict[str, str]:

@@ -35,6 +35,7 @@ class TabledPrograms(SimulatedPrograms):
 
     A missing program is waited for; `prepare` compiles in the background. `features`: share of a round's seconds that
     capturing features for a learned drafter costs. `drafters`: names of the drafters that strategies name, "" included.
+    `named(strategy)`: the strategy as the table names it.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class TabledPrograms(SimulatedPrograms):
         clock: VirtualClock,
         drafters: Iterable[str] = ("",),
         compiles_free: bool = False,
+        named: Callable[[Strategy], Strategy] = lambda strategy: strategy,
     ):
         super().__init__(lambda *_: 0.0, acceptance, lengths, clock, writes=False)
         self.table, self.features, self.compiles_free = table, 0.0, compiles_free
+        self.named = named
         self.host = table.seconds("host")
         drafter = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=None)
         learned = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=True)
@@ -139,7 +142,7 @@ class TabledPrograms(SimulatedPrograms):
         table = self.table
 
         def of(batch: int, slots: int, strategy: Strategy) -> float:
-            return 1e3 * table.round_seconds(batch, slots, strategy, held or slots)
+            return 1e3 * table.round_seconds(batch, slots, self.named(strategy), held or slots)
 
         return of
 

@@ -32,7 +32,7 @@ def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> f
 
     A prefill counts as a round with as many nodes as it has tokens. Writing a cache takes as long as
     a round takes to read it; a copy takes twice that. The `rounds` of a catch-up are the tokens that
-    the drafter lacks.
+    the drafter lacks, alike in all rows.
     """
 
     def write_cost(batch: int, slots: int) -> float:
@@ -44,7 +44,8 @@ def noiseless_seconds(round_cost: RoundCost, program: Program, rounds: int) -> f
         case Prefill(_, prompts, width):
             taken = round_cost(prompts, width, replace(PLAIN, nodes=width))
         case CatchUp(StateShape(_, batch, slots)):
-            taken = DRAFTER * round_cost(1, batch * slots, replace(PLAIN, nodes=max(rounds, 1)))
+            nodes = max(-(-rounds // batch), 1)
+            taken = DRAFTER * round_cost(batch, slots, replace(PLAIN, nodes=nodes))
         case Start(StateShape(_, batch, slots)):
             taken = write_cost(batch, slots)
         case Admit(StateShape(_, batch), Prefill(_, _, width)):

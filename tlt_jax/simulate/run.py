@@ -27,7 +27,7 @@ from tlt_jax.simulate.lengths import Lengths
 from tlt_jax.simulate.off_policy import OffPolicy
 from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.simulate.simulator import VirtualClock
-from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.run_state import RunState
@@ -48,6 +48,11 @@ class Arm:
     drafter: str
     idle: bool = False
     update: bool = False
+
+    def named(self, strategy: Strategy) -> Strategy:
+        """The strategy with the name of its drafter, as tables and acceptances have it; a run's only drafter has none."""
+        is_ngram = self.drafter == NGRAM and strategy.depth > 0
+        return replace(strategy, drafter=NGRAM) if is_ngram else strategy
 
 
 ARMS = {
@@ -173,11 +178,12 @@ class SimulatedRun:
         """The programs of the engine, which draft as well as the current drafter can."""
         return TabledPrograms(
             self.world.table,
-            lambda strategy: self.world.acceptances.trees(strategy, self.drafter.learned),
+            lambda one: self.world.acceptances.trees(self.arm.named(one), self.drafter.learned),
             lambda key: self.answers[int(key[1])],
             self.clock,
             drafters,
             not self.world.compiles,
+            self.arm.named,
         )
 
     @contextmanager
@@ -294,7 +300,9 @@ class SimulatedRun:
         idle, whole = sum(one.idle for one in groups), len(groups) * result.stats["seconds"]
         rounds, error = {}, 0.0
         for one in result.measurements:
-            error += one.seconds * self.world.table.shape(one.batch, one.strategy)[2]
+            error += (
+                one.seconds * self.world.table.shape(one.batch, self.arm.named(one.strategy))[2]
+            )
             kind = (
                 "off" if one.strategy == PLAIN else one.strategy.drafter or self.engine.drafter_kind
             )
