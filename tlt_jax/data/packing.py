@@ -37,6 +37,18 @@ def rows(config: Config) -> int:
     return config.train.rows or config.mesh.data
 
 
+def steps(config: Config, lengths: Sequence[int]) -> int:
+    """Accumulation steps of an update on examples of these lengths, as `pack` packs them; at least 1."""
+    capacity = row_tokens(config)
+    fitting = sorted((min(length, capacity) for length in lengths), reverse=True)
+    return max(-(-len(first_fit(fitting, capacity, most_segments(capacity))) // rows(config)), 1)
+
+
+def step_tokens(config: Config) -> int:
+    """Tokens of an accumulation step on the mesh, padding included."""
+    return rows(config) * row_tokens(config)
+
+
 class Example(NamedTuple):
     """Token ids of a prompt and its answer; `uid` orders examples of equal length."""
 
@@ -170,7 +182,7 @@ def first_fit(lengths: Sequence[int], capacity: int, most: int) -> list[list[int
     free = np.full(len(lengths), capacity)
     rows: list[list[int]] = []
     for index, length in enumerate(lengths):
-        row = int(np.argmax(free >= length))
+        row = int(np.argmax(free[: len(rows) + 1] >= length))
         if row == len(rows):
             rows.append([])
         rows[row].append(index)

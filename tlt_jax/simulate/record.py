@@ -15,6 +15,7 @@ import numpy as np
 from tlt_jax.config import Config, load as loading
 from tlt_jax.config.outputs import LOG, RESOLVED
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
+from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
@@ -27,10 +28,8 @@ LEAST_GAP = 2e-4  # seconds between two programs above which the device was idle
 COMPILED = re.compile(r"compiled chunk of \d+ rounds, (\S+), of .* in ([\d.]+) s:")
 # Programs with the scalar of their seconds, without those of compiling in the same part.
 CALLS = {
-    "publish": "update_weights", "reward": "reward", "save": "save_checkpoint", "update": "update",
-    "drafter_update": "drafter",
+    "publish": "update_weights", "reward": "reward", "save": "save_checkpoint",
 }  # fmt: skip
-TOKENS = {"update": "perf/total_num_tokens", "drafter_update": "drafter/update_tokens"}
 
 
 class Cell(NamedTuple):
@@ -105,30 +104,55 @@ def drafter_of(strategy: Strategy, config: Config) -> str:
 
 
 def calls(run: Run, config: Config) -> Iterator[Row]:
-    """The median seconds of the other parts of a step; of updates also of their tokens on a data group."""
+    """The median seconds of the other parts of a step."""
     steps = run.metrics.get("timing_s/step")
     if steps is None:
         raise ConfigError(f"{run.folder} has no complete step yet: nothing to measure")
     for program, part in CALLS.items():
-        seconds = by_step(run, f"timing_s/{part}")
-        compiling = by_step(run, f"perf/compile_s/{part}")
-        tokens = by_step(run, TOKENS[program]) if program in TOKENS else {}
-        known = [
-            (seconds[step] - compiling.get(step, 0.0), tokens.get(step, 0.0))
-            for step in seconds
-            if not compiling.get(step) and (program not in TOKENS or tokens.get(step))
-        ]
-        known = [one for one in known if one[0] > 0]
-        if known:
-            taken, count = np.median(np.array(known), axis=0)
-            note = f"median of {len(known)} steps"
-            yield Row(
-                program, float(taken), MEASURED, tokens=float(count) / config.mesh.data, note=note
-            )
+        if found := list(without_compiling(run, part).values()):
+            note = f"median of {len(found)} steps"
+            yield Row(program, float(np.median(found)), MEASURED, note=note)
+    yield from updates(run, config)
+    yield from drafter_updates(run, config)
     rest = [by_step(run, f"timing_s/{part}") for part in ("metrics", "other")]
     other = [sum(part.get(step, 0.0) for part in rest) for step in steps.steps.tolist()]
     if np.median(other) > 0:
         yield Row("other", float(np.median(other)), MEASURED, note="metrics and the rest of a step")
+
+
+def without_compiling(run: Run, part: str) -> dict[int, float]:
+    """Seconds of a part of the steps in which it took some and compiled nothing."""
+    compiling = by_step(run, f"perf/compile_s/{part}")
+    found = by_step(run, f"timing_s/{part}").items()
+    return {step: seconds for step, seconds in found if seconds > 0 and not compiling.get(step)}
+
+
+def updates(run: Run, config: Config) -> Iterator[Row]:
+    """The median seconds of updates of each number of accumulation steps, by their tokens on a data group with padding."""
+    tokens, filled = by_step(run, "perf/total_num_tokens"), by_step(run, "actor/packed_ratio")
+    whole, found = packing.step_tokens(config), defaultdict(list)
+    for step, seconds in without_compiling(run, "update").items():
+        if tokens.get(step):
+            count = max(round(tokens[step] / filled.get(step, 1.0) / whole), 1)
+            found[count].append(seconds)
+    for count, seconds in sorted(found.items()):
+        note = f"{count} accumulation steps; median of {len(seconds)} steps"
+        held = count * whole / config.mesh.data
+        yield Row("update", float(np.median(seconds)), MEASURED, tokens=held, note=note)
+
+
+def drafter_updates(run: Run, config: Config) -> Iterator[Row]:
+    """The median seconds of an accumulation step of the drafter's update."""
+    tokens, steps = by_step(run, "drafter/update_tokens"), by_step(run, "drafter/update_steps")
+    found = [
+        (seconds / steps[step], tokens[step] / steps[step] / config.mesh.data)
+        for step, seconds in without_compiling(run, "drafter").items()
+        if steps.get(step) and tokens.get(step)
+    ]
+    if found:
+        seconds, held = np.median(np.array(found), axis=0)
+        note = f"an accumulation step; median of {len(found)} steps"
+        yield Row("drafter_update", float(seconds), MEASURED, tokens=float(held), note=note)
 
 
 def by_step(run: Run, name: str) -> dict[int, float]:

@@ -205,9 +205,7 @@ class SimulatedRun:
         result, tuner = self.roll_out()
         self.spend("reward")
         taught = self.teach(result, tuner)
-        answers = result.stats["tokens"]
-        prompts = sum(len(prompt) for prompt in self.prompts) * self.config.rollout.samples
-        self.learn(taught, answers, prompts)
+        self.learn(taught, result.stats["tokens"])
         self.save()
         self.spend("other")
         tuner = self.after_update(taught, tuner)
@@ -257,14 +255,17 @@ class SimulatedRun:
             self.state, self.state.policy, tuner, result, partial(self.phase, "drafter")
         )
 
-    def learn(self, taught: Taught, answers: int, prompts: int) -> None:
-        """The update of the policy, which may begin with a lesson of the drafter."""
-        tokens, groups = answers + prompts, self.world.groups
+    def learn(self, taught: Taught, answers: int) -> None:
+        """The update of the policy, which may begin with a lesson of the drafter; padding takes as long as tokens."""
+        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
+        lengths = [
+            len(self.prompts[uid // samples]) + min(tokens, limit)
+            for uid, tokens in self.answers.items()
+        ]
+        count, groups = packing.steps(self.config, lengths), self.world.groups
         if taught.lesson:
-            rows = packing.rows(self.config) * packing.row_tokens(self.config)
-            count = max(-(-tokens // rows), 1)
             self.knowledge.teach(taught.lesson, answers, count, groups)
-        self.spend("update", tokens / groups)
+        self.spend("update", count * packing.step_tokens(self.config) / groups)
 
     def save(self) -> None:
         """A checkpoint, when one is due."""
