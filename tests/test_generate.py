@@ -322,7 +322,7 @@ def test_a_streamed_text_has_no_part_of_a_character():
     assert parts == ["a", "\u00e9", "\U0001f600", "b"]
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])
 def test_a_block_drafter_of_a_directory_drafts_and_changes_no_token(models, tmp_path, capsys, kind):
     policy, mesh = hf.read_config(models / "ids"), meshes.make_mesh(1, 1)
     own = drafter_network.for_policy(policy, kind, block_size=4)

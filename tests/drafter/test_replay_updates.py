@@ -45,7 +45,7 @@ def whole(recipe: Recipe, texts) -> Batch:
 
 
 @pytest.mark.parametrize("kind, model", [
-    (updates.EAGLE, 1), (updates.WHOLE, 2), (updates.REDUCED, 1),
+    (updates.EAGLE, 1), (updates.WHOLE, 2), pytest.param(updates.REDUCED, 1, marks=pytest.mark.matrix),
 ])  # fmt: skip
 def test_packed_sequences_give_the_update_of_each_alone(kind, model):
     recipe = updates.recipe_of(kind, model=model)
@@ -71,7 +71,9 @@ def test_packed_sequences_give_the_update_of_each_alone(kind, model):
         updates.assert_same(after, state, rtol=1e-7, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [updates.EAGLE, updates.WHOLE])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(updates.EAGLE, marks=pytest.mark.matrix), updates.WHOLE]
+)
 def test_packed_windows_give_the_gradients_of_each_alone(kind):
     """And what a plain loop over the slots of the packed rows finds."""
     recipe = updates.recipe_of(kind)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, block_config, block_drafter, drafter_network
@@ -115,8 +116,13 @@ PLACES = np.array([[*range(6), *range(5), 0, 0], [*range(3), *range(10)]], np.in
 ANCHORS = np.array([[5, 6, 0, 9, -1], [2, 12, 3, -1, 7]], np.int32)
 
 
-@pytest.mark.parametrize("block", [512, 8, 1])
-@pytest.mark.parametrize("case", ["dflash", "dflash_causal", "dspark"])
+@pytest.mark.parametrize(
+    ("case", "block"),
+    marked([
+        ((case, block), (case, block) in (("dflash", 8), ("dflash_causal", 1), ("dspark", 512)))
+        for case in ("dflash", "dflash_causal", "dspark") for block in (512, 8, 1)
+    ]),
+)  # fmt: skip
 def test_a_block_sees_its_segment_before_its_anchor_and_itself(case, block, x64):
     tokens, features = cases.line(case, 2, 13)
     found = trained(case, tokens, features, ANCHORS, SEGMENTS, block=block, positions=PLACES)

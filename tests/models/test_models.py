@@ -84,7 +84,9 @@ def rollout(params, config, mesh, dtype="float64"):
     return meshes.view(reshard(params), group), group
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.matrix), "float64"]
+)  # each family is compared in float32 on a mesh
 @pytest.mark.parametrize("case", model_cases.CASES)
 def test_logits_equal_those_of_transformers(case, dtype, directories, goldens, x64):
     config, params = load(directories(case), meshes.make_mesh(1, 1), dtype)
@@ -244,7 +246,13 @@ def test_packed_segments_equal_separate_rows_and_padding_changes_nothing(directo
 
 
 @pytest.mark.parametrize(
-    "remat", [("full",) * 2, ("attention",) * 2, ("products",) * 2, ("products", "full")]
+    "remat",
+    [
+        pytest.param(("full",) * 2, marks=pytest.mark.matrix),
+        ("attention",) * 2,
+        pytest.param(("products",) * 2, marks=pytest.mark.matrix),
+        ("products", "full"),
+    ],
 )
 def test_remat_and_blocks_leave_gradients_alone(directories, x64, remat):
     config, params = load(directories("llama_bias"), meshes.make_mesh(1, 1))

@@ -66,7 +66,9 @@ def in_turn(arms) -> Tuner:
     return Tuner(begin, choose, same, same, usable, predict, has_fixed_policy=True)
 
 
-@pytest.mark.parametrize("kind, data, slots", [("trained", 1, 5), ("eagle", 2, 0)])
+@pytest.mark.parametrize(
+    "kind, data, slots", [("trained", 1, 5), pytest.param("eagle", 2, 0, marks=pytest.mark.matrix)]
+)
 def test_three_drafters_in_turn_change_no_token(x64, kind, data, slots):
     engine = adaptive(
         "eagle3" if kind == "trained" else kind, data, slots=slots, chunk=1, cache_buckets=[32],

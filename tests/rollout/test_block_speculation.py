@@ -76,11 +76,12 @@ def drafting(
 
 ONE, WIDE, MANY = ["2_1_3"], ["3_3_9"], ["1_2_2", "3_2_7"]
 CASES = [
-    ("dflash", WIDE, 1, 1, tiny.PLAIN), ("causal", MANY, 2, 1, tiny.PLAIN), ("dspark", MANY, 1, 1, tiny.GREEDY),
-    ("dspark", WIDE, 2, 2, tiny.PLAIN), ("some ids", ["4_4_16"], 1, 2, tiny.NUCLEUS),
+    ("dflash", WIDE, 1, 1, tiny.PLAIN), ("causal", MANY, 2, 1, tiny.PLAIN),
+    ("dspark", WIDE, 2, 2, tiny.GREEDY), ("some ids", ["4_4_16"], 1, 2, tiny.NUCLEUS),
 ]  # fmt: skip
 MORE = [
     ("dflash", ONE, 2, 1, tiny.GREEDY), ("dflash", MANY, 1, 2, tiny.COLD), ("causal", ["4_1_5"], 1, 1, tiny.NUCLEUS),
+    ("dspark", MANY, 1, 1, tiny.GREEDY), ("dspark", WIDE, 2, 2, tiny.PLAIN),
     ("dspark", ONE, 1, 1, speculation.MILD), ("some ids", WIDE, 1, 1, tiny.PLAIN), ("some ids", ONE, 2, 1, tiny.COLD),
 ]  # fmt: skip
 

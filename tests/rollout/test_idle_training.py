@@ -94,7 +94,7 @@ def same(one, other) -> bool:
     [
         pytest.param("eagle3", 2, 1, marks=pytest.mark.matrix),
         ("eagle", 2, 2),
-        ("eagle3", 1, 1),
+        pytest.param("eagle3", 1, 1, marks=pytest.mark.matrix),
         ("dspark", 2, 1),
         pytest.param("dflash", 2, 2, marks=pytest.mark.matrix),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pairwise import marked
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.rollout.executables.compile_cost import relative
@@ -167,7 +168,10 @@ def slowdown(scale, rollouts, groups):
     return taken / plain
 
 
-@pytest.mark.parametrize("scale, rollouts, groups", SCALES)
+@pytest.mark.parametrize(
+    "scale, rollouts, groups",  # two groups in the shortest runs, where a compilation weighs most
+    marked([(one, one[2] == 1 or one[1] == 2) for one in SCALES]),
+)
 def test_no_run_is_slower_when_seconds_are_known_only_from_measurements(scale, rollouts, groups):
     # Where compiling costs nothing, only the tuner's explorations lose time.
     assert slowdown(scale, rollouts, groups) < (1.03 if scale <= 1 else 1.05)

@@ -33,7 +33,9 @@ SMALL = ((3, 4), (2, 2))  # of catching up: the prompts take several steps of bo
 @pytest.mark.parametrize(
     "kind, blocks",
     [
-        *((kind, tree_drafter.BLOCKS) for kind in ("eagle", "eagle3", "dflash")),
+        ("eagle", tree_drafter.BLOCKS),
+        pytest.param("eagle3", tree_drafter.BLOCKS, marks=pytest.mark.matrix),
+        ("dflash", tree_drafter.BLOCKS),
         *((kind, SMALL) for kind in ("eagle3", "dspark")),
     ],
 )
@@ -96,7 +98,9 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
     assert state.cache.features.shape[-1] > 0
 
 
-@pytest.mark.parametrize("blocks", [tree_drafter.BLOCKS, SMALL])
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(tree_drafter.BLOCKS, marks=pytest.mark.matrix), SMALL]
+)
 def test_the_first_round_of_a_chunk_drafts_from_all_that_was_committed_before_it(
     x64, monkeypatch, blocks
 ):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.spec_decode import decode, one_pass, sampling, tree_growth
@@ -65,7 +66,7 @@ def test_a_choice_from_shards_reduces_over_them_and_gathers_nothing():
 
 
 @pytest.mark.parametrize("vocab", [8, 100, 512, 1536])
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("k", marked([([k], k in (1, 3, 8)) for k in (1, 2, 3, 4, 5, 8)]))
 def test_the_largest_values_are_those_of_top_k(vocab, k):
     array = jnp.asarray(values(20, vocab, seed=3)) if vocab > 8 else jnp.ones((2, 3, 8))
     best, places, total = jax.jit(one_pass.top_k, static_argnums=1)(array, k)

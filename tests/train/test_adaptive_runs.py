@@ -161,6 +161,7 @@ def test_a_resumed_run_has_the_same_policy_and_continues_with_the_drafter(
     assert seen[0] == int(drafter_of(adaptive, step).step)
 
 
+@pytest.mark.matrix  # in the gate test_train.py has the mesh, and the drafter's state is read as the policy's
 def test_a_run_on_another_mesh_resumes_with_the_drafter(adaptive, tmp_path, monkeypatch):
     config, seen = stopped_after(2, adaptive, tmp_path / "run"), []
     config = replace(config, mesh=replace(config.mesh, data=1, model=2))

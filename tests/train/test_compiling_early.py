@@ -18,6 +18,9 @@ from tlt_jax.train.policy_batch import Rows
 UPDATE = {"empty", "accumulate", "apply", "score"}
 MANY = {"train.steps": 2, "eval.every": 0, "checkpoint.every": 2, "rollout.compile_cache": "off"}
 
+SEVERAL = {"mesh.data": 1, "algorithm.minibatches": 2, "algorithm.kl_coef": 0.1}
+DRAFTING = {"mesh.data": 2, "rollout.deterministic": True, "speculation.drafter": "ngram"}
+
 
 @pytest.fixture
 def compiled():
@@ -43,8 +46,9 @@ def forget() -> None:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"mesh.data": 1, "algorithm.minibatches": 2, "algorithm.kl_coef": 0.1},
-        {"mesh.data": 2, "rollout.deterministic": True, "speculation.drafter": "ngram"},
+        pytest.param(SEVERAL, marks=pytest.mark.matrix),
+        pytest.param(DRAFTING, marks=pytest.mark.matrix),
+        SEVERAL | DRAFTING,
     ],
 )
 def test_a_run_that_compiles_early_has_the_same_bits_and_compiles_no_program_twice(

@@ -75,7 +75,8 @@ def chunks(config) -> list[tuple]:
     return sorted(tuple(str(line[field]) for field in fields) for line in lines)
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # in the gate the resumed run is delayed too
+@pytest.mark.parametrize("seed", [1, 2])
 def test_delays_change_nothing(undelayed, make, tmp_path, monkeypatch, seed):
     delay(monkeypatch, seed)
     config = make(tmp_path / "run")
@@ -85,7 +86,7 @@ def test_delays_change_nothing(undelayed, make, tmp_path, monkeypatch, seed):
     assert_equal(state_of(config, STEPS), state_of(undelayed, STEPS))
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_resumed_run_ends_with_the_same_bits(undelayed, tmp_path, monkeypatch, step):
     delay(monkeypatch, step)
     config = stopped_after(step, undelayed, tmp_path / "run")

@@ -210,6 +210,7 @@ def test_two_processes_train_as_one_does(run, configure, tmp_path):
     ]
 
 
+@pytest.mark.matrix  # in the gate test_deterministic_runs.py has one, and slow rewards change no bit here
 def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path, monkeypatch):
     knobs = DYNAMIC | {
         "model.compute_dtype": "bfloat16",

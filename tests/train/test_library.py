@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_weights_whatever_drafts_and_on_any_mesh(plain)
         assert tokens(short)[0] == plain[0, 0][0][:3] and len(short) == 4
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_the_kept_prompts_are_the_first_whose_answers_score_differently(plain, groups):
     def score(answer) -> float:
         return float(answer.tokens.sum() % 2)

@@ -69,7 +69,11 @@ def accumulated(recipe: Recipe, params: Params, batch) -> policy_update.Sums:
 
 @pytest.mark.parametrize(
     ("mesh", "levels"),
-    [((1, 1), ()), ((2, 2), ("products", "full", "full")), ((4, 1), ("attention",) * 3)],
+    [
+        pytest.param((1, 1), (), marks=pytest.mark.matrix),
+        ((2, 2), ("products", "full", "full")),
+        pytest.param((4, 1), ("attention",) * 3, marks=pytest.mark.matrix),
+    ],
 )
 def test_a_gradient_is_that_of_all_weights_projected_and_sums_over_steps(mesh, levels, x64):
     """dL/dB = scale * G A^T and dL/dA = scale * B^T G, G: the gradient of the merged matrix, by full training's program.
@@ -140,7 +144,7 @@ def gradient_products(recipe: Recipe) -> set[str]:
     return {name for name, shape in matrices.items() if tuple(sorted(shape)) in shapes}
 
 
-@pytest.mark.parametrize("level", ["none", "full"])
+@pytest.mark.parametrize("level", [pytest.param("none", marks=pytest.mark.matrix), "full"])
 def test_no_gradient_of_the_base_is_computed(level):
     """Two of three products of full training are left: the forward pass, and the gradient of what a matrix reads."""
     full = recipe_of(param_dtype="float32", compute_dtype="float32", remat=(level,) * 2)

@@ -101,12 +101,15 @@ def test_a_resumed_run_has_the_same_drafter(plain, whole, tmp_path, step):
     assert_equal(drafter_of(config, STEPS), drafter_of(whole, STEPS))
 
 
+def block_knobs(kind: str) -> dict:
+    own = {"kind": kind, "layers": 1, "block_size": 3}
+    return SHARE | {f"drafter_training.{name}": value for name, value in own.items()}
+
+
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])
 def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp_path, kind):
-    """On all rows of each update; in one run also on idle groups, whose part of a drafter no run repeats."""
-    own = {"kind": kind, "layers": 1, "block_size": 3}
-    knobs = SHARE | {f"drafter_training.{name}": value for name, value in own.items()}
-    config = configure(tmp_path / "whole", knobs)
+    """On all rows of each update."""
+    config = configure(tmp_path / "whole", block_knobs(kind))
     assert loop.train(config) == cli.DONE
     same_policy(config, plain)
     measured = events(config)
@@ -115,7 +118,13 @@ def test_a_block_drafter_learns_changes_no_bit_and_resumes(plain, configure, tmp
     resumed = stopped_after(2, config, tmp_path / "resumed")
     assert loop.train(resumed) == cli.DONE
     assert_equal(drafter_of(resumed, STEPS), drafter_of(config, STEPS))
-    idle = configure(tmp_path / "idle", knobs | {"idle_training.floor": 3})
+
+
+@pytest.mark.matrix  # in the gate test_idle_training.py trains one on idle groups
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_drafter_learns_on_idle_groups_too(plain, configure, tmp_path, kind):
+    """Their part of a drafter no run repeats."""
+    idle = configure(tmp_path / "idle", block_knobs(kind) | {"idle_training.floor": 3})
     assert loop.train(idle) == cli.DONE
     same_policy(idle, plain)
     assert dict(events(idle)["drafter/steps"])[STEPS] >= 6
@@ -223,6 +232,7 @@ def meta_of(config, step):
         return json.dumps(store.restore(step, {}).meta[INVESTMENT])
 
 
+@pytest.mark.matrix  # in the gate runs that learn resume, and test_train.py kills processes
 def test_a_run_killed_while_the_drafter_trains_ends_as_one_that_is_not(plain, whole, tmp_path):
     config = stopped_after(0, whole, tmp_path / "run")
     with Job(config, 1, "killed_process") as job:

@@ -123,7 +123,7 @@ def test_a_run_keeps_the_answers_of_its_evaluations(whole):
         assert [one.is_correct for one in answers] == [one >= 0.5 for one in rewards]
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_resumed_run_ends_with_the_same_bits_and_writes_each_step_once(whole, tmp_path, step):
     config = stopped_after(step, whole, tmp_path / "run")
     assert loop.train(config) == cli.DONE
@@ -594,7 +594,12 @@ def evaluated_by_command(monkeypatch, capsys, *words: str) -> tuple[list[dict], 
 
 
 @pytest.mark.parametrize(
-    "step, where", [("2", "checkpoints/2"), ("best", "checkpoints/"), ("last", "hf")]
+    "step, where",
+    [
+        pytest.param("2", "checkpoints/2", marks=pytest.mark.matrix),
+        ("best", "checkpoints/"),
+        ("last", "hf"),
+    ],
 )
 def test_a_step_of_a_run_is_evaluated_as_in_training(
     whole, tmp_path, monkeypatch, capsys, step, where

@@ -142,7 +142,7 @@ def text_file(path: Path, rows: list[dict]) -> Path:
     [
         pytest.param("eagle", {"drafter_training.unroll": 2}, 0.93, marks=pytest.mark.matrix),
         ("eagle3", {"drafter_training.unroll": 2}, 0.96),
-        ("dflash", BLOCK, 0.85),
+        pytest.param("dflash", BLOCK, 0.85, marks=pytest.mark.matrix),
         ("dspark", BLOCK, 0.85),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_drafter_of_a_deterministic_policy_is_nearly_always_right(
     assert f"{directory} is finished: it has all 150 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_resumed_training_ends_with_the_same_bits_and_answers_nothing_anew(
     whole, tmp_path, monkeypatch, step
 ):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import tuner_rollouts
+from pairwise import marked
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.simulate import scenarios
@@ -77,8 +78,10 @@ def test_little_is_lost_while_the_shipped_arms_are_learned(quality):
 
 @pytest.mark.parametrize(
     ("name", "value", "quality"),
-    [("HORIZON", 0.0, 0.8), ("HORIZON", 1.0, 0.5), ("HORIZON", 1.0, 0.3),
-     ("CAUTION", 2.0, 0.8), ("CAUTION", 1.0, 0.5), ("CAUTION", 2.0, 0.3)],
+    marked([
+        (("HORIZON", 0.0, 0.8), True), (("HORIZON", 1.0, 0.5), False), (("HORIZON", 1.0, 0.3), False),
+        (("CAUTION", 2.0, 0.8), False), (("CAUTION", 1.0, 0.5), True), (("CAUTION", 2.0, 0.3), False),
+    ]),
 )  # fmt: skip
 def test_too_few_explorations_and_too_much_caution_lose_more(monkeypatch, name, value, quality):
     monkeypatch.setattr(exploration, name, value)
