@@ -166,6 +166,12 @@ def rollouts() -> Iterator[Case]:
             yield Case(
                 "RL step over VeRL, figure 11", f"{policy}, {name}", times, job, is_long=True
             )
+    for policy, found in numbers.BY_CLUSTER.items():
+        table = ON_32B if "32B" in policy else ON_7B
+        for nodes, times in found.items():
+            job = partial(jobs.step, table, 256, 8, 2 * nodes, "frozen")
+            name, group = f"{policy}, {nodes} nodes", "RL step over VeRL, table 3"
+            yield Case(group, name, times, job, is_long=True)
 
 
 def nemo() -> Iterator[Case]:
