@@ -67,7 +67,7 @@ WHERE = {
     ".venv/bin/python -m tlt_jax.train --config configs/gsm8k_tiny.yaml": f"{HERE}"
     "test_gsm8k_is_trained_on_with_the_model_made_from_it",
     "launch/local.sh 2 --config configs/quickstart.yaml --run runs/two": "tests/train/test_processes.py::"
-    "test_a_job_of_two_that_is_stopped_killed_as_four_and_goes_on_as_two_ends_as_one_process_does",
+    "test_a_job_that_is_stopped_and_killed_and_goes_on_as_two_ends_as_one_process_does",
     "python -m tlt_jax.train --config FILE [--section.knob VALUE ...]": f"{HERE}test_the_plain_command_trains",
     "python -m tlt_jax.generate --model DIR --prompt TEXT [--drafter DIR]": f"{HERE}test_a_finished_run_is_used",
     "python -m tlt_jax.train.drafter --config FILE": "tests/train/test_train_drafter.py::"

@@ -194,15 +194,22 @@ def test_a_drafter_learns_from_the_policy_with_adapters_and_changes_no_bit(confi
 
 
 def test_two_processes_train_the_adapters_of_one(configure, tmp_path):
-    """After a warm start of all weights, of which process 0 writes the base."""
+    """After a warm start of all weights, of which process 0 writes the base, slowly; one of an earlier attempt exists."""
     knobs = LORA | {
         "mesh.data": 2, "mesh.fake_devices": 2, "train.steps": 2, "sft.steps": 2, "sft.solution_column": "prompt",
         "algorithm.kl_coef": 0.1, "model.compute_dtype": "float32",
     }  # fmt: skip
     alone, two = (configure(tmp_path / name, knobs) for name in ("alone", "two"))
     assert loop.train(alone) == cli.DONE
-    with Job(two, 2, by_launcher=True) as job:
+    reference = run_folder.reference(two)
+    reference.mkdir(parents=True)
+    (reference / "config.json").write_text("{}")
+    fails = {"FAILS_AS": "0", "FAILS_IN": "slow rename", "FAILS_NTH": "1"}
+    with Job(two, 2, "failing_process", by_launcher=True, **fails) as job:
         assert job.wait() == [cli.DONE], job.said()
+    kept = json.loads((reference / "made_from.json").read_text())
+    assert kept["source"]["train.seed"] == "0" and kept["leaves"]
+    assert json.loads((reference / "config.json").read_text())["hidden_size"]
     assert completions(two) == completions(alone)
     pairs = zip(*(jax.tree.leaves(state_of(one, 2).params) for one in (two, alone)), strict=True)
     for ours, theirs in pairs:

@@ -345,11 +345,13 @@ def test_sigterm_before_the_loop_ends_the_command_as_one_in_it_does(whole, tmp_p
     assert (codes, job.said()) == ([cli.PREEMPTED], said_so)
 
 
-def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path):
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_killed_processes_lose_nothing_that_was_saved(whole, tmp_path, is_stopped):
     """SIGTERM, then kill -9 during a save, then the remaining steps: by the command, in a subprocess."""
     config = replace(whole, run=str(tmp_path / "run"))
-    killed = run_until(config, "completions/000001.jsonl", signal.SIGTERM)
-    assert killed == cli.PREEMPTED
+    if is_stopped:  # in the gate test_failures.py stops two processes
+        killed = run_until(config, "completions/000001.jsonl", signal.SIGTERM)
+        assert killed == cli.PREEMPTED
     assert run_until(config, "checkpoints/3*", signal.SIGKILL) == -signal.SIGKILL
     assert STEPS not in saved_steps(config)
     assert loop.train(config) == cli.DONE

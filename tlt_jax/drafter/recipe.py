@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 from jax.sharding import Mesh
@@ -68,6 +69,7 @@ def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
     )
 
 
+@cache
 def abstract_state(recipe: Recipe) -> DrafterState:
     """ShapeDtypeStructs with shardings of the state, for restoring a checkpoint or compiling."""
     params = drafter_network.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)

@@ -56,6 +56,7 @@ def create(params: Trained, recipe: Recipe) -> PolicyState:
     return optimizer.create(recipe.adam, params, recipe.mesh)
 
 
+@cache
 def abstract_state(recipe: Recipe) -> PolicyState:
     """ShapeDtypeStructs with shardings of the state, to restore a checkpoint or to compile."""
     if recipe.lora:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -87,6 +88,7 @@ def levels(kept: Mapping[str, int], layers: int, free: float) -> Remat:
     return (FULL,) * layers
 
 
+@cache
 def layer_bytes(recipe: Recipe, rows: int, tokens: int) -> dict[str, int]:
     """Bytes that a layer keeps on one device beside its input and weights, by level, for so many packed rows."""
     model, parts = recipe.model, recipe.mesh.shape["model"]
