@@ -33,6 +33,7 @@ train: {steps: 5, row_tokens: 512}
 """
 STEPS, ACCEPTED = 5, (0.8, 0.8, 0.8)
 TREE = parse("3_1_4")
+COMPILE_S = 0.01  # so that every program is worth its compilation
 
 
 def seconds_of(batch, strategy):
@@ -49,7 +50,7 @@ def table(config):
     ]  # fmt: skip
     held = packing.step_tokens(config) / config.mesh.data
     rows += [Row("update", 0.1 + 0.2 * count, "measured", tokens=count * held) for count in range(1, 20)]  # fmt: skip
-    calls = {"publish": 0.125, "reward": 0.25, "other": 0.0625}
+    calls = {"publish": 0.125, "reward": 0.25, "other": 0.0625, "compile": COMPILE_S}
     return CostTable((*rows, *(Row(name, each, "measured") for name, each in calls.items())))
 
 
@@ -60,7 +61,7 @@ def folder(tmp_path_factory):
     (path / "config.yaml").write_text(CONFIG)
     config = loading.read_resolved(path / "config.yaml")
     accepted = Acceptances(ACCEPTED, Curve((0.1,), (0.9,)))
-    world = World(table(config), LogNormal(80, 0.8), accepted, STEPS, 2, compiles=False)
+    world = World(table(config), LogNormal(80, 0.8), accepted, STEPS, 2)
     one, results, scalars = SimulatedRun(config, ARMS["ngram"], world), [], []
     rollout = one.engine.run
 
@@ -83,6 +84,9 @@ def folder(tmp_path_factory):
         write(path / f"completions/{number:06d}.jsonl", answers[::-1])
         scalars.append(scalars_of(config, number, step, results[-1], one.prompts))
     write(path / "metrics.jsonl", scalars)
+    (path / "log.txt").write_text(
+        f"compiled chunk of 16 rounds, off, of 8 x 512, group 0 in {COMPILE_S} s: 1 MiB\n"
+    )
     return path
 
 
@@ -101,6 +105,7 @@ def scalars_of(config, number, step, result, prompts):
     return {
         "step": number, "timing_s/step": step.total, "perf/compiles": 0, "perf/total_num_tokens": tokens,
         "actor/packed_ratio": tokens / whole, "prompt_length/mean": mean, "perf/row_rounds": result.stats["row_rounds"],
+        "perf/compile_s/rollout": step.compiling,
     } | found  # fmt: skip
 
 
@@ -108,13 +113,13 @@ def test_the_costs_of_a_simulated_run_are_recorded_as_they_are(folder):
     config = loading.read_resolved(folder / "config.yaml")
     given, found = table(config), CostTable(tuple(record.of_run(folder)[0]))
     measured = {row: normal(row.strategy, row.drafter) for row in found.of("round")}
-    assert {(8, PLAIN), (2, PLAIN)} <= {(row.rows, arm) for row, arm in measured.items()}
+    assert PLAIN in measured.values()
     for row, arm in measured.items():
         expected = given.round_seconds(row.rows, row.slots, arm, 0.0)
         assert row.seconds == pytest.approx(expected, rel=0.05), (
             "programs read together share their time"
         )
-    assert len(measured) >= 3
+    assert len(measured) >= 2, "plain rounds, and rounds that draft"
     for row in found.of("update"):
         assert row.seconds == pytest.approx(given.seconds("update", row.tokens), rel=0.01)
     for program in ("publish", "reward", "other"):
@@ -122,7 +127,7 @@ def test_the_costs_of_a_simulated_run_are_recorded_as_they_are(folder):
 
 
 def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder):
-    """With its own costs, lengths and acceptance: what is not recorded, such as prefills, is 4 % of a step at most."""
+    """With its own costs, lengths and acceptance; prefills, which are not recorded, follow from the rounds."""
     found = simulated_runs.of_folders(folder, folder, "again")
     assert list(found.real) == list(range(1, STEPS + 1))
     for part in ("step", "rollout", "update", simulated_runs.ROWS):
