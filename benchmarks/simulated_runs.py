@@ -6,7 +6,8 @@ python benchmarks/simulated_runs.py --scalars DIR [--csv FILE]    three runs tha
 RUN and COSTS are run folders of `python -m tlt_jax.train`, of the same policy, machine and number of processes, for example
 of two seeds. Costs are what `python -m tlt_jax.simulate --record COSTS` writes. The lengths of the answers and what the
 drafters accepted are those of RUN; nothing else of RUN is used, and no constant is fitted to it. Every step of RUN is
-simulated, with programs that are compiled already. Judged are the steps in which RUN compiled nothing (perf/compiles 0).
+simulated; programs compile, or are loaded from the compile cache, as long as in COSTS. Judged are the steps in which RUN
+compiled nothing (perf/compiles 0).
 
 With --scalars, DIR holds smollm2.yaml and smollm2_{plain,ngram,adaptive}.txt: every scalar of each step, one column a step
 (benchmarks/whole_runs/scalars_text.py). Each run is simulated with the costs of the other two. Steps whose rollouts kept
@@ -43,6 +44,7 @@ from tlt_jax.simulate import acceptance, cost_table, fitted, lengths, record  # 
 from tlt_jax.simulate.acceptance import Acceptances  # noqa: E402
 from tlt_jax.simulate.cost_table import CostTable  # noqa: E402
 from tlt_jax.simulate.run import ARMS, SimulatedRun, Step, World  # noqa: E402
+from tlt_jax.spec_decode.strategy import PLAIN, name as name_of  # noqa: E402
 
 COLUMNS = (
     "case", "costs", "steps", "part", "real", "simulated", "simulated_over_real", "lowest", "highest",
@@ -143,11 +145,12 @@ def recorded(folder: Path, config: Config) -> CostTable:
         return cost_table.read(path, drafter=config.drafter_training.kind)
 
 
-def accepted(folder: Path, config: Config) -> Acceptances:
-    """What the drafters of a run accepted; nothing is drafted in a plain run."""
-    if config.speculation.drafter == NONE:
-        return acceptance.NEW
-    return fitted.of_run(folder, acceptance.NEW)
+def accepted(folder: Path, run: runs.Run) -> Acceptances:
+    """What the drafters of a run accepted; the preset for one that drafted nothing, whose simulated tuner may try it."""
+    has_drafted = any(
+        chunk["strategy"] != name_of(PLAIN) for chunks in run.chunks.values() for chunk in chunks
+    )
+    return fitted.of_run(folder, acceptance.NEW) if has_drafted else acceptance.NEW
 
 
 def of_folders(folder: Path, costs: Path, case: str) -> Comparison:
@@ -157,19 +160,18 @@ def of_folders(folder: Path, costs: Path, case: str) -> Comparison:
         raise DataError(
             f"{folder} replaced prompts, and lengths of unused answers are not kept: judge a run with rollout.max_prompts 0"
         )
-    real = runs.read_steps(folder)
+    real = runs.read_run(folder, 0.0)
     judged = {
-        number: real_parts(step) for number, step in real.items() if not step["perf/compiles"]
+        number: real_parts(step) for number, step in real.steps.items() if not step["perf/compiles"]
     }
     if not judged:
         raise DataError(f"{folder}: every step compiled: judge a longer run, or one from a warm compile cache")  # fmt: skip
-    count = max(real)
+    count = max(real.steps)
     world = World(
-        recorded(costs, config), lengths.recorded(folder), accepted(folder, config), count,
-        config.mesh.data, compiles=False,
+        recorded(costs, config), lengths.recorded(folder), accepted(folder, real), count, config.mesh.data
     )  # fmt: skip
     simulated = simulated_steps(config, arm_of(config), world, count)
-    return Comparison(case or folder.name, "another seed", judged, simulated)
+    return Comparison(case or folder.name, costs.name, judged, simulated)
 
 
 # Runs that are known by their scalars

@@ -200,6 +200,7 @@ def folder(tmp_path):
         "compiled chunk of 16 rounds, off, of 4 x 256, group 0 in 2.00 s: 1 MiB\n"
         "compiled chunk of 16 rounds, off, of 2 x 256, group 0 in 4.00 s: 1 MiB\n"
         "compiled prefill of 4 x 16, group 0 in 9.00 s: 1 MiB\n"
+        "loaded chunk of 16 rounds, off, of 4 x 256, group 1 in 0.25 s: 1 MiB\n"
     )
     spans = [
         (0, 0, "prefill", 3.0, 1.0), (0, 0, "decode", 4.0, 2.0), (0, 0, "decode", 6.5, 1.0), (0, 1, "decode", 3.5, 1.0),
@@ -245,6 +246,13 @@ def test_a_recorded_table_is_read_back_and_predicts_its_rounds(folder, tmp_path,
     table = cost_table.read(tmp_path / "costs.csv")
     assert table.round_seconds(4, 256, PLAIN, 0.0) == pytest.approx(0.02, rel=0.02)
     assert np.isclose(table.node, 1 / 8)
+
+
+def test_chunks_that_only_came_from_the_compile_cache_take_as_long_as_loading(folder):
+    path = folder / "log.txt"
+    path.write_text(path.read_text().replace("compiled chunk", "loaded chunk"))
+    (found,) = [row for row in record.of_run(folder)[0] if row.program == "compile"]
+    assert found.seconds == 2.0, "the median of 2, 4 and 0.25 s"
 
 
 def test_a_run_without_chunks_is_refused_with_the_fix(folder):

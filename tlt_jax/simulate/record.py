@@ -25,7 +25,7 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 LEAST_ROUNDS = 4  # of a chunk whose seconds count
 LEAST_GAP = 2e-4  # seconds between two programs above which the device was idle
-COMPILED = re.compile(r"compiled chunk of \d+ rounds, (\S+), of .* in ([\d.]+) s:")
+COMPILED = re.compile(r"(compiled|loaded) chunk of \d+ rounds, (\S+), of .* in ([\d.]+) s:")
 # Programs with the scalar of their seconds, without those of compiling in the same part.
 CALLS = {
     "publish": "update_weights", "reward": "reward", "save": "save_checkpoint",
@@ -212,13 +212,19 @@ def micro_steps(run: Run, folder: Path) -> Iterator[Row]:
 
 
 def compilations(folder: Path) -> Iterator[Row]:
-    """The median seconds of compiling a chunk of each strategy, as the log has them."""
-    path, found = folder / LOG, defaultdict(list)
+    """The median seconds of compiling a chunk of each strategy, as the log has them.
+
+    Of a run all of whose chunks came from the compile cache, the seconds of loading them: so a similar run loads them too.
+    """
+    path, found = folder / LOG, {"compiled": defaultdict(list), "loaded": defaultdict(list)}
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := COMPILED.search(line):
-            found[strategies.parse(match[1])].append(float(match[2]))
-    for strategy, seconds in found.items():
+            found[match[1]][strategies.parse(match[2])].append(float(match[3]))
+    how = "compiled" if found["compiled"] else "loaded"
+    for strategy, seconds in found[how].items():
         bare = Strategy(strategy.depth, strategy.topk, strategy.nodes)
-        yield Row("compile", float(np.median(seconds)), MEASURED, strategy=bare, note=f"of {len(seconds)} chunks")  # fmt: skip
+        yield Row(
+            "compile", float(np.median(seconds)), MEASURED, strategy=bare, note=f"{how} {len(seconds)} chunks"
+        )  # fmt: skip

@@ -1,0 +1,194 @@
+"""A run that is recorded and simulated again: costs, lengths and seconds come back; and inputs made of scalars alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from benchmarks import simulated_runs
+from benchmarks.whole_runs import scalars_text
+from tlt_jax.config import load as loading
+from tlt_jax.data import packing
+from tlt_jax.errors import DataError
+from tlt_jax.simulate import lengths, record
+from tlt_jax.simulate.acceptance import Acceptances, Curve
+from tlt_jax.simulate.cost_table import CostTable, Row, normal
+from tlt_jax.simulate.lengths import LogNormal
+from tlt_jax.simulate.run import ARMS, SimulatedRun, World
+from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, parse
+from tlt_jax.train import speculation_metrics
+
+CONFIG = """
+run: runs/none
+mesh: {data: 2, model: 1}
+rollout: {prompts: 4, samples: 4, max_new_tokens: 300, chunk: 16, batch_buckets: [2, 8], cache_buckets: [512]}
+speculation: {drafter: ngram, strategies: ["3_1_4"]}
+model: {init: {model_type: qwen2, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512,
+        num_key_value_heads: 2, intermediate_size: 128, max_position_embeddings: 512}}
+data: {task: fold, max_prompt_tokens: 64}
+train: {steps: 5, row_tokens: 512}
+"""
+STEPS, ACCEPTED = 5, (0.8, 0.8, 0.8)
+TREE = parse("3_1_4")
+COMPILE_S = 0.01  # so that every program is worth its compilation
+
+
+def seconds_of(batch, strategy):
+    """A round of this made-up device."""
+    return 4e-3 + 3e-4 * batch + (0.0 if strategy == PLAIN else 2e-3 + 2e-4 * batch)
+
+
+def table(config):
+    """The costs of the made-up device: rounds of both batches, updates of 1 to 20 accumulation steps, and calls."""
+    rows = [
+        Row("round", seconds_of(batch, arm), "measured", batch, 512, 0.0, arm, "" if arm == PLAIN else NGRAM)
+        for batch in (2, 8)
+        for arm in (PLAIN, TREE)
+    ]  # fmt: skip
+    held = packing.step_tokens(config) / config.mesh.data
+    rows += [Row("update", 0.1 + 0.2 * count, "measured", tokens=count * held) for count in range(1, 20)]  # fmt: skip
+    calls = {"publish": 0.125, "reward": 0.25, "other": 0.0625, "compile": COMPILE_S}
+    return CostTable((*rows, *(Row(name, each, "measured") for name, each in calls.items())))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The run folder of a simulated run: its chunks, answers and scalars, as a real run writes them."""
+    path = tmp_path_factory.mktemp("run")
+    (path / "config.yaml").write_text(CONFIG)
+    config = loading.read_resolved(path / "config.yaml")
+    accepted = Acceptances(ACCEPTED, Curve((0.1,), (0.9,)))
+    world = World(table(config), LogNormal(80, 0.8), accepted, STEPS, 2)
+    one, results, scalars = SimulatedRun(config, ARMS["ngram"], world), [], []
+    rollout = one.engine.run
+
+    def watched(*inputs, **rest):
+        found = rollout(*inputs, **rest)
+        results.append(found[0])
+        return found
+
+    one.engine.run = watched
+    for name in ("speculation", "completions"):
+        (path / name).mkdir()
+    for number in range(1, STEPS + 1):
+        step = one.step()
+        chunks = [asdict(speculation_metrics.line(each)) for each in results[-1].measurements]
+        answers = [
+            {"uid": each.uid, "group": each.prompt, "length": len(each.tokens), "finish": each.finish}
+            for each in results[-1].completions
+        ]  # fmt: skip
+        write(path / f"speculation/{number:06d}.jsonl", chunks)
+        write(path / f"completions/{number:06d}.jsonl", answers[::-1])
+        scalars.append(scalars_of(config, number, step, results[-1], one.prompts))
+    write(path / "metrics.jsonl", scalars)
+    (path / "log.txt").write_text(
+        f"compiled chunk of 16 rounds, off, of 8 x 512, group 0 in {COMPILE_S} s: 1 MiB\n"
+    )
+    return path
+
+
+def write(path, lines):
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def scalars_of(config, number, step, result, prompts):
+    """The scalars of a step that a recording reads."""
+    parts = {"publish": "update_weights", "other": "other"}
+    found = {f"timing_s/{parts.get(name, name)}": each for name, each in step.seconds.items()}
+    mean = float(np.mean([len(prompt) for prompt in prompts]))
+    tokens = result.stats["tokens"] + 16 * mean
+    longest = [len(prompts[one.prompt]) + len(one.tokens) for one in result.completions]
+    whole = packing.steps(config, longest) * packing.step_tokens(config)
+    return {
+        "step": number, "timing_s/step": step.total, "perf/compiles": 0, "perf/total_num_tokens": tokens,
+        "actor/packed_ratio": tokens / whole, "prompt_length/mean": mean, "perf/row_rounds": result.stats["row_rounds"],
+        "perf/compile_s/rollout": step.compiling,
+    } | found  # fmt: skip
+
+
+def test_the_costs_of_a_simulated_run_are_recorded_as_they_are(folder):
+    config = loading.read_resolved(folder / "config.yaml")
+    given, found = table(config), CostTable(tuple(record.of_run(folder)[0]))
+    measured = {row: normal(row.strategy, row.drafter) for row in found.of("round")}
+    assert PLAIN in measured.values()
+    for row, arm in measured.items():
+        expected = given.round_seconds(row.rows, row.slots, arm, 0.0)
+        assert row.seconds == pytest.approx(expected, rel=0.05), (
+            "programs read together share their time"
+        )
+    assert len(measured) >= 2, "plain rounds, and rounds that draft"
+    for row in found.of("update"):
+        assert row.seconds == pytest.approx(given.seconds("update", row.tokens), rel=0.01)
+    for program in ("publish", "reward", "other"):
+        assert found.seconds(program) == pytest.approx(given.seconds(program))
+
+
+def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder):
+    """With its own costs, lengths and acceptance; prefills, which are not recorded, follow from the rounds."""
+    found = simulated_runs.of_folders(folder, folder, "again")
+    assert list(found.real) == list(range(1, STEPS + 1))
+    for part in ("step", "rollout", "update", simulated_runs.ROWS):
+        assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.08), part
+    rows = {row[3]: row for row in found.rows()}
+    assert rows["step"][2] == STEPS and rows["step"][7] <= rows["step"][6] <= rows["step"][8]
+
+
+def test_answers_are_read_in_the_order_of_their_uids(folder):
+    drawn = lengths.recorded(folder).draw(0, 4, 4, 0).answers
+    expected = LogNormal(80, 0.8).draw(0, 4, 4, 0).answers
+    np.testing.assert_array_equal(drawn, np.minimum(expected, 301))
+
+
+def test_a_run_that_replaced_prompts_or_always_compiled_is_refused(folder, tmp_path):
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    text = CONFIG.replace("samples: 4", "samples: 4, max_prompts: 8")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match="judge a run with rollout.max_prompts 0"):
+        simulated_runs.of_folders(tmp_path, folder, "")
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    every = (tmp_path / "metrics.jsonl").read_text().replace('"perf/compiles": 0', '"perf/compiles": 1')  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(every)
+    with pytest.raises(DataError, match="every step compiled"):
+        simulated_runs.of_folders(tmp_path, folder, "")
+
+
+def test_an_update_takes_whole_accumulation_steps(folder):
+    """A row of 512 tokens for each of two groups: three answers of 300 tokens need three rows, so two steps."""
+    config = loading.read_resolved(folder / "config.yaml")
+    assert packing.step_tokens(config) == 1024
+    assert [packing.steps(config, [300] * count) for count in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+    assert packing.steps(config, [200, 300, 212, 312, 9999]) == 2
+
+
+# Scalars alone
+
+
+@pytest.mark.parametrize(("mean", "cut"), [(530.7, 0.34375), (120.0, 0.0), (900.0, 0.75)])
+def test_lengths_have_the_recorded_mean_and_share_of_cut_answers(mean, cut):
+    found = scalars_text.quantiles(mean, cut, 1024, 256)
+    assert len(found) == 256 and (found > 1024).mean() == cut and found.min() >= 1
+    assert np.minimum(found, 1024).mean() == pytest.approx(mean, rel=0.02)
+
+
+def test_rounds_of_both_batches_are_found_from_whole_rollouts():
+    """100 rounds: 3 ms each of 8 rows, 2 ms of 4, after 0.5 s without a program; a step that compiled does not count."""
+    halved = np.array([0, 0, 40, 70, 50])
+    scalars = {
+        "timing_s/rollout": 0.5 + 1e-3 * (3 * (100 - halved) + 2 * halved) + np.array([9, 0, 0, 0, 0]),
+        "perf/rounds": np.full(5, 100.0), "perf/row_rounds": 8.0 * (100 - halved) + 4.0 * halved,
+        "group/idle_s@0": np.full(5, 0.5), "group/compile_wait_s@0": np.zeros(5),
+        "perf/compiles": np.array([2, 0, 0, 0, 0]),
+    }  # fmt: skip
+    found = scalars_text.of_rollouts([scalars], 8)
+    assert found == {8: pytest.approx(3e-3), 4: pytest.approx(2e-3)}
+
+
+def test_a_file_without_numbers_or_steps_is_refused(tmp_path):
+    for text, message in (("a b\n", "write a name and the numbers"), ("a 1\n", "no timing_s/step")):
+        (tmp_path / "run.txt").write_text(text)
+        with pytest.raises(DataError, match=message):
+            scalars_text.read(tmp_path / "run.txt")
