@@ -51,12 +51,12 @@ POLICY_32B = simulated_costs.POLICY | {
     "intermediate_size": 27648,
 }  # fmt: skip
 SECTIONS = ("predictions", "measures", "training", "prefetch")
-MEASURES = {"tree_attention": "tree_attention=0.7", "drafting": "drafting=0.5"}
+MEASURES = ("tree_attention=0.7", "drafting=0.5")
 SHARES = ("auto", 0.0, 0.05, 0.2, 1.0)
 FLOORS = (8,)
-# Coupled prefetch: differences a token between two policies that choose with the same noise: none; of SmolLM2 after a step of
-# GRPO; of bfloat16 in batches of other shapes. Nodes of a chain.
-DIFFERENCES, CHAIN = (0.0, 0.0013, 0.004), 64
+# Coupled prefetch: differences a token between two policies that choose with the same noise (SmolLM2 after a step of GRPO;
+# bfloat16 in batches of other shapes), and nodes of a chain.
+DIFFERENCES, CHAIN = (0.0013, 0.004), 64
 COLUMNS = (
     "section", "job", "groups", "devices", "answers", "arm", "case", "steps", "step_s", "rollout_s", "update_s", "drafter_s",
     "bubble", "accept_length", "times_plain",
@@ -74,10 +74,8 @@ class Job:
     groups: Sequence[int]
 
 
-def configured(
-    policy: Mapping, devices: int, prompts: int, limit: int, start: bool = True, **train
-) -> Config:
-    """A job's configuration; with `start` its drafter was trained before the run."""
+def configured(policy: Mapping, devices: int, prompts: int, limit: int) -> Config:
+    """A job's configuration, whose drafter was trained before the run."""
     buckets = [2048, 4096, 8192, 17408, limit + 1024]
     return Config(
         mesh=Mesh(data=1, model=devices),
@@ -88,8 +86,8 @@ def configured(
             cache_buckets=[one for one in buckets if one <= limit + 1024],
         ),
         speculation=Speculation(strategies=TREES),
-        drafter_training=DrafterTraining(start=run.FROZEN if start else ""),
-        train=Train(rows=16, row_tokens=16384, **train),
+        drafter_training=DrafterTraining(start=run.FROZEN),
+        train=Train(rows=16, row_tokens=16384),
     )  # fmt: skip
 
 
@@ -116,7 +114,7 @@ class Bench:
         job = JOBS[name]
         rollout = job.config.rollout
         prompts = max(int(self.scale * rollout.prompts), 1)
-        groups = [max(int(self.scale * one), 1) for one in job.groups]
+        groups = list(dict.fromkeys(max(int(self.scale * one), 1) for one in job.groups))
         config = replace(job.config, rollout=replace(rollout, prompts=prompts))
         return replace(job, config=config, groups=groups)
 
@@ -169,29 +167,27 @@ def predictions(bench: Bench, names: Sequence[str]) -> None:
 
 
 def measures(bench: Bench, names: Sequence[str]) -> None:
-    """Each measure alone and together; of the job whose attention was measured."""
+    """Each measure alone and together, at the paper's size; of the job whose attention was measured."""
     for name in [one for one in names if JOBS[one].costs == command.BASE]:
-        job = bench.job(name)
-        for groups in (job.groups[0], job.groups[2]):
-            plain = bench.figures(job.config, "plain", world_of(job, groups))["step"]
-            cases = ["", *MEASURES.values(), " ".join(MEASURES.values())]
-            for case in cases:
-                world = world_of(job, groups, case.split())
-                for arm in ("frozen", "idle", "update", "adaptive"):
-                    found = bench.figures(job.config, arm, world)
-                    bench.row(("measures", name, arm, case), job.config, world, found, plain)
+        job, plain = bench.job(name), 0.0
+        groups = job.groups[0]
+        for case in ("", *MEASURES, " ".join(MEASURES)):
+            world = world_of(job, groups, case.split())
+            plain = plain or bench.figures(job.config, "plain", world)["step"]
+            for arm in ("frozen", "idle", "update", "adaptive"):
+                found = bench.figures(job.config, arm, world)
+                bench.row(("measures", name, arm, case), job.config, world, found, plain)
 
 
 def training(bench: Bench, names: Sequence[str]) -> None:
     """Shares of the update's rows and floors of idle training, from a new drafter and from one trained before; whole runs."""
-    small = replace(JOBS["7b"], config=configured(simulated_costs.POLICY, 1, 32, 8192))
-    small = replace(small, lengths="", accepted="paper")
-    new = replace(
-        small, config=configured(simulated_costs.POLICY, 1, 32, 8192, start=False), accepted="new"
-    )
+    trained = configured(simulated_costs.POLICY, 1, 16, 8192)
+    small = replace(JOBS["7b"], config=trained, lengths="")
+    untrained = replace(trained, drafter_training=DrafterTraining())
+    new = replace(small, config=untrained, accepted="new")
     steps = 3 * bench.steps
     for title, job in (("7b, 8k, trained before", small), ("7b, 8k, new drafter", new)):
-        for groups in (1, 8):
+        for groups in (1, 4):
             world = replace(world_of(job, groups), steps=steps, compiles=True)
             plain = bench.figures(job.config, "plain", world, steps, True)["step"]
             cases = [({"share": share}, {}) for share in SHARES]
@@ -253,7 +249,7 @@ def price(table: CostTable, held: float, accept_length: float) -> float:
 
 
 def prefetch(bench: Bench, names: Sequence[str]) -> None:
-    """Answers of at most 200, 1,000 and 16,000 tokens, with the idle time that each arm's own rollout has."""
+    """Answers of at most 200, 1,000 and 16,000 tokens, by texts that the idle time of an arm's rollout pays for, and by all."""
     for limit in (200, 1000, 16000):
         job = replace(
             JOBS["7b"], config=configured(simulated_costs.POLICY, 1, 64, limit), lengths=""
@@ -268,16 +264,20 @@ def prefetch(bench: Bench, names: Sequence[str]) -> None:
             if arm == "adaptive":  # its idle groups train the drafter
                 continue
             idle = base["bubble"]
+            found_texts = {
+                "in idle time": (min(idle / (1 - idle), 1.0), idle * limit),
+                "all": (1.0, np.inf),
+            }
             for differences in DIFFERENCES:
-                drawn = Prefetched(
-                    world.lengths, differences, min(idle / (1 - idle), 1.0), idle * limit,
-                    price(world.table, limit / 2, base["accept_length"]),
-                )  # fmt: skip
-                found = bench.figures(job.config, arm, replace(world, lengths=drawn))
-                update = base["update"] - found["update"]  # the update learns from whole answers
-                found |= {"update": base["update"], "step": found["step"] + update}
-                case = f"{differences:g} differences a token"
-                bench.row(("prefetch", title, arm, case), job.config, world, found, plain)
+                for texts, (share, longest) in found_texts.items():
+                    drawn = Prefetched(
+                        world.lengths, differences, share, longest, price(world.table, limit / 2, base["accept_length"])
+                    )  # fmt: skip
+                    found = bench.figures(job.config, arm, replace(world, lengths=drawn))
+                    whole = base["update"] - found["update"]  # the update learns from whole answers
+                    found |= {"update": base["update"], "step": found["step"] + whole}
+                    case = f"texts {texts}, {differences:g} differences a token"
+                    bench.row(("prefetch", title, arm, case), job.config, world, found, plain)
 
 
 def main() -> None:
