@@ -54,9 +54,9 @@ SECTIONS = ("predictions", "measures", "training", "prefetch")
 MEASURES = ("tree_attention=0.7", "drafting=0.5")
 SHARES = ("auto", 0.0, 0.05, 0.2, 1.0)
 FLOORS = (8,)
-# Coupled prefetch: differences a token between two policies that choose with the same noise: none; of SmolLM2 after a step of
-# GRPO; of bfloat16 in batches of other shapes. Nodes of a chain.
-DIFFERENCES, CHAIN = (0.0, 0.0013, 0.004), 64
+# Coupled prefetch: differences a token between two policies that choose with the same noise (SmolLM2 after a step of GRPO;
+# bfloat16 in batches of other shapes), and nodes of a chain.
+DIFFERENCES, CHAIN = (0.0013, 0.004), 64
 COLUMNS = (
     "section", "job", "groups", "devices", "answers", "arm", "case", "steps", "step_s", "rollout_s", "update_s", "drafter_s",
     "bubble", "accept_length", "times_plain",
@@ -249,7 +249,7 @@ def price(table: CostTable, held: float, accept_length: float) -> float:
 
 
 def prefetch(bench: Bench, names: Sequence[str]) -> None:
-    """Answers of at most 200, 1,000 and 16,000 tokens, with the idle time that each arm's own rollout has."""
+    """Answers of at most 200, 1,000 and 16,000 tokens, by texts that the idle time of an arm's rollout pays for, and by all."""
     for limit in (200, 1000, 16000):
         job = replace(
             JOBS["7b"], config=configured(simulated_costs.POLICY, 1, 64, limit), lengths=""
@@ -264,16 +264,20 @@ def prefetch(bench: Bench, names: Sequence[str]) -> None:
             if arm == "adaptive":  # its idle groups train the drafter
                 continue
             idle = base["bubble"]
+            found_texts = {
+                "in idle time": (min(idle / (1 - idle), 1.0), idle * limit),
+                "all": (1.0, np.inf),
+            }
             for differences in DIFFERENCES:
-                drawn = Prefetched(
-                    world.lengths, differences, min(idle / (1 - idle), 1.0), idle * limit,
-                    price(world.table, limit / 2, base["accept_length"]),
-                )  # fmt: skip
-                found = bench.figures(job.config, arm, replace(world, lengths=drawn))
-                update = base["update"] - found["update"]  # the update learns from whole answers
-                found |= {"update": base["update"], "step": found["step"] + update}
-                case = f"{differences:g} differences a token"
-                bench.row(("prefetch", title, arm, case), job.config, world, found, plain)
+                for texts, (share, longest) in found_texts.items():
+                    drawn = Prefetched(
+                        world.lengths, differences, share, longest, price(world.table, limit / 2, base["accept_length"])
+                    )  # fmt: skip
+                    found = bench.figures(job.config, arm, replace(world, lengths=drawn))
+                    whole = base["update"] - found["update"]  # the update learns from whole answers
+                    found |= {"update": base["update"], "step": found["step"] + whole}
+                    case = f"texts {texts}, {differences:g} differences a token"
+                    bench.row(("prefetch", title, arm, case), job.config, world, found, plain)
 
 
 def main() -> None:

@@ -56,8 +56,10 @@ def test_it_prints_a_line_for_each_arm_and_writes_every_step(config, tmp_path, c
         "--timeline",
         str(png),
     ]
-    assert command.main([*words, "--rollout.samples", "3"]) == 0
+    changes = ["--what-if", "drafting=0.5", "update=0.9"]
+    assert command.main([*words, *changes, "--rollout.samples", "3"]) == 0
     text = capsys.readouterr().out
+    assert "what if: drafting=0.5 update=0.9" in text
     assert "simulated, not measured: 3 steps of 4 prompts x 3 answers" in text
     assert [line.split()[0] for line in text.splitlines() if line[:4] in ("  pl", "  ad")] == [
         "plain", "adaptive", "plain", "adaptive", "plain:", "adaptive:",
@@ -111,6 +113,10 @@ def test_a_sweep_has_a_line_for_each_number_of_groups(config, capsys):
         ),
         (["--lengths", "none.yaml"], "no run folder, file or preset"),
         (["--groups", "-1"], "give 1 or more"),
+        (
+            ["--what-if", "drafting=0.5", "speed=2"],
+            "--what-if speed=2: no part 'speed': parts are drafting",
+        ),
         (["--rollout.sample", "2"], "rollout.sample"),
         (["--record", "nowhere", "--costs", "x.csv"], "nowhere is no run folder"),
         (["--record", "nowhere"], "name the file to write"),

@@ -27,7 +27,7 @@ from tlt_jax.simulate.lengths import Lengths
 from tlt_jax.simulate.off_policy import OffPolicy
 from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.simulate.simulator import VirtualClock
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.run_state import RunState
@@ -167,9 +167,13 @@ class SimulatedRun:
             self.knowledge = DrafterWorld(config, self.engine, model, world.acceptances)
             parts = self.knowledge.parts(start, arm.idle)
             self.learning = DrafterLearning(config, self.engine, world.steps, parts)
+        tuner = self.engine.tuner.init()
+        if self.knowledge and begins:  # a drafter's directory records its acceptance
+            known = {LEARNED: self.knowledge.levels(start)}
+            tuner = self.engine.tuner.update_prior(tuner, known)
         self.state = RunState(
-            0, SimpleNamespace(params=None), start if begins else None, self.engine.tuner.init(), Investment()
-        )  # fmt: skip
+            0, SimpleNamespace(params=None), start if begins else None, tuner, Investment()
+        )
         if self.learning:
             self.learning.resume(self.state)
         self.seconds: dict[str, float] = {}
