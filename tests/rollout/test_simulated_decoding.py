@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,14 +27,15 @@ def round_by_round(trees, program, rows, min_live, most):
         for row in np.flatnonzero(live):
             left, more = rows.ends[row] - tokens[row], 0
             if strategy != PLAIN:
-                here = decoding.hashed(*rows.keys[row], done[row]) % np.uint64(len(trees.rank))
-                rank, chance = trees.rank[int(here[0])], trees.chance[int(here[0])]
+                start = int(decoding.hashed(*rows.keys[row])[0]) % len(trees.rank)
+                here = (start + done[row]) % len(trees.rank)
+                rank, chance = trees.rank[here], trees.chance[here]
                 more = min((rank >= 0).sum(), left - 1)
                 bins = np.minimum(BINS * chance, BINS - 1).astype(int)
                 np.add.at(scores[0], bins, 1)
                 np.add.at(scores[1], bins, chance)
                 for depth in range(more):
-                    hits[depth, rank[depth], trees.sibling[int(here[0]), depth]] += 1
+                    hits[depth, rank[depth], trees.sibling[here, depth]] += 1
                     scores[2, bins[rank[depth]]] += 1
             tokens[row] += more + 1
             live[row] = left > more + 1
@@ -73,3 +76,11 @@ def test_a_chunk_equals_the_loop_over_its_rounds(seed):
     np.testing.assert_array_equal(report.stats.hits, hits)
     found = report.stats.nodes, report.stats.promised, report.stats.accepted
     np.testing.assert_allclose(found, scores, rtol=1e-9)
+
+
+def test_a_row_that_ends_within_a_chunk_holds_tokens_until_then():
+    """Of 10 rounds one row runs 4 with 22 tokens on average, another all with 25; a third is free."""
+    before, none = decoding.empty(3), np.zeros(3, np.int32)
+    before = replace(before, tokens=none + [20, 20, 5], live=np.array([True, True, False]))
+    after = replace(before, tokens=none + [24, 30, 5], rounds=none + [4, 10, 0])
+    assert decoding.held(before, after, 10) == pytest.approx((4 * 22 + 10 * 25) / 10 / 3)

@@ -22,6 +22,7 @@ from tlt_jax.drafter.budget import Budget
 from tlt_jax.drafter.interface import Copies, Windows
 from tlt_jax.drafter.recipe import DrafterState
 from tlt_jax.drafter.reports import Trained
+from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.driver import WALL, Clock
@@ -120,10 +121,15 @@ class IdleTraining:
             return {}
         return {
             "harvesters": self.replays,
-            "listeners": [replay.listen for replay in self.replays.values()],
+            "listeners": [self.listen],
             "idle_work": self,
             "least_idle": self.least_idle,
         }
+
+    def listen(self, look: Look) -> None:
+        """Tells the replay of a look's group."""
+        if look.group in self.replays:
+            self.replays[look.group].listen(look)
 
     @property
     def is_active(self) -> bool:

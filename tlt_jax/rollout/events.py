@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -83,8 +84,7 @@ class Retired:
     is_untimed: bool = False
 
 
-@dataclass(frozen=True)
-class Emitted:
+class Emitted(NamedTuple):
     """New tokens int32[n] of a sequence, their log-probs, and RUNNING or the reason why it ended.
 
     `accepted`: how many of the tokens a drafter had proposed.

@@ -110,23 +110,24 @@ class RolloutRecorder:
     def record(self, look: Look) -> None:
         """Adds one look, which read the programs that were ready at `began`, and dispatched others until `ended`."""
         group, looked, now = look.group, look.began - self.begin, look.ended - self.begin
+        if not look.events:
+            self.looked[group] = looked
+            return
         retired = [event for event in look.events if isinstance(event, Retired)]
         times, uncertainty = self.shares(group, retired, looked)
         for event in look.events:
             match event:
+                case Emitted(uid):
+                    self.parts.setdefault(uid, []).append(event)
+                    if event.finish != RUNNING:
+                        self.finish(uid, event.finish)
                 case Decided(decision):
                     self.decisions.append(decision)
                 case Dispatched(number):
                     self.open[group, number] = (event, looked, now)
                 case Retired(number):
-                    self.retire(
-                        group, event, self.open.pop((group, number))[0], *times[number], uncertainty
-                    )
-                case Emitted(uid):
-                    self.parts.setdefault(uid, []).append(event)
-                    self.totals["tokens"] += len(event.tokens)
-                    if event.finish != RUNNING:
-                        self.finish(uid, event.finish)
+                    dispatched = self.open.pop((group, number))[0]
+                    self.retire(group, event, dispatched, *times[number], uncertainty)
 
     def shares(
         self, group: int, retired: Sequence[Retired], looked: float
@@ -142,20 +143,14 @@ class RolloutRecorder:
         _, earliest, queued = self.open[group, retired[0].number]
         start = max(queued, self.free_at[group])
         uncertainty = start - max(earliest, self.free_at[group] - self.uncertainty[group])
-        is_shared = len(retired) > 1
-        work = np.array(
-            [
-                expected_work(self.open[group, one.number][0], one) if is_shared else 1.0
-                for one in retired
-            ]
-        )
-        ends = start + (looked - start) * np.cumsum(work) / work.sum()
-        ends[-1] = self.free_at[group] = looked
-        self.uncertainty[group] = looked - max(before, earliest)
-        times = {
-            one.number: pair
-            for one, pair in zip(retired, pairwise([start, *ends.tolist()]), strict=True)
-        }
+        ends = [looked]
+        if len(retired) > 1:
+            work = [expected_work(self.open[group, one.number][0], one) for one in retired]
+            apart = (looked - start) * np.cumsum(work)[:-1] / np.sum(work)
+            ends = [*(start + apart).tolist(), looked]
+        self.free_at[group], self.uncertainty[group] = looked, looked - max(before, earliest)
+        pairs = pairwise([start, *ends])
+        times = {one.number: pair for one, pair in zip(retired, pairs, strict=True)}
         return times, uncertainty + self.uncertainty[group]
 
     def retire(
@@ -171,9 +166,9 @@ class RolloutRecorder:
         kind, strategy = retired.kind, dispatched.strategy
         label = "speculate" if kind == "decode" and strategy != PLAIN else kind
         self.spans.append(Span(group, label, start, end, dispatched.batch, retired.number))
-        self.totals.update(
-            {"rounds": retired.rounds, "row_rounds": retired.rounds * dispatched.batch, kind: 1}
-        )
+        self.totals["rounds"] += retired.rounds
+        self.totals["row_rounds"] += retired.rounds * dispatched.batch
+        self.totals[kind] += 1
         if kind == "catch_up" and is_timed(end - start, uncertainty):
             self.catch_up[group] += end - start
         if retired.stats is None or not retired.rounds:
@@ -203,10 +198,10 @@ class RolloutRecorder:
         )
         self.catch_up[group] = 0.0
         self.measurements.append(measurement)
-        self.totals["declined"] += int(retired.stats.declined)
-        self.reliability += np.stack(
-            [retired.stats.nodes, retired.stats.promised, retired.stats.accepted]
-        )
+        if strategy != PLAIN:  # else nothing was drafted
+            stats = retired.stats
+            self.totals["declined"] += int(stats.declined)
+            self.reliability += np.stack([stats.nodes, stats.promised, stats.accepted])
         self.observe(measurement)
 
     def finish(self, uid: int, code: int) -> None:
@@ -215,8 +210,8 @@ class RolloutRecorder:
         completion = Completion(
             uid,
             *divmod(uid, self.samples),
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
+            self.joined([part.tokens for part in parts]),
+            self.joined([part.logprobs for part in parts]),
             FINISH[code],
             sum(part.accepted for part in parts),
         )
@@ -225,17 +220,23 @@ class RolloutRecorder:
         if self.on_finish:
             self.on_finish(completion)
 
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The parts of an answer as one array."""
+        return np.concatenate(parts)
+
     def result(self, end: float) -> RolloutResult:
         """The result at `end` on the rollout's clock; completions in order of uid."""
         seconds = end - self.begin
         speculated = [measured for measured in self.measurements if measured.strategy != PLAIN]
         drafted = sum(measured.tokens for measured in speculated)
+        open_tokens = [len(part.tokens) for parts in self.parts.values() for part in parts]
+        tokens = sum(self.lengths) + sum(open_tokens)
         stats = {
-            "tokens": self.totals["tokens"],
+            "tokens": tokens,
             "speculated_tokens": drafted,
             "accept_length": drafted / max(sum(measured.row_rounds for measured in speculated), 1),
             "seconds": seconds,
-            "tokens_per_second": self.totals["tokens"] / seconds,
+            "tokens_per_second": tokens / seconds,
             "rounds": self.totals["rounds"],
             "row_rounds": self.totals["row_rounds"],
             "chunks": self.totals["decode"],

@@ -13,7 +13,7 @@ from tlt_jax.rollout.events import Emitted, Listener, Look
 from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
 from tlt_jax.rollout.idle.expected_time import ExpectedTime
 from tlt_jax.rollout.interface import RolloutEngine
-from tlt_jax.rollout.recorder import Completion, RolloutResult
+from tlt_jax.rollout.recorder import Completion, RolloutRecorder, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler import deterministic, driver
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -35,6 +35,7 @@ class RolloutRun:
 
     clock: driver.Clock = driver.WALL
     planner_type: type[Planner] = Planner
+    recorder_type: type[RolloutRecorder] = RolloutRecorder
 
     def __init__(
         self,
@@ -122,7 +123,8 @@ class RolloutRun:
         own, selecting = [self.remember], self.selecting
         if selecting:
             own, on_finish = [*own, selecting.listen], selecting.finished(on_finish)
-        rollout = driver.start(self.contexts, [*own, *listeners], on_finish, self.clock)
+        listening = [*own, *listeners]
+        rollout = driver.start(self.contexts, listening, on_finish, self.clock, self.recorder_type)
         background = idle_work and self.idle_driver(rollout, idle_work, least_idle)
         result = self.drive(rollout, interrupted, background)
         if selecting:
@@ -170,8 +172,8 @@ class RolloutRun:
 
     def remember(self, look: Look) -> None:
         """Keeps the answers that n-grams are drawn from."""
-        for event in look.events:
-            if self.engine.ngram_memory and isinstance(event, Emitted):
+        for event in look.events if self.engine.ngram_memory else ():
+            if isinstance(event, Emitted):
                 self.engine.ngram_memory.write(event.uid, event.tokens)
 
     def exchanged(

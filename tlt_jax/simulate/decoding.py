@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 VOCAB = 1 << 15  # simulated tokens are hashes below this
 NOTHING = np.int8(0)  # what is emitted where no token is written
-LEAST, MOST = 16, 16384  # rounds of a row, and of all rows, that are drawn together
 
 Lengths = Callable[[np.ndarray], int]  # key uint32[2] of a sequence -> tokens of its answer
 Acceptance = Callable[[Strategy], Trees]  # strategy -> a sample of its rounds
@@ -66,13 +65,6 @@ def admit(rows: Rows, new: Admission, lengths: Lengths) -> Rows:
     return rows
 
 
-class Drawn(NamedTuple):
-    """The rounds of the L live rows of a chunk: the tree of each, which[L, R], and how many rounds each row has, last[L]."""
-
-    which: np.ndarray
-    last: np.ndarray
-
-
 def decode_chunk(
     acceptance: Acceptance,
     program: Decode,
@@ -83,20 +75,20 @@ def decode_chunk(
 ) -> tuple[Rows, Report]:
     """The rows after a chunk, as spec_decode.decode runs it, and its report.
 
-    The key of a row and its number of rounds so far select its next round from those of `acceptance`. Without `writes`
-    every token is NOTHING.
+    The key of a row selects a round of those of `acceptance`, from which on it takes them in order, again and again. Without
+    `writes` every token is NOTHING.
     """
     at = np.flatnonzero(rows.live)
+    if len(at) < max(min_live, 1):
+        return rows, no_rounds(program.strategy, len(rows.live))
     left, most = (rows.ends - rows.tokens)[at], min(most, program.rounds)
     trees = None if program.strategy == PLAIN else acceptance(program.strategy)
-    if trees is None:
-        drawn = Drawn(np.zeros((len(at), 0), int), left)
-    else:
-        drawn = draw(trees, rows.keys[at], rows.rounds[at], left, min_live, most)
-    rounds = rounds_until(drawn.last, min_live, most)
-    lasted, is_over = np.minimum(drawn.last, rounds), drawn.last <= rounds
+    first = first_rounds(trees, rows.keys[at], rows.rounds[at]) if trees else None
+    last = rounds_for(trees, first, left) if trees else left
+    rounds = rounds_until(last, min_live, most)
+    lasted, is_over = np.minimum(last, rounds), last <= rounds
 
-    gained = lasted if trees is None else emitted(trees, drawn.which, lasted)
+    gained = gained_in(trees, first, lasted) if trees else lasted
     counts, row_rounds, live = (
         np.zeros_like(rows.tokens),
         np.zeros_like(rows.tokens),
@@ -115,15 +107,30 @@ def decode_chunk(
         counts=counts,
         finish=np.where(rows.live & ~live, rows.finish, RUNNING),
         rounds=rounds,
-        stats=tree_stats(program.strategy, row_rounds, trees, drawn, lasted, gained - left),
+        stats=tree_stats(program.strategy, row_rounds, trees, first, lasted, gained - left),
     )
     return replace(rows, rounds=rows.rounds + row_rounds, tokens=tokens, live=live), report
 
 
-def held(before: Rows, after: Rows) -> float:
-    """Tokens that a row holds on average during a chunk; a row that was free or has ended holds none."""
-    tokens = (before.tokens + after.tokens)[before.live].sum() / 2
-    return float(tokens) / len(before.tokens)
+@lru_cache(1024)
+def no_rounds(strategy: Strategy, batch: int) -> Report:
+    """The report of a chunk without a round."""
+    nothing, texts = np.zeros(batch, np.int32), np.zeros((batch, 0), np.int32)
+    return Report(texts, texts, nothing, nothing + RUNNING, 0, no_trees(strategy, nothing))
+
+
+def no_trees(strategy: Strategy, row_rounds: np.ndarray) -> Stats:
+    """Statistics of rounds without a drafted node."""
+    nodes, promised, accepted = np.zeros((3, BINS))
+    hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
+    return Stats(row_rounds, 0, hits, nodes, promised, accepted)
+
+
+def held(before: Rows, after: Rows, rounds: int) -> float:
+    """Tokens that a row holds on average during a chunk of so many rounds; a row that is free or has ended holds none."""
+    lasted = (after.rounds - before.rounds).astype(np.int64)
+    tokens = (before.tokens + after.tokens) * lasted
+    return float(tokens.sum()) / (2 * max(rounds, 1) * len(lasted))
 
 
 def rounds_until(last: np.ndarray, min_live: int, most: int) -> int:
@@ -132,40 +139,32 @@ def rounds_until(last: np.ndarray, min_live: int, most: int) -> int:
     return min(most, int(np.partition(last, ends)[ends])) if ends >= 0 else 0
 
 
-def draw(
-    trees: Trees, keys: np.ndarray, done: np.ndarray, left: np.ndarray, min_live: int, most: int
-) -> Drawn:
-    """The rounds of rows that have done `done`[L] of them and have `left`[L] tokens to go, until a chunk is sure to end.
-
-    A row that ends later than the last of these rounds has `last` most + 1.
-    """
-    count, blocks, first = len(trees.accepted), [], 0
-    gained, last = np.zeros(len(left), int), np.full(len(left), most + 1)
-    block = block_of(trees, left, min_live)
-    while first < most and (last > most).sum() >= max(min_live, 1):
-        number = done[:, None] + np.arange(first, min(first + block, most))
-        which = (hashed(*keys.T[..., None], number) % np.uint64(count)).astype(int)
-        so_far = gained[:, None] + np.cumsum(trees.accepted[which] + 1, axis=1)
-        is_over = so_far >= left[:, None]
-        ends = is_over[:, -1] & (last > most)
-        last[ends] = first + 1 + is_over[ends].argmax(1)
-        gained, first = so_far[:, -1], first + block
-        blocks.append(which)
-    return Drawn(np.concatenate([np.zeros((len(left), 0), int), *blocks], axis=1), last)
+def first_rounds(trees: Trees, keys: np.ndarray, done: np.ndarray) -> np.ndarray:
+    """The next of the S rounds of rows with these keys[L, 2] that have done `done`[L] rounds."""
+    starts = hashed(*keys.T) % np.uint64(len(trees.accepted))
+    return (starts.astype(int) + done) % len(trees.accepted)
 
 
-def block_of(trees: Trees, left: np.ndarray, min_live: int) -> int:
-    """Rounds of a row to draw together: those in which a chunk is expected to end, within LEAST and MOST."""
-    ends = len(left) - max(min_live, 1)
-    tokens = np.partition(left, ends)[ends] if ends >= 0 else 0
-    expected = LEAST + int(1.1 * tokens / (1 + trees.accepted.mean()))
-    return max(min(expected, MOST // max(len(left), 1)), LEAST)
+def rounds_for(trees: Trees, first: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The fewest rounds [L], from the rounds `first`[L] on, that emit these `tokens`[L] or more."""
+    whole, needed = trees.emitted[-1], trees.emitted[first] + tokens
+    times = (needed - 1) // whole
+    place = np.searchsorted(trees.emitted, needed - times * whole)
+    return times * len(trees.accepted) + place - first
 
 
-def emitted(trees: Trees, which: np.ndarray, lasted: np.ndarray) -> np.ndarray:
-    """Tokens [L] that the first `lasted`[L] of the rounds which[L, R] emit when no answer ends."""
-    gains = np.where(np.arange(which.shape[1]) < lasted[:, None], trees.accepted[which] + 1, 0)
-    return gains.sum(1)
+def gained_in(trees: Trees, first: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """Tokens [L] that so many rounds[L], from the rounds `first`[L] on, emit when no answer ends."""
+    times, place = np.divmod(first + rounds, len(trees.accepted))
+    return times * trees.emitted[-1] + trees.emitted[place] - trees.emitted[first]
+
+
+def taken(trees: Trees, first: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """How many times [S] each round was taken by rows that ran `rounds`[L] of them, from `first`[L] on."""
+    count = len(trees.accepted)
+    times, rest = np.divmod(rounds, count)
+    begun = np.bincount(first, minlength=2 * count) - np.bincount(first + rest, minlength=2 * count)
+    return np.cumsum(begun).reshape(2, count).sum(0) + times.sum()
 
 
 def written(rows: Rows, counts: np.ndarray, writes: bool) -> np.ndarray:
@@ -181,31 +180,29 @@ def tree_stats(
     strategy: Strategy,
     row_rounds: np.ndarray,
     trees: Trees | None,
-    drawn: Drawn,
+    first: np.ndarray | None,
     lasted: np.ndarray,
     excess: np.ndarray,
 ) -> Stats:
-    """Statistics of the trees of the first `lasted`[L] rounds of each row, as spec_decode.stats counts them.
+    """Statistics of the trees of `lasted`[L] rounds of each row, from `first`[L] on, as spec_decode.stats counts them.
 
     In the last of them, the last `excess`[L] accepted nodes (if positive) were not emitted.
     """
-    nodes, promised, accepted = np.zeros((3, BINS))
-    hits = np.zeros((strategy.depth, strategy.nodes, strategy.topk), int)
-    if trees is not None:
-        is_run = np.arange(drawn.which.shape[1]) < lasted[:, None]
-        times = np.bincount(drawn.which[is_run], minlength=len(trees.rank))
-        nodes, promised = np.tensordot(times, trees.diagram, 1)
-        row, depth, rank, sibling, bins = trees.found
-        hits = scenarios.counted(depth, rank, sibling, times[row], strategy)
-        accepted = np.bincount(bins, times[row], BINS)
+    if trees is None:
+        return no_trees(strategy, row_rounds)
+    times = taken(trees, first, lasted)
+    nodes, promised = np.tensordot(times, trees.diagram, 1)
+    row, depth, rank, sibling, bins = trees.found
+    hits = scenarios.counted(depth, rank, sibling, times[row], strategy)
+    accepted = np.bincount(bins, times[row], BINS)
 
-        cut = np.flatnonzero((excess > 0) & (lasted > 0))
-        ends = drawn.which[cut, lasted[cut] - 1]
-        kept = np.arange(strategy.depth) < (trees.accepted[ends] - excess[cut])[:, None]
-        row, depth = np.nonzero((trees.rank[ends] >= 0) & ~kept)
-        rank, sibling = (one[ends[row], depth] for one in (trees.rank, trees.sibling))
-        hits -= scenarios.counted(depth, rank, sibling, np.ones(len(row)), strategy)
-        accepted -= np.bincount(trees.bins[ends[row], rank], minlength=BINS)
+    cut = np.flatnonzero((excess > 0) & (lasted > 0))
+    ends = (first[cut] + lasted[cut] - 1) % len(trees.accepted)
+    kept = np.arange(strategy.depth) < (trees.accepted[ends] - excess[cut])[:, None]
+    row, depth = np.nonzero((trees.rank[ends] >= 0) & ~kept)
+    rank, sibling = (one[ends[row], depth] for one in (trees.rank, trees.sibling))
+    hits -= scenarios.counted(depth, rank, sibling, np.ones(len(row)), strategy)
+    accepted -= np.bincount(trees.bins[ends[row], rank], minlength=BINS)
     return Stats(
         row_rounds=row_rounds,
         declined=0,

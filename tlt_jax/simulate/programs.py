@@ -62,6 +62,9 @@ class TabledPrograms(SimulatedPrograms):
         self.compiles: list[Any] = []  # of the protocol of Executables: nothing is counted here
         self.waited: list[tuple[float, float]] = []
         self.alike: dict[Program, Program] = {}
+        self.ready: dict[
+            Program, Callable[..., Any]
+        ] = {}  # what `get` returns of compiled programs
         self.ready_at: dict[Program, float] = {}  # of the programs of group 0
         self.pending: list[float] = []  # a heap of the ends of compilations
         self.changes = 0
@@ -106,6 +109,8 @@ class TabledPrograms(SimulatedPrograms):
         heapq.heappush(self.pending, self.ready_at[program])
 
     def get(self, program: Program) -> Callable[..., Any]:
+        if program in self.ready:
+            return self.ready[program]
         one, now = self.of_any(program), self.clock.now()
         if one not in self.ready_at:
             self.begin(one)
@@ -113,12 +118,13 @@ class TabledPrograms(SimulatedPrograms):
             self.clock.jump(self.ready_at[one])
             self.waited.append((now, self.clock.now()))
         self.compiled[program] = 0.0
-        return super().get(program)
+        self.ready[program] = super().get(program)
+        return self.ready[program]
 
     def rebind(self, is_learned: bool, features: float) -> None:
         """Drops all programs; new ones capture features, at this share of a round's seconds, if `is_learned`."""
         self.ready_at, self.features = {}, features if is_learned else 0.0
-        self.ran.clear()
+        self.ran.clear(), self.ready.clear()
         self.changes += 1
 
     def rebinding(self) -> float:

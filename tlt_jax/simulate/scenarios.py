@@ -40,6 +40,11 @@ class Trees(Drafts):
         return (self.rank >= 0).sum(1)
 
     @cached_property
+    def emitted(self) -> np.ndarray:
+        """Tokens that the first s of the rounds emit, int[S + 1]."""
+        return np.append(0, np.cumsum(self.accepted + 1))
+
+    @cached_property
     def bins(self) -> np.ndarray:
         """The bin of each node in the reliability diagram of spec_decode.stats, int[S, N - 1]."""
         return np.minimum((BINS * self.chance).astype(int), BINS - 1)

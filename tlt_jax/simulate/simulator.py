@@ -159,9 +159,10 @@ class SimulatedPrograms:
             self.get(program)
 
     def is_first_run(self, program: Program) -> bool:
-        is_first = program not in self.ran
+        if program in self.ran:
+            return False
         self.ran.add(program)
-        return is_first
+        return True
 
     def read(self, report: Pending) -> Report:
         return report.report
@@ -220,7 +221,8 @@ class SimulatedPrograms:
         rows, report = decoding.decode_chunk(
             self.acceptance, program, state.rows, *bounds.tolist(), self.writes
         )
-        marker = self.dispatch(program, report.rounds, decoding.held(state.rows, rows))
+        held = decoding.held(state.rows, rows, report.rounds)
+        marker = self.dispatch(program, report.rounds, held)
         known = state.known
         if program.strategy != PLAIN and program.strategy.drafter != NGRAM:
             known = rows.tokens
@@ -319,7 +321,9 @@ def simulate(
     is_in_order = any(context.is_in_order for context in rollout.contexts.values())
     while True:
         events = [] if result else [one for look in rollout.poll(groups) for one in look.events]
-        is_idle |= selecting is not None or any(isinstance(one, WentIdle) for one in events)
+        is_idle = (
+            is_idle or selecting is not None or any(isinstance(one, WentIdle) for one in events)
+        )
         happened = is_in_order and bool(events)  # else one poll reads and dispatches all there is
         if selecting:
             happened |= selecting.poll(clock.now(), rollout.is_decoding())

@@ -148,6 +148,8 @@ def estimate(
     mean_A, error_A = np.zeros((2, len(arms)))
     for drafter in dict.fromkeys(arm.drafter for arm in arms):
         here = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
+        if all(arms[i] == PLAIN for i in here):
+            continue  # accepts nothing
         of_drafter = {
             where: {text: entry for text, entry in rows.items() if parse(text).drafter == drafter}
             for where, rows in evidence.items()
@@ -168,29 +170,31 @@ def estimate_of_one(
     """
     levels, since = (tuple(given["levels"]), given["at"]) if given else (GUESS, -math.inf)
     position = {name(arm): i for i, arm in enumerate(arms)}
-    sum_A, weight_A, own_A, own_weight_A = np.zeros((4, len(arms)))
-    fresh_A = np.full(len(arms), since)
+    sums, weights, own, own_weights = ([0.0] * len(arms) for _ in range(4))
+    fresh = [since] * len(arms)
     times = [entry["at"] for rows in evidence.values() for entry in rows.values()]
     newest = max(max(times, default=clock), since)
 
     for where, rows in evidence.items():
+        apart = OTHER_BATCH**2 if where != str(batch) else 0.0
         for source, entry in rows.items():
+            now, then = (REPEATS / max(remaining(entry, at), 1e-9) for at in (clock, newest))
             for target, mean in entry["accepted"].items():
                 i = position.get(target)
                 if i is None:
                     continue
-                bias = OTHER_TREE**2 if source != target else 0.0
-                bias += OTHER_BATCH**2 if where != str(batch) else 0.0
-                weight, lasting = (
-                    1 / (REPEATS / max(remaining(entry, at), 1e-9) + bias) for at in (clock, newest)
-                )
-                sum_A[i] += weight * mean
-                weight_A[i] += weight
-                fresh_A[i] = max(fresh_A[i], entry["at"])
+                weight = 1 / (now + ((OTHER_TREE**2 if source != target else 0.0) + apart))
+                sums[i] += weight * mean
+                weights[i] += weight
+                fresh[i] = max(fresh[i], entry["at"])
 
                 if source == target:
-                    own_A[i] += lasting * mean
-                    own_weight_A[i] += lasting
+                    lasting = 1 / (then + apart)
+                    own[i] += lasting * mean
+                    own_weights[i] += lasting
+    sum_A, weight_A, own_A, own_weight_A, fresh_A = np.array(
+        [sums, weights, own, own_weights, fresh]
+    )
 
     lasting, trust = (remaining({"rounds": ESTIMATED, "at": since}, at) for at in (newest, clock))
     own_A /= np.maximum(own_weight_A, 1e-12)
@@ -216,13 +220,20 @@ def prior(
     The rate of the first level is the one of `rates` that best fits the arms' measured means [A],
     with weights [A], and `levels`, with a weight of `rounds` row rounds.
     """
-    model_HA = np.stack([modelled(arm, levels) for arm in arms], axis=1)
-    error_H = (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1) + rounds * (
-        rates(levels) - levels[0]
-    ) ** 2
+    model_HA = models(tuple(arms), levels)
+    error_H = rounds * (rates(levels) - levels[0]) ** 2
+    if weight_A.any():
+        error_H += (weight_A * (model_HA - mean_A) ** 2 / (1 + model_HA) ** 2).sum(1)
     return model_HA[np.argmin(error_H)]
 
 
+@lru_cache(1024)
+def models(arms: tuple[Strategy, ...], levels: tuple[float, ...]) -> np.ndarray:
+    """What is `modelled` of each arm, [H, A]."""
+    return np.stack([modelled(arm, levels) for arm in arms], axis=1)
+
+
+@lru_cache(1024)
 def rates(levels: tuple[float, ...]) -> np.ndarray:
     """The grid of rates of the first level [H]: HITS, and the estimate's own rate."""
     return HITS if levels == GUESS else np.append(HITS, levels[0])

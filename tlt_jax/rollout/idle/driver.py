@@ -104,7 +104,8 @@ class IdleDriver:
             self.estimated_at = now
             self.send(Expected(self.state.step, self.expected()))
         for group in self.rollout.states:
-            happened |= self.advance(group)
+            if group in self.running or self.state.modes[group] is coordinator.Mode.TRAINING:
+                happened |= self.advance(group)
         return happened
 
     def look(self, group: int) -> None:

@@ -51,13 +51,14 @@ class Rollout:
         listeners: Sequence[Listener] = (),
         on_finish: Callable[[Completion], None] | None = None,
         clock: Clock = WALL,
+        recorder_type: type[RolloutRecorder] = RolloutRecorder,
     ):
         samples = contexts[0].request.samples
         planners = {context.index: context.planner for context in contexts}
         self.contexts = {context.index: context for context in contexts}
         self.clock, self.is_stopping = clock, False
         self.states = {context.index: GroupState() for context in contexts}
-        self.recorder = RolloutRecorder(
+        self.recorder = recorder_type(
             samples, clock.now(), on_finish, lambda seen: planners[seen.group].observe(seen)
         )
         self.listeners = (*listeners, self.recorder.record)
@@ -113,9 +114,10 @@ def start(
     listeners: Sequence[Listener] = (),
     on_finish: Callable[[Completion], None] | None = None,
     clock: Clock = WALL,
+    recorder_type: type[RolloutRecorder] = RolloutRecorder,
 ) -> Rollout:
     """A rollout, before its first dispatch."""
-    return Rollout(contexts, listeners, on_finish, clock)
+    return Rollout(contexts, listeners, on_finish, clock, recorder_type)
 
 
 class BackgroundWork(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -35,6 +35,7 @@ from tlt_jax.rollout.scheduler.state import (
     queued,
 )
 from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode.decode import Report
 from tlt_jax.spec_decode.stopping import RUNNING
 from tlt_jax.spec_decode.strategy import PLAIN
 
@@ -56,7 +57,7 @@ def advance(
     if context.is_in_order and state.flights and state.is_blocked:
         if not is_ready(state):
             return state, []
-        return retire(context, replace(state, is_blocked=False))
+        return retire(context, state.replace(is_blocked=False))
     while not context.is_in_order and is_ready(state):
         state, more = retire(context, state)
         events += more
@@ -65,7 +66,7 @@ def advance(
         if state.unawaited + MOST_PER_STEP > MAX_UNAWAITED:
             if state.flights or not state.device.lengths.is_ready():
                 break
-            state = replace(state, unmarked=0)
+            state = state.replace(unmarked=0)
 
         if state.windows:
             state, more = harvest(context, state, shape_of(context, state))
@@ -81,7 +82,7 @@ def advance(
             state, more = decode(context, state)
         events += more
 
-    state = replace(state, is_blocked=True)
+    state = state.replace(is_blocked=True)
     is_stopped = is_stopping and not state.is_busy
     if (state.is_idle or is_stopped) and not state.is_released:
         released = GroupState(dispatched=state.dispatched, retired=state.retired)
@@ -100,7 +101,7 @@ def is_ready(state: GroupState) -> bool:
 def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
     """Reads the oldest flight: its tokens become events, and ended sequences leave their rows."""
     flight, *flights = state.flights
-    state = replace(state, flights=tuple(flights))
+    state = state.replace(flights=tuple(flights))
     if flight.report is None:
         return state, [Retired(flight.number, flight.kind), *harvested(flight)]
 
@@ -112,34 +113,40 @@ def retire(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
         Retired(flight.number, flight.kind, rounds, tokens, report.stats, is_untimed)
     ]
 
-    news = {}
-    for row, uid in enumerate(flight.rows):
-        count = int(report.counts[row])
-        if uid is not None and count:
-            news[uid] = Emitted(
-                uid,
-                report.tokens[row, :count],
-                report.logprobs[row, :count],
-                int(report.finish[row]),
-                count - int(report.stats.row_rounds[row]),  # a round adds one token of its own
-            )
+    news = emitted(flight.rows, report) if rounds else {}
     events += news.values()
     if context.harvester:
         ends = ended(state.rows, news)
         events += ends
-        state = replace(state, windows=(*state.windows, *wanted(context.harvester, ends)))
+        state = state.replace(windows=(*state.windows, *wanted(context.harvester, ends)))
+    if not news:
+        return state.replace(retired=state.retired + 1), events
 
-    def settle(running: Running | None) -> Running | None:
-        new = news.get(running.uid) if running else None
-        if new is None:
-            return running
-        if new.finish != RUNNING:
-            return None
-        return Running(running.uid, running.tokens + len(new.tokens), running.limit)
+    rows = tuple([running and settled(running, news.get(running.uid)) for running in state.rows])
+    finished = state.finished + sum([new.finish != RUNNING for new in news.values()])
+    return state.replace(rows=rows, retired=state.retired + 1, finished=finished), events
 
-    rows = tuple(settle(running) for running in state.rows)
-    finished = state.finished + sum(new.finish != RUNNING for new in news.values())
-    return replace(state, rows=rows, retired=state.retired + 1, finished=finished), events
+
+def emitted(rows: Sequence[int | None], report: Report) -> dict[int, Emitted]:
+    """The new tokens of the sequences that had these rows in a chunk, by uid."""
+    counts, finish = report.counts.tolist(), report.finish.tolist()
+    # A round adds one token of its own.
+    accepted = (report.counts - report.stats.row_rounds).tolist()
+    tokens, logprobs = report.tokens, report.logprobs
+    return {
+        uid: Emitted(uid, tokens[row, :count], logprobs[row, :count], finish[row], accepted[row])
+        for row, (uid, count) in enumerate(zip(rows, counts, strict=True))
+        if count and uid is not None
+    }
+
+
+def settled(running: Running, new: Emitted | None) -> Running | None:
+    """The sequence with its new tokens; None once it has ended."""
+    if new is None:
+        return running
+    if new.finish != RUNNING:
+        return None
+    return Running(running.uid, running.tokens + len(new.tokens), running.limit)
 
 
 def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -180,8 +187,9 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
     if cell := context.planner.worth_compiling(view, candidates):
         context.programs.prepare(candidates.needed(cell))
     decision = context.planner.decide(view, candidates)
-    decision = replace(decision, joining=tuple(running.uid for running in new))
-    state = move(context, replace(state, decision=decision), decision)
+    if new:
+        decision = replace(decision, joining=tuple(running.uid for running in new))
+    state = move(context, state.replace(decision=decision), decision)
 
     free = [row for row, running in enumerate(state.rows) if running is None][: len(new)]
     rows, seat = list(state.rows), {}
@@ -193,7 +201,7 @@ def plan(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         )
         for source in sources
     )
-    return replace(state, rows=tuple(rows), joining=joining), [Decided(decision)]
+    return state.replace(rows=tuple(rows), joining=joining), [Decided(decision)]
 
 
 def begin(request: RolloutRequest, prompt: int, sample: int) -> Running:
@@ -215,7 +223,7 @@ def take(context: GroupContext, state: GroupState) -> tuple[GroupState, list[tup
     free = context.request.capacity - sum(running is not None for running in state.rows)
     taken = context.queue.take(free, [prompt for one in state.prefills for prompt in one.rows])
     started = state.started | taken.started
-    state = replace(state, started=started, is_exhausted=taken.is_exhausted, is_held=taken.is_held)
+    state = state.replace(started=started, is_exhausted=taken.is_exhausted, is_held=taken.is_held)
     return state, taken.samples
 
 
@@ -249,11 +257,10 @@ def move(context: GroupContext, state: GroupState, decision: Decision) -> GroupS
         resize = Resize(shape_of(context, state), decision.batch, decision.slots)
         device = resize(context.programs, state.device, rows)
     else:
-        state = replace(state, device=None)  # free its memory before the new state is allocated
+        state = state.replace(device=None)  # free its memory before the new state is allocated
         device = Start(shape_of(context, decision))(context.programs)
     rows = [state.rows[row] for row in keep] + [None] * (decision.batch - len(keep))
-    return replace(
-        state,
+    return state.replace(
         device=device,
         batch=decision.batch,
         slots=decision.slots,
@@ -271,7 +278,7 @@ def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         source, marker = prefill(context, source)
         flight = InFlight(state.dispatched, "prefill", marker)
         events = [Dispatched(flight.number, "prefill", *source.sizes)]
-        state = replace(state, flights=(*state.flights, flight), dispatched=state.dispatched + 1)
+        state = state.replace(flights=(*state.flights, flight), dispatched=state.dispatched + 1)
 
     size = admission_size(state.batch)
     now, later = joining.rows[:size], joining.rows[size:]
@@ -282,8 +289,7 @@ def join(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Eve
         rest = [Joining(source, later), *rest]
 
     kept = (*(one for one in state.prefills if one.rows != source.rows), source)
-    state = replace(
-        state,
+    state = state.replace(
         device=device,
         joining=tuple(rest),
         prefills=tuple(one for one in kept if later or not state.started.issuperset(one.rows)),
@@ -332,7 +338,7 @@ def catch_up(context: GroupContext, state: GroupState) -> tuple[GroupState, list
     device, marker = program(context.programs, state.device, context.weights, np.int32(missing))
     flight = InFlight(state.dispatched, "catch_up", marker)
     event = Dispatched(flight.number, "catch_up", state.batch, state.slots)
-    return queued(replace(state, device=device, drafter_lag=missing), flight), [event]
+    return queued(state.replace(device=device, drafter_lag=missing), flight), [event]
 
 
 def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[Event]]:
@@ -357,7 +363,7 @@ def decode(context: GroupContext, state: GroupState) -> tuple[GroupState, list[E
     )
     event = Dispatched(flight.number, "decode", state.batch, state.slots, decision, state.is_moved)
     lag = strategy.path if extends(context, strategy) else state.drafter_lag + most
-    state = replace(state, device=device, decision=None, drafter_lag=lag, is_moved=False)
+    state = state.replace(device=device, decision=None, drafter_lag=lag, is_moved=False)
     return queued(state, flight), [event]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -103,14 +103,14 @@ def harvest(
     if context.programs.compile_cost(program):
         context.programs.prepare([program])
         if context.programs.compile_cost(program):
-            return replace(state, windows=later), []
+            return state.replace(windows=later), []
     values = program(context.programs, state.device, rows, starts)
     marker = (
         values.features if values.states is None else values.states
     )  # features may have width 0
     flight = InFlight(state.dispatched, "harvest", marker, windows=now, values=values)
     event = Dispatched(flight.number, "harvest", state.batch, state.slots)
-    return queued(replace(state, windows=later), flight), [event]
+    return queued(state.replace(windows=later), flight), [event]
 
 
 def harvested(flight: InFlight) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -129,8 +129,7 @@ class GroupContext:
     is_in_order: bool = False
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(NamedTuple):
     """A sequence in a row: tokens read so far (with the prompt), and their limit."""
 
     uid: int
@@ -215,6 +214,12 @@ class GroupState:
     is_blocked: bool = False  # nothing can be dispatched before a flight is read
     is_released: bool = False  # the group has finished; `device` was freed
 
+    def replace(self, **changes: Any) -> GroupState:
+        """The state with other fields, as dataclasses.replace returns it: a chunk replaces its state a dozen times."""
+        changed = object.__new__(GroupState)
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
+
     @property
     def unawaited(self) -> int:
         """Dispatched programs that may still run."""
@@ -239,8 +244,8 @@ class GroupState:
 def queued(state: GroupState, flight: InFlight) -> GroupState:
     """The state with one more flight, whose program takes `device` and so ends after all earlier ones."""
     flight = replace(flight, programs=1 + state.unmarked)
-    return replace(
-        state, flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
+    return state.replace(
+        flights=(*state.flights, flight), dispatched=state.dispatched + 1, unmarked=0
     )
 
 
