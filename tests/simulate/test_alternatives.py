@@ -19,7 +19,7 @@ from tlt_jax.simulate.devices import Devices
 from tlt_jax.simulate.lengths import Drawn, LogNormal
 from tlt_jax.simulate.off_policy import OffPolicy, off_policy
 from tlt_jax.simulate.one_step_off import OneStepOff
-from tlt_jax.simulate.run import Step, World
+from tlt_jax.simulate.world import Step, World
 from tlt_jax.simulate.written import Written
 from tlt_jax.spec_decode.stopping import RUNNING, STOPPED
 
@@ -72,7 +72,7 @@ def nothing(step):
 
 
 def continuing(given, devices, ahead, config=CONFIG):
-    steps = ContinuingSteps(config, given, devices, ahead, nothing)
+    steps = ContinuingSteps(config, given, devices, ahead, nothing, run.plain_run)
     return steps, steps.run()
 
 
@@ -98,7 +98,7 @@ def test_a_rollout_overlaps_with_the_update_before_it_and_with_nothing_else():
     """Each step takes what its rollout on 2 groups needs beyond the update of the step before on the 1 other group."""
     given = world(steps=3, groups=3)
     rollouts = [one.seconds["rollout"] for one in plain_steps(world(steps=3, groups=2))]
-    found = OneStepOff(CONFIG, given, Devices(2, 1), nothing).run()
+    found = OneStepOff(CONFIG, given, Devices(2, 1), nothing, run.plain_run).run()
     before = 0.0
     for rollout, step in zip(rollouts, found, strict=True):
         update = given.table.seconds("update", step.tokens + 16 * 32)
@@ -140,7 +140,7 @@ def test_a_partial_rollout_is_resumed_under_the_new_policy():
 @pytest.mark.parametrize("devices", [Devices(3, 3, are_shared=True), Devices(2, 1)])
 def test_no_more_prompts_begin_than_the_bound_allows_and_none_is_trained_twice(devices):
     given, taken, begun = world(steps=4, groups=3), [], []
-    steps = ContinuingSteps(CONFIG, given, devices, 0.5, nothing)
+    steps = ContinuingSteps(CONFIG, given, devices, 0.5, nothing, run.plain_run)
     take, add = steps.written.take, steps.written.add
 
     def watched(prompts):
@@ -157,7 +157,9 @@ def test_no_more_prompts_begin_than_the_bound_allows_and_none_is_trained_twice(d
     assert max(prompt for prompt, _ in begun) >= 8 * 4, "some prompts are begun ahead"
     trained = sum(taken, [])
     assert len(trained) == len(set(trained)) == 4 * 8
-    answers = np.array([steps.answers[uid] for uid in range(len(steps.answers))]).clip(max=400)
+    answers = np.array([steps.one.answers[uid] for uid in range(len(steps.one.answers))]).clip(
+        max=400
+    )
     expected = [answers.reshape(-1, 2)[prompts].sum() for prompts in taken]
     assert [step.tokens for step in found] == expected
 
@@ -242,5 +244,8 @@ def test_the_table_names_ages_and_splits_only_where_an_arm_has_them():
 @pytest.mark.parametrize("name", ["one_step_off", "async", "partial"])
 def test_an_arm_repeats_to_the_bit(name):
     given = world(groups=2, steps=2, compiles=True)
-    first, again = (simulate(CONFIG, name, world=given, ahead=AHEAD) for _ in range(2))
+    first, again = (
+        simulate(CONFIG, name, world=given, plain=run.simulate, make=run.plain_run, ahead=AHEAD)
+        for _ in range(2)
+    )
     assert repr(first) == repr(again) and len(first) == 2

@@ -181,9 +181,15 @@ def world_of(given: argparse.Namespace, config: Config, groups: int) -> World:
 
 def each(config: Config, names: Sequence[str], world: World, ahead: float) -> dict[str, list[Step]]:
     """The steps of each arm."""
-    return parallel.every(
-        partial(alternatives.simulate, config, world=world, ahead=ahead), names, world.steps
+    simulate = partial(
+        alternatives.simulate,
+        config,
+        world=world,
+        plain=run.simulate,
+        make=run.plain_run,
+        ahead=ahead,
     )
+    return parallel.every(simulate, names, world.steps)
 
 
 def acceptances_of(text: str) -> Acceptances:

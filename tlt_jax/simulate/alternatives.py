@@ -11,55 +11,68 @@ from dataclasses import replace
 
 from tlt_jax.config import Config
 from tlt_jax.errors import ConfigError
-from tlt_jax.simulate import run
 from tlt_jax.simulate.continuing import ContinuingSteps
 from tlt_jax.simulate.devices import Devices
 from tlt_jax.simulate.one_step_off import OneStepOff
-from tlt_jax.simulate.run import ARMS, Step, World
+from tlt_jax.simulate.world import MakeRun, Step, World
 
 AHEAD = 1.0  # steps' worth of prompts that partial and asynchronous rollouts begin beyond those of the step
 PROBE = 8  # most steps that a split of the data groups is tried for: the first ones train on the answers that end first
 SPLITS = 16  # a split is found to this part of the data groups
 
 Told = Callable[[int], None]
+Simulate = Callable[..., list[Step]]
 
 
 def simulate(
-    config: Config, name: str, *, world: World, ahead: float = AHEAD, told: Told = lambda step: None
+    config: Config,
+    name: str,
+    *,
+    world: World,
+    plain: Simulate,
+    make: MakeRun,
+    ahead: float = AHEAD,
+    told: Told = lambda step: None,
 ) -> list[Step]:
-    """The steps of an arm of run.ARMS or ALTERNATIVES; `told(step)` after each. Raises ConfigError; see best_split."""
-    if name in ARMS:
-        return run.simulate(config, name, world=world, told=told)
-    return ALTERNATIVES[name](config, world, ahead, told)
+    """The steps of an arm; those that are no ALTERNATIVES are of `plain` (run.simulate). `told(step)` after each.
+
+    `make`: run.plain_run. Raises ConfigError; see best_split.
+    """
+    if name not in ALTERNATIVES:
+        return plain(config, name, world=world, told=told)
+    return ALTERNATIVES[name](config, world, ahead, told, make)
 
 
-def partial(config: Config, world: World, ahead: float, told: Told) -> list[Step]:
+def partial(config: Config, world: World, ahead: float, told: Told, make: MakeRun) -> list[Step]:
     """Partial rollouts that are resumed, on all data groups."""
     devices = Devices(world.groups, world.groups, are_shared=True)
-    return ContinuingSteps(config, world, devices, ahead, told).run()
+    return ContinuingSteps(config, world, devices, ahead, told, make).run()
 
 
-def asynchronous(config: Config, world: World, ahead: float, told: Told) -> list[Step]:
+def asynchronous(
+    config: Config, world: World, ahead: float, told: Told, make: MakeRun
+) -> list[Step]:
     """Fully asynchronous rollouts, on the best split found."""
 
     def steps(rollout: int, given: World, told: Told = lambda step: None) -> list[Step]:
         devices = Devices(rollout, world.groups - rollout)
-        return ContinuingSteps(config, given, devices, ahead, told).run()
+        return ContinuingSteps(config, given, devices, ahead, told, make).run()
 
     return steps(best_split("async", world, steps), world, told)
 
 
-def one_step_off(config: Config, world: World, ahead: float, told: Told) -> list[Step]:
+def one_step_off(
+    config: Config, world: World, ahead: float, told: Told, make: MakeRun
+) -> list[Step]:
     """One step off-policy, on the best split found."""
 
     def steps(rollout: int, given: World, told: Told = lambda step: None) -> list[Step]:
-        devices = Devices(rollout, world.groups - rollout)
-        return OneStepOff(config, given, devices, told).run()
+        return OneStepOff(config, given, Devices(rollout, world.groups - rollout), told, make).run()
 
     return steps(best_split("one_step_off", world, steps), world, told)
 
 
-ALTERNATIVES: Mapping[str, Callable[[Config, World, float, Told], list[Step]]] = {
+ALTERNATIVES: Mapping[str, Callable[[Config, World, float, Told, MakeRun], list[Step]]] = {
     "one_step_off": one_step_off,
     "async": asynchronous,
     "partial": partial,

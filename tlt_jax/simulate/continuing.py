@@ -26,8 +26,8 @@ from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.simulate import engine, simulator
 from tlt_jax.simulate.devices import Devices, is_saved, with_rows
 from tlt_jax.simulate.off_policy import off_policy
-from tlt_jax.simulate.run import ARMS, SimulatedRun, Step, World
 from tlt_jax.simulate.simulator import POLL_BEFORE_S
+from tlt_jax.simulate.world import MakeRun, Step, World
 from tlt_jax.simulate.written import Written
 
 # A chunk decodes at least the longest answer over this many rounds: groups are interrupted between chunks, and a complete
@@ -53,7 +53,7 @@ class ContinuingRun(engine.SimulatedRun):
         return self.steps.drive(rollout)
 
 
-class ContinuingSteps(SimulatedRun):
+class ContinuingSteps:
     """The RL steps of plain decoding on these devices, where answers continue over updates.
 
     Shared devices: once the prompts of a step are complete, all groups end their chunks and train; then they resume (APRIL,
@@ -69,11 +69,18 @@ class ContinuingSteps(SimulatedRun):
         devices: Devices,
         ahead: float,
         told: Callable[[int], None],
+        make: MakeRun,
     ):
         config = with_rows(
             config, math.floor((1 + ahead) * config.rollout.prompts), devices.rollout
         )
-        super().__init__(config, ARMS["plain"], replace(world, groups=devices.rollout))
+        self.one = make(config, replace(world, groups=devices.rollout))
+        self.world, self.config, self.engine, self.clock = (
+            world,
+            self.one.config,
+            self.one.engine,
+            self.one.clock,
+        )
         self.devices, self.ahead, self.told = devices, ahead, told
         self.version = 0  # updates that are done
         self.steps: list[Step] = []
@@ -100,7 +107,7 @@ class ContinuingSteps(SimulatedRun):
             range(self.devices.rollout), SimpleNamespace(target=None, drafter=())
         )
         number = next(self.engine.rollouts)
-        run = ContinuingRun(self, self.engine, number, request, weights, self.state.tuner)
+        run = ContinuingRun(self, self.engine, number, request, weights, self.one.state.tuner)
         run.clock, self.planner = self.clock, run.planners[0]
         self.begin_payback()
         self.clock.sleep(self.world.table.seconds("publish"))
@@ -120,7 +127,7 @@ class ContinuingSteps(SimulatedRun):
         ]
         answers = np.concatenate([one.answers for one in drawn])[:count]
         prompts = np.concatenate([one.prompts for one in drawn])[:count]
-        self.answers = dict(enumerate(answers.ravel().tolist()))
+        self.one.answers = dict(enumerate(answers.ravel().tolist()))
         return simulator.request(
             np.clip(prompts, 2, most).astype(int).tolist(),
             rollout.samples,

@@ -23,7 +23,6 @@ from tlt_jax.rollout.scheduler.state import CandidatePrograms, GroupView, Harves
 from tlt_jax.rollout.scheduling import Scheduling
 from tlt_jax.simulate import simulator
 from tlt_jax.simulate.decoding import NOTHING
-from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.strategy import DRAFTERS
 from tlt_jax.tuner.interface import Cell, State as TunerState
@@ -34,7 +33,7 @@ NOTHINGS = np.broadcast_to(NOTHING, 1 << 40)  # one byte of memory
 class SimulatedEngine(Scheduling):
     """An engine of `groups` data groups whose programs are simulated; implements interface.RolloutEngine.
 
-    `make_programs(drafters)` returns the programs, given the names that strategies may have for drafters.
+    `make_programs(drafters)` returns programs.TabledPrograms, given the names that strategies may have for drafters.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class SimulatedEngine(Scheduling):
         drafter: DrafterConfig | None,
         groups: int,
         is_cpu: bool,
-        make_programs: Callable[[Sequence[str]], TabledPrograms],
+        make_programs: Callable[[Sequence[str]], Any],
     ):
         super().__init__(config, drafter, groups, is_cpu, Job())
         self.model_config = self.mesh = self.ngram_memory = None

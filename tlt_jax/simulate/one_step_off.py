@@ -8,8 +8,7 @@ from dataclasses import replace
 from tlt_jax.config import Config
 from tlt_jax.simulate.devices import Devices, is_saved, with_rows
 from tlt_jax.simulate.off_policy import OffPolicy
-from tlt_jax.simulate.run import ARMS, SimulatedRun, Step, World
-from tlt_jax.train.drafter_learning import Taught
+from tlt_jax.simulate.world import MakeRun, Step, World
 
 
 class OneStepOff:
@@ -20,17 +19,24 @@ class OneStepOff:
     that the trainer waits for answers, publishing is waited for by both.
     """
 
-    def __init__(self, config: Config, world: World, devices: Devices, told: Callable[[int], None]):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        devices: Devices,
+        told: Callable[[int], None],
+        make: MakeRun,
+    ):
         config = with_rows(config, config.rollout.prompts, devices.rollout)
         self.world, self.devices, self.told = world, devices, told
-        self.one = SimulatedRun(config, ARMS["plain"], replace(world, groups=devices.rollout))
+        self.one = make(config, replace(world, groups=devices.rollout))
 
     def run(self) -> list[Step]:
         """All steps."""
         publish = self.world.table.seconds("publish")
         steps, wait = [], 0.0
         for number in range(self.world.steps):
-            rollout = self.roll_out()
+            rollout = self.one.roll_out_alone()
             wait = max(rollout.total - wait, 0.0)
             parts = {"publish": publish, "rollout": wait, **self.training(number, rollout.tokens)}
             if steps:
@@ -41,16 +47,6 @@ class OneStepOff:
             )  # of the next rollout, which it overlaps
             self.told(number + 1)
         return steps
-
-    def roll_out(self) -> Step:
-        """The next rollout, alone: its seconds are those of `rollout`."""
-        one = self.one
-        one.seconds = {}
-        result, tuner = one.roll_out()
-        step = one.report(result)
-        taught = Taught(one.state.drafter, one.state.investment)
-        one.state = one.next_state(taught, one.after_update(taught, tuner), result)
-        return step
 
     def training(self, number: int, tokens: int) -> dict[str, float]:
         """Seconds by part of training on this many answer tokens."""

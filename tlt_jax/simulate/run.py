@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +17,14 @@ from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
-from tlt_jax.rollout.recorder import RolloutResult, Span
+from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.simulate import simulator
-from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.cost_table import CPU, CostTable
+from tlt_jax.simulate.cost_table import CPU
 from tlt_jax.simulate.engine import SimulatedEngine
 from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
-from tlt_jax.simulate.lengths import Lengths
-from tlt_jax.simulate.off_policy import OffPolicy
 from tlt_jax.simulate.programs import TabledPrograms
 from tlt_jax.simulate.simulator import VirtualClock
+from tlt_jax.simulate.world import Step, World
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
@@ -63,49 +61,6 @@ ARMS = {
     "idle": Arm(ADAPTIVE, idle=True),
     "update": Arm(ADAPTIVE, update=True),
 }
-
-
-@dataclass(frozen=True)
-class World:
-    """What a simulated run needs besides its configuration. `steps` of the run, `groups` data groups.
-
-    Without `compiles` every program is there from the start.
-    """
-
-    table: CostTable
-    lengths: Lengths
-    acceptances: Acceptances
-    steps: int
-    groups: int
-    compiles: bool = True
-
-
-@dataclass
-class Step:
-    """Seconds of a step by part, and what its rollout was like. `bubble`: idle share of the groups' time in the rollout.
-
-    `strategies`: seconds of decoding by drafter. `error`: mean standard error of the log seconds of a round, over the
-    shapes that were decoded. `spans`: the timeline of the rollout. `split`: data groups that roll out + those that train, ""
-    where all do both. `recomputing`: seconds in which a group recomputed keys and values of answers that it resumed.
-    """
-
-    seconds: dict[str, float]
-    tokens: int
-    bubble: float
-    compiling: float
-    accept_length: float
-    learned: float
-    strategies: dict[str, float]
-    error: float
-    spans: list[Span] = field(default_factory=list, repr=False)
-    off_policy: OffPolicy = OffPolicy()
-    split: str = ""
-    recomputing: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.seconds.values())
 
 
 def configured(config: Config, arm: Arm, groups: int) -> Config:
@@ -215,6 +170,14 @@ class SimulatedRun:
         tuner = self.after_update(taught, tuner)
         self.state = self.next_state(taught, tuner, result)
         return self.report(result)
+
+    def roll_out_alone(self) -> Step:
+        """The next rollout of a run whose drafter does not learn, without the rest of its step."""
+        self.seconds = {}
+        result, tuner = self.roll_out()
+        step, taught = self.report(result), Taught(self.state.drafter, self.state.investment)
+        self.state = self.next_state(taught, self.after_update(taught, tuner), result)
+        return step
 
     def publish(self) -> None:
         """The rollout's copy of policy and drafter."""
@@ -330,3 +293,8 @@ def simulate(
         steps.append(run.step())
         told(number + 1)
     return steps
+
+
+def plain_run(config: Config, world: World) -> SimulatedRun:
+    """The run of the arm `plain`, before its first step: for what uses its engine."""
+    return SimulatedRun(config, ARMS["plain"], world)
