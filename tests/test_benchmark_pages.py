@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.common.results import MEASURED_WITH, ResultTable
-from benchmarks.whole_runs import claim
+from benchmarks.whole_runs import claim, learning
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -119,3 +119,9 @@ def test_the_picture_of_the_readme_is_drawn_from_the_newest_rows_and_says_what_i
     pytest.importorskip("matplotlib", reason="the benchmarks extra")
     claim.main(["--out", str(tmp_path / "new.png")])
     assert Image.open(tmp_path / "new.png").size == drawn.size
+
+
+def test_the_picture_of_learning_is_drawn_from_the_newest_rows_and_readme_says_the_same():
+    said = learning.caption(learning.points(learning.RESULTS))
+    assert Image.open(ROOT / "docs" / "learning.png").text["Description"] == said
+    assert f"![{said}](docs/learning.png)" in (ROOT / "README.md").read_text()

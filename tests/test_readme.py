@@ -50,6 +50,7 @@ WHERE = {
     'pip install -e ".[gpu-aot]"': "launch/install.sh",
     'pip install -e ".[tpu]"': "launch/install.sh",
     'pip install -e ".[wandb]"': "launch/install.sh",
+    "python -m benchmarks.whole_runs.learning --plain RUN --adaptive RUN": f"{ROWS}learning.csv",
     "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
     "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches warm "
     "--steps 20": f"{ROWS}end_to_end.csv",
