@@ -24,7 +24,7 @@ from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.scheduler.driver import Rollout
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.simulate import engine, simulator
-from tlt_jax.simulate.devices import Devices, is_saved, with_rows
+from tlt_jax.simulate.devices import Devices, with_rows
 from tlt_jax.simulate.off_policy import off_policy
 from tlt_jax.simulate.simulator import POLL_BEFORE_S
 from tlt_jax.simulate.world import MakeRun, Step, World
@@ -128,7 +128,7 @@ class ContinuingSteps:
         answers = np.concatenate([one.answers for one in drawn])[:count]
         prompts = np.concatenate([one.prompts for one in drawn])[:count]
         self.one.answers = dict(enumerate(answers.ravel().tolist()))
-        return simulator.request(
+        request = simulator.request(
             np.clip(prompts, 2, most).astype(int).tolist(),
             rollout.samples,
             rollout.max_new_tokens,
@@ -137,6 +137,8 @@ class ContinuingSteps:
             rounds=max(rollout.chunk, rollout.max_new_tokens // PIECES),
             rollouts_left=self.world.steps - 1,
         )
+        self.one.prompts = request.prompts
+        return request
 
     def begin_payback(self) -> None:
         """Tells the planner's payback of the step that begins, as a new rollout of plain decoding does."""
@@ -186,12 +188,13 @@ class ContinuingSteps:
 
     def begin_update(self, rollout: Rollout) -> None:
         """Trains on the first complete prompts; the step is known from here."""
-        rollout_config, table, now = self.config.rollout, self.world.table, self.clock.now()
-        self.batch = self.written.take(rollout_config.prompts)
+        table, now, samples = self.world.table, self.clock.now(), self.config.rollout.samples
+        self.batch = self.written.take(self.config.rollout.prompts)
         ages = self.written.ages(self.batch, self.version)
-        prompts = sum(len(self.request.prompts[one]) for one in self.batch) * rollout_config.samples
-        tokens, saved = sum(ages.values()) + prompts, is_saved(self.config, self.version)
-        parts = self.devices.training_seconds(table, tokens, saved)
+        uids = [one * samples + sample for one in self.batch for sample in range(samples)]
+        parts = self.devices.training_seconds(
+            self.config, table, self.one.examples(uids), self.version
+        )
         self.update_ends = now + sum(parts.values())
         self.wake(self.update_ends, TRAINER)
         wait = now - self.waits_since

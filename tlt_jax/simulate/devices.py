@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tlt_jax.config import Config
+from tlt_jax.data import packing
 from tlt_jax.simulate.cost_table import CostTable
 
 
@@ -26,12 +28,17 @@ class Devices:
         """Groups that roll out + groups that train; "" when they are the same."""
         return "" if self.are_shared else f"{self.rollout}+{self.training}"
 
-    def training_seconds(self, table: CostTable, tokens: float, is_saved: bool) -> dict[str, float]:
-        """Seconds by part of what follows the rollout of a step with these tokens: no other update runs meanwhile."""
-        parts = ("reward", "update", "save", "other") if is_saved else ("reward", "update", "other")
+    def training_seconds(
+        self, config: Config, table: CostTable, examples: Sequence[int], step: int
+    ) -> dict[str, float]:
+        """Seconds by part of what follows the rollout of a step, whose update packs examples of these tokens."""
+        config = replace(config, mesh=replace(config.mesh, data=self.training))
+        tokens = packing.steps(config, examples) * packing.step_tokens(config) / self.training
+        parts = ("reward", "update", "save", "other")
         return {
-            part: table.seconds(part, tokens / self.training if part == "update" else 0.0)
+            part: table.seconds(part, tokens if part == "update" else 0.0)
             for part in parts
+            if part != "save" or is_saved(config, step)
         }
 
 

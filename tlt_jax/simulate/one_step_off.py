@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tlt_jax.config import Config
-from tlt_jax.simulate.devices import Devices, is_saved, with_rows
+from tlt_jax.simulate.devices import Devices, with_rows
 from tlt_jax.simulate.off_policy import OffPolicy
 from tlt_jax.simulate.world import MakeRun, Step, World
 
@@ -38,7 +38,11 @@ class OneStepOff:
         for number in range(self.world.steps):
             rollout = self.one.roll_out_alone()
             wait = max(rollout.total - wait, 0.0)
-            parts = {"publish": publish, "rollout": wait, **self.training(number, rollout.tokens)}
+            examples = self.one.examples(self.one.answers)
+            training = self.devices.training_seconds(
+                self.one.config, self.world.table, examples, number
+            )
+            parts = {"publish": publish, "rollout": wait, **training}
             if steps:
                 steps[-1].spans = []
             steps.append(self.combined(rollout, parts, number))
@@ -47,14 +51,6 @@ class OneStepOff:
             )  # of the next rollout, which it overlaps
             self.told(number + 1)
         return steps
-
-    def training(self, number: int, tokens: int) -> dict[str, float]:
-        """Seconds by part of training on this many answer tokens."""
-        config = self.one.config
-        prompts = sum(map(len, self.one.prompts)) * config.rollout.samples
-        return self.devices.training_seconds(
-            self.world.table, tokens + prompts, is_saved(config, number)
-        )
 
     def combined(self, rollout: Step, seconds: dict[str, float], number: int) -> Step:
         """The step: `bubble` is the idle share of all groups' time in it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -224,15 +224,15 @@ class SimulatedRun:
 
     def learn(self, taught: Taught, answers: int) -> None:
         """The update of the policy, which may begin with a lesson of the drafter; padding takes as long as tokens."""
-        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
-        lengths = [
-            len(self.prompts[uid // samples]) + min(tokens, limit)
-            for uid, tokens in self.answers.items()
-        ]
-        count, groups = packing.steps(self.config, lengths), self.world.groups
+        count, groups = packing.steps(self.config, self.examples(self.answers)), self.world.groups
         if taught.lesson:
             self.knowledge.teach(taught.lesson, answers, count, groups)
         self.spend("update", count * packing.step_tokens(self.config) / groups)
+
+    def examples(self, uids: Iterable[int]) -> list[int]:
+        """Tokens of these answers, with their prompts."""
+        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
+        return [len(self.prompts[uid // samples]) + min(self.answers[uid], limit) for uid in uids]
 
     def save(self) -> None:
         """A checkpoint, when one is due."""
