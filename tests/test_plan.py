@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax import plan
 from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
 from tlt_jax.distributed import round_counts
@@ -24,6 +23,7 @@ from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import drafter_network, from_config, hf_drafter_config
+from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
@@ -69,7 +69,7 @@ def save_block(path, model, kind) -> str:
 def plan_of(*overrides, captures_states=False):
     """A tiny configuration on a (2, 2) mesh, its recipe and its engine."""
     settings = configuration.parse([*TINY, "--mesh.model", "2", *overrides])
-    model, mesh = plan.sizes(settings), make_mesh(2, 2)
+    model, mesh = planned_programs.sizes(settings), make_mesh(2, 2)
     drafter = from_config.drafter_config(settings, model)
     engine = Engine(settings, model, mesh, drafter=drafter, captures_states=captures_states)
     recipe = Recipe.of(settings, model, mesh, 1)
@@ -120,9 +120,9 @@ def test_a_reference_policy_and_longer_evaluations_are_counted_and_their_program
     longest = settings.data.max_prompt_tokens + 120
     assert memory.cache_slots(settings) == longest > memory.cache_slots(plain[0])
     assert kinds["cache"] * (memory.cache_slots(plain[0]) + 8) == without["cache"] * (longest + 8)
-    names = [program.name for program in plan.lower(settings, recipe, engine, kinds)]
+    names = [program.name for program in planned_programs.lower(settings, recipe, engine, kinds)]
     assert "log-probs" in names
-    assert "log-probs" not in [one.name for one in plan.lower(*plain, without)]
+    assert "log-probs" not in [one.name for one in planned_programs.lower(*plain, without)]
 
 
 def test_a_drafter_has_its_own_lines_worked_by_hand():
@@ -203,7 +203,7 @@ def test_a_config_json_is_enough_to_plan_and_without_one_drafter_training_decide
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
-    model = plan.sizes(configuration.parse(TINY))
+    model = planned_programs.sizes(configuration.parse(TINY))
     path = save_block(tmp_path / "own", model, kind)
     engine = plan_of("--speculation.drafter", path)[2]
     assert engine.drafter.kind == kind
@@ -245,7 +245,7 @@ def test_a_new_eagle3_drafter_proposes_as_many_tokens_as_published_ones_by_defau
     wanted, policy, expected
 ):
     settings = configuration.parse([*TINY, "--drafter_training.vocab", str(wanted)])
-    model = replace(plan.sizes(settings), vocab_size=policy)
+    model = replace(planned_programs.sizes(settings), vocab_size=policy)
     assert from_config.new_drafter_config(settings, model).draft_vocab_size == expected
 
 
@@ -359,11 +359,13 @@ def test_drafting_stays_in_its_data_group_and_copies_no_cache(drafter, tmp_path)
     )
     drafting = DRAFTERS[drafter]
     if drafter == "dspark":
-        model = plan.sizes(configuration.parse([*TINY, *long]))
+        model = planned_programs.sizes(configuration.parse([*TINY, *long]))
         drafting = "--speculation.drafter", save_block(tmp_path / "own", model, "dspark")
     settings, recipe, engine = plan_of(*long, *drafting, "--speculation.strategies", "['3_2_6']")
     kinds = budget(settings, recipe, engine)
-    prefill, admission, _, *behind, chunk = plan.lower_rollout(settings, recipe, engine, kinds)
+    prefill, admission, _, *behind, chunk = planned_programs.lower_rollout(
+        settings, recipe, engine, kinds
+    )
     assert (prefill.name, admission.name, chunk.name) == (
         "prefill",
         "admission",
@@ -425,7 +427,7 @@ def test_the_command_compiles_every_program_and_says_that_it_fits(monkeypatch, c
     monkeypatch.setattr(
         sys, "argv", ["plan", *TINY, *DRAFTERS["eagle3"], "--speculation.strategies", "['2_2_4']"]
     )
-    assert plan.main() == 0
+    assert command.main() == 0
     printed, progress = capsys.readouterr()
     names = ("prefill", "admission", "rollout chunk", "catching up of 4", "rollout chunk 2_2_4 of 4", "rollout reshard",
             "policy gradients", "policy update", "drafter reshard", "drafter update")  # fmt: skip
@@ -456,9 +458,11 @@ def test_the_seconds_by_bytes_are_those_of_the_bytes_that_a_program_moves():
 
     def shown(function, *arrays, layers=0) -> str:
         lowered = jax.jit(function).lower(*arrays)
-        program = plan.PlannedProgram("it", lambda: lowered, make_mesh(1, 1), {}, layers)
+        program = planned_programs.PlannedProgram(
+            "it", lambda: lowered, make_mesh(1, 1), {}, layers
+        )
         compiled = lowered.compile()
-        return plan.by_bytes(program, compiled, compiled.as_text(), 3 * 4 * 2.0**20)
+        return report.by_bytes(program, compiled, compiled.as_text(), 3 * 4 * 2.0**20)
 
     assert shown(jnp.add, numbers, numbers) == "1.00000"
     assert shown(jnp.add, numbers, numbers, layers=2) == "1.00000 a round"
@@ -478,7 +482,7 @@ def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(ki
     assert kinds["replay"] == 512 * 2**20 // 2 and kinds["drafter in training"] > kinds["drafter"]
     assert {"replay", "drafter in training"} <= set(memory.phases(kinds)["rollout"])
     crossed = {}
-    for program in plan.lower(settings, recipe, engine, kinds):
+    for program in planned_programs.lower(settings, recipe, engine, kinds):
         if not program.name.startswith(("harvest", "drafter")):
             continue  # the programs of a run without idle training
         compiled = program.lowered.compile()
@@ -494,18 +498,18 @@ def test_idle_training_is_planned_and_no_collective_of_it_crosses_data_groups(ki
 def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
     settings, recipe, engine = planned
     kinds = budget(settings, recipe, engine)
-    program = next(plan.lower(settings, recipe, engine, kinds))
-    assert not plan.print_report(program, limit=10).fits
+    program = next(planned_programs.lower(settings, recipe, engine, kinds))
+    assert not report.print_report(program, limit=10).fits
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out
 
 
 def test_the_round_of_a_compiled_chunk_is_counted_into_a_file(planned, tmp_path, capsys):
     """At least the policy's products: two FLOP for each weight and row, and every weight read once; its embedding is not."""
     settings, recipe, engine = planned
-    programs = plan.lower(settings, recipe, engine, budget(settings, recipe, engine))
+    programs = planned_programs.lower(settings, recipe, engine, budget(settings, recipe, engine))
     chunk = next(one for one in programs if one.name == "rollout chunk")
-    outcome = plan.print_report(chunk, limit=1 << 40)
-    plan.write_counts(
+    outcome = report.print_report(chunk, limit=1 << 40)
+    report.write_counts(
         tmp_path / "counts.csv", [outcome, outcome._replace(chunk=None)], "v5p:2x2x1", 3
     )
     (found,) = round_counts.read(tmp_path / "counts.csv")
@@ -517,7 +521,7 @@ def test_the_round_of_a_compiled_chunk_is_counted_into_a_file(planned, tmp_path,
 def test_counts_are_of_devices_that_are_not_here(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", "--counts", "counts.csv"])
     with pytest.raises(SystemExit) as end:
-        plan.main()
+        command.main()
     assert end.value.code == 2
     assert (
         "--counts counts.csv counts for devices that are not here: add --topology"
@@ -565,8 +569,8 @@ def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, to
     assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks)
     assert {"harvest", "drafter micro-step", "drafter merge"} <= set(programs)
     for chunk in chunks:
-        report = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
-        assert "over data" not in report, report
+        found = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
+        assert "over data" not in found, found
     for name in ("admission", "rollout chunk"):
         cache, temporaries = re.search(
             rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S

@@ -20,15 +20,15 @@ SIZES = [
 ]  # fmt: skip
 CHUNKS = """
 import sys
-from tlt_jax import plan
+from tlt_jax.plan import __main__ as command, programs
 from tlt_jax.rollout.executables.programs import Decode
 
-largest = plan.largest_programs
-plan.largest_programs = lambda *args: {
+largest = programs.largest_programs
+programs.largest_programs = lambda *args: {
     name: one for name, one in largest(*args).items() if isinstance(one, Decode)
 }
-plan.lower = plan.lower_rollout
-sys.exit(plan.main())
+programs.lower = programs.lower_rollout
+sys.exit(command.main())
 """
 PLAIN, TREE = "rollout chunk", "rollout chunk 4_2_8 of 32"
 # Most kernels of a layer, over all versions of JAX in use. Only ever lower these.

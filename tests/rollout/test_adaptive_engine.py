@@ -12,12 +12,12 @@ import pytest
 import test_speculation as speculation
 import tiny_engine as tiny
 
-from tlt_jax import plan
 from tlt_jax.config.schema import Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
 from tlt_jax.models import drafter_network, eagle
+from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.engine import Engine
@@ -154,7 +154,7 @@ def test_only_ngram_drafters_get_texts_and_features_are_stored_for_all():
 
 def test_a_plan_has_the_programs_of_every_arm_before_any_drafter_is_trained():
     engine = adaptive(settings=replace(SETTINGS, tuner="goodput"))
-    found = plan.largest_programs(engine, DecodingParams(), 16, 4, 32)
+    found = planned_programs.largest_programs(engine, DecodingParams(), 16, 4, 32)
     chunks = [one.strategy for one in found.values() if isinstance(one, Decode)]
     assert chunks == [PLAIN, *engine.arms]
     assert sum(isinstance(one, CatchUp) for one in found.values()) == 1

@@ -12,11 +12,11 @@ import pytest
 import test_engine as tiny
 import test_speculation as drafting
 
-from tlt_jax import plan
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.models import architecture, drafter_network, transformer
+from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Ended, Harvested
 from tlt_jax.rollout.executables.programs import (
@@ -165,8 +165,8 @@ def test_a_harvester_adds_programs_and_events_with_features_only(x64):
 def test_the_largest_harvest_is_planned_when_there_is_a_harvester(x64):
     engine, _ = engine_of("eagle3", 1, 1, captures_states=True)
     sizes = tiny.DecodingParams(tiny.PLAIN), 20, 4, 32
-    assert "harvest" not in plan.largest_programs(engine, *sizes)
-    program = plan.largest_programs(engine, *sizes, window=WIDTH)["harvest"]
+    assert "harvest" not in planned_programs.largest_programs(engine, *sizes)
+    program = planned_programs.largest_programs(engine, *sizes, window=WIDTH)["harvest"]
     assert program == Harvest(StateShape(0, engine.capacity, 32), 4, WIDTH)
     memory = engine.programs.lower(program).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 0, "the state is not donated"

@@ -19,7 +19,6 @@ from test_policy_update import (
 )
 from test_remat import WIDE, config_of
 
-from tlt_jax import plan
 from tlt_jax.config import inputs, load as configuration
 from tlt_jax.config.inputs import LORA_TARGETS
 from tlt_jax.config.load import SHIPPED
@@ -27,6 +26,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, lora
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.lora import Adapters, Lora
+from tlt_jax.plan import programs as planned_programs
 from tlt_jax.train import memory, policy_batch, policy_update, remat
 from tlt_jax.train.recipe import Recipe
 
@@ -266,7 +266,9 @@ def test_adapters_leave_room_where_all_weights_leave_none(mesh, init, device, mo
     monkeypatch.setenv("MATH_TRAIN", "-")
     monkeypatch.setenv("MATH_EVAL", "-")
     config = configuration.read(SHIPPED / "math_qwen2.5_7b_lora_h100.yaml")
-    model = plan.sizes(replace(config, model=replace(config.model, init=config.model.init | init)))
+    model = planned_programs.sizes(
+        replace(config, model=replace(config.model, init=config.model.init | init))
+    )
     held = []
     for rank in (config.model.lora.rank, 0):
         knobs = replace(config.model, lora=replace(config.model.lora, rank=rank))

@@ -1,0 +1,190 @@
+"""The programs of a step that `tlt_jax.plan` compiles: the largest of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tlt_jax.config import Config
+from tlt_jax.config.schema import ADAPTIVE
+from tlt_jax.data import dataset as datasets, packing
+from tlt_jax.drafter import (
+    batch as drafter_batch,
+    merge,
+    recipe as drafter_recipe,
+    recipes,
+    update as drafter_update,
+)
+from tlt_jax.drafter.idle_training import MOST_TOKENS
+from tlt_jax.drafter.micro_step import MicroStep
+from tlt_jax.models import from_config, hf
+from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.rollout.buckets import block_size, bucket_width
+from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
+from tlt_jax.rollout.executables.protocols import Program
+from tlt_jax.rollout.scheduler.harvest import Harvest
+from tlt_jax.spec_decode import strategy as strategies
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.train import adaptive, minibatches, policy_update
+from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick
+from tlt_jax.train.recipe import Recipe
+from tlt_jax.tuner import make
+
+
+@dataclass(frozen=True)
+class PlannedProgram:
+    """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs.
+
+    `layers`: of a chunk's model; `levels`: of its draft trees; `chunk`: the chunk.
+    """
+
+    name: str
+    lowering: Callable[[], jax.stages.Lowered]
+    mesh: Mesh
+    holds: dict[str, int]
+    layers: int = 0
+    levels: int = 0
+    chunk: Decode | None = None
+
+    @property
+    def lowered(self) -> jax.stages.Lowered:
+        return self.lowering()
+
+
+def sizes(config: Config) -> ModelConfig:
+    """The model of model.init if it has a vocab_size (no files needed), else that of the model directory."""
+    if "vocab_size" in config.model.init:
+        return hf.new_config(config.model.init, config.model.init["vocab_size"], ())
+    return from_config.model_config(config, datasets.tokenizer(config))
+
+
+def lower(
+    config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]
+) -> Iterator[PlannedProgram]:
+    """The largest programs of a step: prefill, rollout chunks, reshards, updates."""
+    resident, rollout = pick(kinds, *RESIDENT), pick(kinds, *RESIDENT, *ROLLOUT)
+    yield from lower_rollout(config, recipe, engine, rollout)
+    params = policy_update.abstract_policy(recipe)
+    copy = resident | pick(kinds, "rollout copy")
+    yield PlannedProgram(
+        "rollout reshard", partial(engine.reshard.lower, params), recipe.mesh, copy
+    )
+
+    rows = minibatches.abstract_rows(config, recipe)
+    programs, sums = policy_update.programs(recipe), policy_update.abstract_sums(recipe, rows)
+    names = "log-probs", "log-probs of the reference"
+    base = policy_update.abstract_base(recipe)
+    for name, scored in zip(names, minibatches.scored_policies(config, params, base), strict=False):
+        scores = partial(programs.score.lower, scored, rows.replace(old=None, reference=None))
+        yield PlannedProgram(name, scores, recipe.mesh, resident)
+    accumulate = partial(programs.accumulate.lower, sums, params, rows)
+    holds = resident | pick(kinds, "gradients")
+    yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
+    apply = partial(programs.apply.lower, policy_update.abstract_state(recipe), sums)
+    yield PlannedProgram("policy update", apply, recipe.mesh, holds)
+
+    if engine.drafter:
+        drafting = recipes.recipe_of(config, recipe.model, engine.drafter, recipe.mesh)
+        state = drafter_recipe.abstract_state(drafting)
+        reshard = partial(engine.reshard_drafter.lower, state.params)
+        yield PlannedProgram(
+            "drafter reshard", reshard, recipe.mesh, copy | pick(kinds, "drafter copy")
+        )
+        is_adaptive = config.speculation.drafter == ADAPTIVE
+        if is_adaptive and not config.rollout.deterministic:
+            yield from lower_idle_training(config, recipe, engine, kinds)
+        if not is_adaptive or config.drafter_training.share:
+            batch = drafter_batch.abstract_batch(
+                recipe.mesh, packing.rows(config), packing.row_tokens(config)
+            )
+            update = partial(drafter_update.program(drafting).lower, state, params, batch)
+            held = resident | {"drafter optimizer": device_bytes(state.opt_state)}
+            yield PlannedProgram("drafter update", update, recipe.mesh, held)
+
+
+def lower_idle_training(
+    config: Config, recipe: Recipe, engine: Engine, kinds: dict[str, int]
+) -> Iterator[PlannedProgram]:
+    """The programs of idle training: the copies, the largest micro-step of data group 0, and the merge.
+
+    Other groups decode during a micro-step; the group that trains has freed its decoding state.
+    """
+    training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
+    programs, copies = merge.programs(training), merge.abstract_copies(training)
+    held = pick(kinds, *RESIDENT, "drafter in training")
+    spread = partial(programs.spread.lower, drafter_recipe.abstract_state(training))
+    yield PlannedProgram("drafter copies", spread, recipe.mesh, held)
+    piece = MicroStep(0, 1, MOST_TOKENS, training)
+    resident = held | pick(kinds, "rollout copy", "drafter copy", "replay")
+    lowering = partial(engine.programs.lower, piece)
+    yield PlannedProgram("drafter micro-step", lowering, engine.groups[0], resident)
+    tokens = jax.ShapeDtypeStruct((recipe.mesh.shape["data"],), jnp.float32)
+    lowering = partial(programs.merge.lower, copies, tokens)
+    yield PlannedProgram("drafter merge", lowering, recipe.mesh, held)
+
+
+def lower_rollout(
+    config: Config, recipe: Recipe, engine: Engine, holds: dict[str, int]
+) -> Iterator[PlannedProgram]:
+    """The largest program of each kind in a rollout, and the drafting chunk of each strategy."""
+    params = DecodingParams(Sampling.of(config.rollout), tuple(recipe.model.eos_ids), engine.stops)
+    sizes = config.data.max_prompt_tokens, config.rollout.prompts, cache_slots(config)
+    window = 0
+    if config.speculation.drafter == ADAPTIVE:
+        training = recipes.idle_recipe(config, recipe.model, engine.drafter, recipe.mesh)
+        window = adaptive.replay_config(config, training).width
+    for name, program in largest_programs(engine, params, *sizes, window).items():
+        now = holds
+        if isinstance(program, Decode | CatchUp) and program.state.batch != engine.capacity:
+            now = holds | caches(config, engine.programs.shapes[0], program.state.batch)
+        layers = levels = 0
+        if isinstance(program, Decode):
+            layers, levels = recipe.model.num_layers, program.strategy.depth
+        lowering = partial(engine.programs.lower, program)
+        chunk = program if layers else None
+        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels, chunk)
+
+
+def largest_programs(
+    engine: Engine,
+    params: DecodingParams,
+    prompt_tokens: int,
+    prompts: int,
+    slots: int,
+    window: int = 0,
+) -> dict[str, Program]:
+    """The largest program of each kind of data group 0, by name: prefill, admission, chunks, catching up.
+
+    With a `window` also the harvest of windows of this width. Each strategy has its chunk with the largest batch that the
+    tuner may use it for.
+    """
+    width, rounds = bucket_width(prompt_tokens), engine.config.rollout.chunk
+    prefill = Prefill(0, block_size(prompts, width), width)
+    state = StateShape(0, engine.capacity, slots)
+    found: dict[str, Program] = {
+        "prefill": prefill,
+        "admission": Admit(state, prefill),
+        "rollout chunk": Decode(state, rounds, PLAIN, params),
+    }
+
+    drafters = {arm.drafter for arm in engine.arms}
+    largest = make.largest_batches(engine.tuner, engine.batches, drafters)
+    drafter_of = engine.programs.shapes[0].drafter_of
+    if caught_up := [batch for arm, batch in largest.items() if drafter_of(arm).catch_up]:
+        batch = max(caught_up)
+        found[f"catching up of {batch}"] = CatchUp(StateShape(0, batch, slots))
+    for arm in engine.arms:
+        if arm in largest:
+            shape = StateShape(0, largest[arm], slots)
+            title = f"rollout chunk {strategies.name(arm)} of {largest[arm]}"
+            found[title] = Decode(shape, rounds, arm, params)
+    if window:
+        found["harvest"] = Harvest(state, block_size(engine.capacity, window), window)
+    return found
