@@ -162,6 +162,9 @@ class Executables:
         if not result.is_loaded:
             self.compile_costs.note(program, entry.seconds)
             self.disk_cache.note(self.cache_key(program), entry.seconds)
+        elif earlier := self.disk_cache.seconds(self.cache_key(program)):
+            # Programs that are not in the cache take as long as this one did.
+            self.compile_costs.note(program, earlier)
         if result.serialized and len(self.shapes) > 1:
             self.serialized[of_group(program, 0)] = result.serialized
         self.executables[program] = result.executable
