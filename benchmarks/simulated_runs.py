@@ -1,10 +1,10 @@
 r"""How close are simulated steps to real ones? The steps of a real run, simulated with costs that another run recorded.
 
-python benchmarks/simulated_runs.py RUN --costs COSTS [--case NAME] [--csv benchmarks/results/simulated_runs.csv]
+python benchmarks/simulated_runs.py RUN --costs COSTS ... [--case NAME] [--csv benchmarks/results/simulated_runs.csv]
 python benchmarks/simulated_runs.py --scalars DIR [--csv FILE]    three runs that are known by their scalars alone
 
 RUN and COSTS are run folders of `python -m tlt_jax.train`, of the same policy, machine and number of processes, for example
-of two seeds. Costs are what `python -m tlt_jax.simulate --record COSTS` writes. The lengths of the answers and what the
+of two seeds. Costs are what `python -m tlt_jax.simulate --record COSTS ...` writes. The lengths of the answers and what the
 drafters accepted are those of RUN; nothing else of RUN is used, and no constant is fitted to it. Every step of RUN is
 simulated; programs compile, or are loaded from the compile cache, as long as in COSTS. Judged are the steps in which RUN
 compiled nothing (perf/compiles 0).
@@ -136,9 +136,9 @@ def arm_of(config: Config) -> str:
 # Run folders
 
 
-def recorded(folder: Path, config: Config) -> CostTable:
-    """The costs of a run as --record writes them and --costs reads them."""
-    rows, facts = record.of_run(folder)
+def recorded(folders: Sequence[Path], config: Config) -> CostTable:
+    """The costs of runs as --record writes them and --costs reads them."""
+    rows, facts = record.of_runs(folders)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "costs.csv"
         path.write_text(cost_table.text_of(rows, facts), encoding="utf-8")
@@ -153,8 +153,8 @@ def accepted(folder: Path, run: runs.Run) -> Acceptances:
     return fitted.of_run(folder, acceptance.NEW) if has_drafted else acceptance.NEW
 
 
-def of_folders(folder: Path, costs: Path, case: str) -> Comparison:
-    """The steps of a run folder, simulated with the costs of another. Raises DataError for a run that cannot be judged."""
+def of_folders(folder: Path, costs: Sequence[Path], case: str) -> Comparison:
+    """The steps of a run folder, simulated with the costs of others. Raises DataError for a run that cannot be judged."""
     config = loading.read_resolved(folder / RESOLVED)
     if config.rollout.max_prompts:
         raise DataError(
@@ -171,7 +171,7 @@ def of_folders(folder: Path, costs: Path, case: str) -> Comparison:
         recorded(costs, config), lengths.recorded(folder), accepted(folder, real), count, config.mesh.data
     )  # fmt: skip
     simulated = simulated_steps(config, arm_of(config), world, count)
-    return Comparison(case or folder.name, costs.name, judged, simulated)
+    return Comparison(case or folder.name, ", ".join(one.name for one in costs), judged, simulated)
 
 
 # Runs that are known by their scalars
@@ -222,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = results.arguments(__doc__)
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="RUN", help="the run that is judged")
-    add("--costs", type=Path, metavar="COSTS", help="the run whose costs are recorded")
+    add("--costs", type=Path, nargs="+", metavar="COSTS", help="the runs whose costs are recorded")
     add("--case", default="", help="its name in the rows; default: the folder's")
     add("--scalars", type=Path, metavar="DIR", help="judges the three runs of a folder of text files instead")  # fmt: skip
     add("--steps", action="store_true", help="also prints every judged step")

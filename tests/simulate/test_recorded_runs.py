@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from benchmarks import simulated_runs
 from benchmarks.whole_runs import scalars_text
 from tlt_jax.config import load as loading
 from tlt_jax.data import packing
-from tlt_jax.errors import DataError
+from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.metrics.run import open_run
 from tlt_jax.simulate import lengths, record
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row, normal
@@ -111,7 +113,7 @@ def scalars_of(config, number, step, result, prompts):
 
 def test_the_costs_of_a_simulated_run_are_recorded_as_they_are(folder):
     config = loading.read_resolved(folder / "config.yaml")
-    given, found = table(config), CostTable(tuple(record.of_run(folder)[0]))
+    given, found = table(config), CostTable(tuple(record.of_runs([folder])[0]))
     measured = {row: normal(row.strategy, row.drafter) for row in found.of("round")}
     assert PLAIN in measured.values()
     for row, arm in measured.items():
@@ -126,9 +128,54 @@ def test_the_costs_of_a_simulated_run_are_recorded_as_they_are(folder):
         assert found.seconds(program) == pytest.approx(given.seconds(program))
 
 
+def drafting(folder, path, devices=1):
+    """A copy of the run, in `path`, that kept only the chunks that drafted."""
+    for name in ("metrics.jsonl", "log.txt"):
+        (path / name).write_text((folder / name).read_text())
+    (path / "config.yaml").write_text(CONFIG.replace("model: 1", f"model: {devices}"))
+    (path / "speculation").mkdir()
+    shutil.copytree(folder / "completions", path / "completions")
+    for one in (folder / "speculation").iterdir():
+        lines = [line for line in one.read_text().splitlines(keepends=True) if '"off"' not in line]
+        (path / "speculation" / one.name).write_text("".join(lines))
+    return path
+
+
+def test_runs_that_always_drafted_are_recorded_with_one_that_did_not(folder, tmp_path):
+    other = drafting(folder, tmp_path)
+    with pytest.raises(ConfigError, match="no plain chunks were kept to measure"):
+        record.of_runs([other])
+    rows, facts = record.of_runs([folder, other])
+    alone = record.of_runs([folder])[0]
+    plain = [row for row in alone if row.program == "round" and row.strategy == PLAIN]
+    assert plain and len(rows) == 2 * len(alone) - len(plain)
+    assert facts["measured"] == f"{folder.name}, 5 steps, {other.name}, 5 steps"
+    both, one = CostTable(tuple(rows)), CostTable(tuple(alone))
+    for row in one.of("round"):
+        cell = row.rows, row.slots, normal(row.strategy, row.drafter), 0.0
+        assert both.round_seconds(*cell) == pytest.approx(one.round_seconds(*cell), rel=0.01)
+
+
+def test_runs_on_different_devices_are_not_recorded_together(folder, tmp_path):
+    other = drafting(folder, tmp_path, devices=2)
+    with pytest.raises(ConfigError, match="their data groups have different devices"):
+        record.of_runs([folder, other])
+
+
+def test_log_probs_before_an_update_are_recorded_with_it(folder, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    run, config = open_run(folder), loading.read_resolved(folder / "config.yaml")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write(tmp_path / "metrics.jsonl", [line | {"timing_s/old_log_prob": 0.5} for line in lines])
+    without, scored = (list(record.updates(one, config)) for one in (run, open_run(tmp_path)))
+    assert len(scored) == len(without) > 0
+    more = [one.seconds - other.seconds for one, other in zip(scored, without, strict=True)]
+    assert more == pytest.approx([0.5] * len(more))
+
+
 def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder):
     """With its own costs, lengths and acceptance; prefills, which are not recorded, follow from the rounds."""
-    found = simulated_runs.of_folders(folder, folder, "again")
+    found = simulated_runs.of_folders(folder, [folder], "again")
     assert list(found.real) == list(range(1, STEPS + 1))
     for part in ("step", "rollout", "update", simulated_runs.ROWS):
         assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.08), part
@@ -148,12 +195,12 @@ def test_a_run_that_replaced_prompts_or_always_compiled_is_refused(folder, tmp_p
     text = CONFIG.replace("samples: 4", "samples: 4, max_prompts: 8")
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(DataError, match="judge a run with rollout.max_prompts 0"):
-        simulated_runs.of_folders(tmp_path, folder, "")
+        simulated_runs.of_folders(tmp_path, [folder], "")
     (tmp_path / "config.yaml").write_text(CONFIG)
     every = (tmp_path / "metrics.jsonl").read_text().replace('"perf/compiles": 0', '"perf/compiles": 1')  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(every)
     with pytest.raises(DataError, match="every step compiled"):
-        simulated_runs.of_folders(tmp_path, folder, "")
+        simulated_runs.of_folders(tmp_path, [folder], "")
 
 
 def test_an_update_takes_whole_accumulation_steps(folder):
@@ -162,6 +209,11 @@ def test_an_update_takes_whole_accumulation_steps(folder):
     assert packing.step_tokens(config) == 1024
     assert [packing.steps(config, [300] * count) for count in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
     assert packing.steps(config, [200, 300, 212, 312, 9999]) == 2
+    halves = replace(config, algorithm=replace(config.algorithm, minibatches=2))
+    assert [packing.steps(halves, [300] * count) for count in (1, 2, 4, 6)] == [2, 2, 2, 4]
+    # The answers of the first prompts fill no row of the second minibatch.
+    assert packing.steps(config, [300, 200, 300, 200, 500, 500]) == 2
+    assert packing.steps(halves, [300, 200, 300, 200, 500, 500]) == 3
 
 
 # Scalars alone

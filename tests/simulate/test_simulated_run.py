@@ -11,12 +11,13 @@ import pytest
 from tlt_jax.config import Config
 from tlt_jax.config.schema import Data, Rollout, Speculation, Train
 from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.simulate import acceptance, lengths, run
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row
 from tlt_jax.simulate.lengths import Drawn, LogNormal
 from tlt_jax.simulate.run import ARMS, SimulatedRun, World
-from tlt_jax.spec_decode.strategy import PLAIN, parse
+from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, parse
 from tlt_jax.train import adaptive
 
 TREE = parse("3_1_4")
@@ -285,3 +286,28 @@ def test_acceptance_rises_with_the_tokens_learned_towards_its_best():
     assert first == pytest.approx((0.1, 0.2, 0.2))
     assert last == pytest.approx((0.8, 0.9, 0.9), abs=1e-3)
     assert all(a < b < c for a, b, c in zip(first, later, last, strict=True))
+
+
+@pytest.mark.parametrize("start", ["", "trained"])
+def test_a_run_that_starts_from_a_drafter_knows_what_it_accepts(start):
+    """As a real one, whose drafter directory records it; without a start nothing is known before the first step."""
+    config, given = configuration(), replace(GOOD, pretrained=2e4)
+    config = replace(config, drafter_training=replace(config.drafter_training, start=start))
+    one = SimulatedRun(config, ARMS["adaptive"], world(accepted=given))
+    known = one.state.tuner["estimates"]
+    assert (LEARNED in known) == bool(start)
+    if start:
+        levels = given.learned.levels(given.pretrained, TREE.depth)
+        np.testing.assert_allclose(known[LEARNED]["levels"], levels, rtol=1e-6)
+
+
+@pytest.mark.parametrize("drafter", ["", "learned", "ngram", "merged"])
+def test_compiling_a_chunk_that_drafts_takes_as_long_as_its_row_says(drafter):
+    costs = table()
+    costs = replace(costs, rows=(*costs.rows, Row("compile", 7.0, "measured", strategy=TREE)))
+    programs = SimulatedRun(
+        configuration(), ARMS["adaptive"], world(costs, compiles=True)
+    ).engine.programs
+    chunk = Decode(StateShape(0, 4, 1024), 16, replace(TREE, drafter=drafter))
+    assert programs.compile_cost(chunk) == 7.0
+    assert programs.compile_cost(replace(chunk, strategy=PLAIN)) == 0.5

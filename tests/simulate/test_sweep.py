@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -74,12 +76,30 @@ def test_a_sweep_over_a_knob_has_a_line_for_each_value_and_a_picture(tmp_path, c
     assert Image.open(png).size == (2 * plot.WIDTH // plot.FINE, plot.HEIGHT // plot.FINE)
 
 
+def test_a_sweep_writes_and_explains_every_value(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    path = tmp_path / "out.json"
+    words = ["--arms", "plain", "--sweep", "rollout.max_new_tokens=100,300", "--explain"]
+    assert run(tmp_path, *words, "--json", str(path)) == 0
+    text, found = capsys.readouterr().out, json.loads(path.read_text())
+    assert found["inputs"]["sweep"] == "rollout.max_new_tokens" and found["values"].keys() == {
+        "100",
+        "300",
+    }
+    table = [line.split() for line in text.splitlines() if line.split()[:1] in (["100"], ["300"])]
+    for value, seconds, _ in table:
+        mean = found["values"][value]["plain"]["second_half"]["step"]
+        assert float(seconds) == pytest.approx(mean, abs=0.006), value
+        assert f"rollout.max_new_tokens {value}: where the seconds of a step go" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--plot", "x.png"], "--plot x.png is of a sweep: add --sweep"), (["--ahead", "-1"], "--ahead -1: give 0 or more"),
         (["--arms", "async", "--groups", "1"], "use --groups 2 or more"),
         (["--sweep", "rollout.samples=0,1"], "rollout.samples"),
+        (["--sweep", "groups=1..4", "--timeline", "x.png"], "--timeline x.png draws one run, and --sweep makes many"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_with_one_line_that_names_it(tmp_path, words, message, capsys, monkeypatch):

@@ -38,10 +38,16 @@ def rows(config: Config) -> int:
 
 
 def steps(config: Config, lengths: Sequence[int]) -> int:
-    """Accumulation steps of an update on examples of these lengths, as `pack` packs them; at least 1."""
-    capacity = row_tokens(config)
-    fitting = sorted((min(length, capacity) for length in lengths), reverse=True)
-    return max(-(-len(first_fit(fitting, capacity, most_segments(capacity))) // rows(config)), 1)
+    """Accumulation steps of an update on examples of these lengths, in order of the answers, as `pack` packs each minibatch.
+
+    At least 1 for each minibatch.
+    """
+    capacity, found = row_tokens(config), 0
+    for part in np.array_split(np.minimum(lengths, capacity), config.algorithm.minibatches):
+        fitting = sorted(part.tolist(), reverse=True)
+        packed = len(first_fit(fitting, capacity, most_segments(capacity)))
+        found += max(-(-packed // rows(config)), 1)
+    return found
 
 
 def step_tokens(config: Config) -> int:

@@ -103,7 +103,8 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         help="other seconds of a part of the costs, such as drafting=0.5 update=0.9: the seconds times a factor, of "
         f"{', '.join(what_if.SCALED)}; tree_attention=0.7: trees read the cache at this share of a copy's bandwidth, unless "
         "faster")  # fmt: skip
-    add("--record", metavar="RUN", help="writes the cost table of a real run to --costs, and ends")
+    add("--record", metavar="RUN", nargs="+", help="writes the cost table of real runs, of one policy and the same devices, to "
+        "--costs, and ends")  # fmt: skip
     return parser.parse_known_args(words)
 
 
@@ -120,13 +121,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def recorded(given: argparse.Namespace) -> int:
-    """Writes the cost table of a run."""
+    """Writes the cost table of runs."""
     path = Path(given.costs)
     if path.suffix != ".csv":
         raise ConfigError(f"--costs {given.costs}: name the file to write, such as costs.csv")
-    rows, facts = record.of_run(Path(given.record))
+    rows, facts = record.of_runs([Path(one) for one in given.record])
     atomic.write_text(path, cost_table.text_of(rows, facts))
-    print(f"{path}: {len(rows)} rows of {given.record}")
+    print(f"{path}: {len(rows)} rows of {', '.join(given.record)}")
     return 0
 
 
@@ -140,22 +141,28 @@ def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
         raise ConfigError(f"--ahead {given.ahead:g}: give 0 or more steps")
     if given.plot and not swept:
         raise ConfigError(f"--plot {given.plot} is of a sweep: add --sweep groups=1..64")
-    found = {}
+    if given.timeline and swept:
+        raise ConfigError(
+            f"--timeline {given.timeline} draws one run, and --sweep makes many: leave out one of them"
+        )
+    found, worlds = {}, {}
     for value in swept.values if swept else [""]:
         config = loading.parse([*knobs, *(swept.words(value) if swept else ())])
         world = world_of(given, config, (swept.groups(value) if swept else 0) or given.groups)
         if not found:
             print(heading(config, world, given), flush=True)
-        found[value] = each(config, names, world, given.ahead)
-    results = found[value]
-    print(report.sweep(swept.name, found) if swept else report.table(results))
-    if given.explain:
-        print(f"\n{report.explained(results, world.table)}")
+        worlds[value], found[value] = world, each(config, names, world, given.ahead)
+    print(report.sweep(swept.name, found) if swept else report.table(found[""]))
+    for value, results in found.items() if given.explain else ():
+        title = f"{swept.name} {value}: " if swept else ""
+        print(f"\n{title}{report.explained(results, worlds[value].table)}")
     if given.json:
-        facts = {"costs": given.costs, "groups": world.groups, "steps": world.steps}
-        atomic.write_text(Path(given.json), report.as_json(results, facts))
+        facts = {"costs": given.costs, "steps": world.steps}
+        facts |= {"sweep": swept.name} if swept else {"groups": world.groups}
+        atomic.write_text(Path(given.json), report.as_json(found, facts))
     if given.timeline:
-        picture(Path(given.timeline), timeline.draw(results[names[-1]][-1].spans, world.groups))
+        spans = found[""][names[-1]][-1].spans
+        picture(Path(given.timeline), timeline.draw(spans, world.groups))
     if given.plot:
         picture(Path(given.plot), plot.draw(swept.name, found))
     return 0

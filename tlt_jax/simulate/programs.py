@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +44,7 @@ class TabledPrograms(SimulatedPrograms):
         acceptance: Acceptance,
         lengths: Lengths,
         clock: VirtualClock,
-        drafters: Iterable[str] = ("",),
+        drafters: Sequence[str] = ("",),
         compiles_free: bool = False,
         named: Callable[[Strategy], Strategy] = lambda strategy: strategy,
     ):
@@ -58,7 +58,9 @@ class TabledPrograms(SimulatedPrograms):
         self.shapes = [SimpleNamespace(drafter=learned, drafters=named)]
         self.compile_costs = CompileCosts()
         for strategy, seconds in table.compile_rows():
-            self.compile_costs.note(Decode(StateShape(0, 1, 1), 1, strategy), seconds)
+            for drafter in drafters if strategy != PLAIN else ("",):
+                chunk = Decode(StateShape(0, 1, 1), 1, replace(strategy, drafter=drafter))
+                self.compile_costs.note(chunk, seconds)
         self.compiles: list[Any] = []  # of the protocol of Executables: nothing is counted here
         self.waited: list[tuple[float, float]] = []
         self.alike: dict[Program, Program] = {}

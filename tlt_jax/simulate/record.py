@@ -1,11 +1,11 @@
-"""The cost table of a real run, from what its folder keeps: chunks, scalars, log and timelines. Imports no JAX."""
+"""The cost table of real runs, from what their folders keep: chunks, scalars, log and timelines. Imports no JAX."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +19,15 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
-from tlt_jax.simulate.cost_table import CPU, DRAFTERS, MEASURED, Row, normal
+from tlt_jax.simulate.cost_table import CPU, DRAFTERS, MEASURED, Row, known, normal
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 LEAST_ROUNDS = 4  # of a chunk whose seconds count
 LEAST_GAP = 2e-4  # seconds between two programs above which the device was idle
-COMPILED = re.compile(r"(compiled|loaded) chunk of \d+ rounds, (\S+), of .* in ([\d.]+) s:")
+COMPILED = re.compile(
+    r"(compiled|loaded) chunk of \d+ rounds, (\S+), of (\d+ x \d+), group \d+ in ([\d.]+) s:"
+)
 # Programs with the scalar of their seconds, without those of compiling in the same part.
 CALLS = {
     "publish": "update_weights", "reward": "reward", "save": "save_checkpoint",
@@ -40,26 +42,41 @@ class Cell(NamedTuple):
     strategy: Strategy
 
 
-def of_run(folder: Path) -> tuple[list[Row], dict[str, str]]:
-    """The rows of a run, and the facts of the table's head.
+def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
+    """The rows of runs of the same policy and devices, and the facts of the table's head.
 
-    Raises ConfigError for a run without chunks or steps.
+    Raises ConfigError for a run without steps, runs on different devices, and when no run kept plain chunks.
     """
-    run, config = open_run(folder), loading.read_resolved(folder / RESOLVED)
-    rows = [
-        *rounds(folder, config),
-        *calls(run, config),
-        *hosts(run, folder),
-        *micro_steps(run, folder),
-        *compilations(folder),
-    ]
-    device = {"device": CPU} if config.mesh.fake_devices else {}
-    facts = device | {
+    opened = [open_run(folder) for folder in folders]
+    configs = [loading.read_resolved(folder / RESOLVED) for folder in folders]
+    devices = {(bool(one.mesh.fake_devices), one.mesh.model) for one in configs}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"{known(map(str, folders))}: their data groups have different devices (mesh.model, mesh.fake_devices): record "
+            "them apart"
+        )
+    rows = [row for each in zip(opened, configs, strict=True) for row in of_run(*each)]
+    if not any(row.program == "round" and row.strategy == PLAIN for row in rows):
+        raise ConfigError(
+            f"{known(map(str, folders))}: no plain chunks were kept to measure: record a run with --speculation.drafter ngram "
+            "or adaptive, and a tuner that is not fixed"
+        )
+    config = configs[0]
+    facts = {"device": CPU} if config.mesh.fake_devices else {}
+    return rows, facts | {
         "policy": config.model.path or "a new one", "devices": str(config.mesh.model),
-        "measured": f"{folder.name}, {run.steps} steps",
+        "measured": known(f"{run.folder.name}, {run.steps} steps" for run in opened),
         "made by": "python -m tlt_jax.simulate --record",
     }  # fmt: skip
-    return rows, facts
+
+
+def of_run(run: Run, config: Config) -> Iterator[Row]:
+    """The rows of one run."""
+    yield from rounds(run.folder, config)
+    yield from calls(run, config)
+    yield from hosts(run, run.folder)
+    yield from micro_steps(run, run.folder)
+    yield from compilations(run.folder)
 
 
 def rounds(folder: Path, config: Config) -> Iterator[Row]:
@@ -71,10 +88,6 @@ def rounds(folder: Path, config: Config) -> Iterator[Row]:
             if one["is_timed"] and one["rounds"] >= LEAST_ROUNDS:
                 cell = Cell(one["batch"], one["slots"], strategies.parse(one["strategy"]))
                 found[cell].append(one["seconds"] / one["rounds"])
-    if not any(cell.strategy == PLAIN for cell in found):
-        raise ConfigError(
-            f"{folder} kept no plain chunks to measure: record a run with --speculation.drafter ngram or adaptive"
-        )
     for cell in sorted(found, key=lambda one: (one.rows, one.slots, strategies.name(one.strategy))):
         seconds, note = found[cell], f"median of {len(found[cell])} chunks"
         bare = Strategy(cell.strategy.depth, cell.strategy.topk, cell.strategy.nodes)
@@ -128,13 +141,18 @@ def without_compiling(run: Run, part: str) -> dict[int, float]:
 
 
 def updates(run: Run, config: Config) -> Iterator[Row]:
-    """The median seconds of updates of each number of accumulation steps, by their tokens on a data group with padding."""
+    """The median seconds of updates of each number of accumulation steps, by their tokens on a data group with padding.
+
+    With those of the log-probs of the policy before them, and of the reference, where a run computes these.
+    """
+    scored = by_step(run, "timing_s/old_log_prob")
+    compiling = by_step(run, "perf/compile_s/old_log_prob")
     tokens, filled = by_step(run, "perf/total_num_tokens"), by_step(run, "actor/packed_ratio")
     whole, found = packing.step_tokens(config), defaultdict(list)
     for step, seconds in without_compiling(run, "update").items():
-        if tokens.get(step):
+        if tokens.get(step) and not compiling.get(step):
             count = max(round(tokens[step] / filled.get(step, 1.0) / whole), 1)
-            found[count].append(seconds)
+            found[count].append(seconds + scored.get(step, 0.0))
     for count, seconds in sorted(found.items()):
         note = f"{count} accumulation steps; median of {len(seconds)} steps"
         held = count * whole / config.mesh.data
@@ -212,19 +230,23 @@ def micro_steps(run: Run, folder: Path) -> Iterator[Row]:
 
 
 def compilations(folder: Path) -> Iterator[Row]:
-    """The median seconds of compiling a chunk of each strategy, as the log has them.
+    """The median seconds in which the chunks of each strategy became available, as the log has them.
 
-    Of a run all of whose chunks came from the compile cache, the seconds of loading them: so a similar run loads them too.
+    Of each chunk the first time: other data groups of a process share it. What came from the compile cache counts as loaded,
+    so a similar run loads it too.
     """
-    path, found = folder / LOG, {"compiled": defaultdict(list), "loaded": defaultdict(list)}
+    path, firsts = folder / LOG, {}
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := COMPILED.search(line):
-            found[match[1]][strategies.parse(match[2])].append(float(match[3]))
-    how = "compiled" if found["compiled"] else "loaded"
-    for strategy, seconds in found[how].items():
-        bare = Strategy(strategy.depth, strategy.topk, strategy.nodes)
-        yield Row(
-            "compile", float(np.median(seconds)), MEASURED, strategy=bare, note=f"{how} {len(seconds)} chunks"
-        )  # fmt: skip
+            how, strategy, sizes, seconds = match.groups()
+            firsts.setdefault((strategies.parse(strategy), sizes), (how, float(seconds)))
+    found: dict[Strategy, list[tuple[str, float]]] = defaultdict(list)
+    for (strategy, _), first in firsts.items():
+        found[Strategy(strategy.depth, strategy.topk, strategy.nodes)].append(first)
+    for strategy, each in found.items():
+        hows = Counter(how for how, _ in each)
+        note = ", ".join(f"{how} {count}" for how, count in sorted(hows.items()))
+        seconds = float(np.median([seconds for _, seconds in each]))
+        yield Row("compile", seconds, MEASURED, strategy=strategy, note=f"{note} chunks")

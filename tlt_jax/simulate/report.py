@@ -98,9 +98,16 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
-def as_json(results: Results, facts: Mapping[str, Any]) -> str:
-    """All of it, as JSON: `facts` about the inputs, and for each arm its means and its steps."""
-    arms = {
+def as_json(found: Mapping[str, Results], facts: Mapping[str, Any]) -> str:
+    """All of it, as JSON: `facts` about the inputs, and the arms by value of a sweep; "": those of the only run."""
+    runs = {value: arms_of(results) for value, results in found.items()}
+    whole = {"arms": runs[""]} if "" in runs else {"values": runs}
+    return json.dumps({"inputs": dict(facts)} | whole, indent=1) + "\n"
+
+
+def arms_of(results: Results) -> dict[str, Any]:
+    """The means of each arm, and its steps."""
+    return {
         name: {
             "mean": summary(steps),
             "second_half": summary(late(steps)),
@@ -117,7 +124,6 @@ def as_json(results: Results, facts: Mapping[str, Any]) -> str:
         }
         for name, steps in results.items()
     }  # fmt: skip
-    return json.dumps({"inputs": dict(facts), "arms": arms}, indent=1) + "\n"
 
 
 def explained(results: Results, costs: CostTable) -> str:
