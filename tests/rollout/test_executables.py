@@ -295,6 +295,27 @@ def test_a_program_of_an_earlier_run_costs_a_later_one_little_before_lowering(tm
     )
 
 
+def test_an_executable_that_outlived_a_change_of_the_sources_says_how_long_compiling_takes(
+    tmp_path, monkeypatch
+):
+    def run():
+        group = executables(1, V).shapes
+        return compilation.Executables(
+            group, lambda compiled: None, disk_cache.ExecutableCache(tmp_path)
+        )
+
+    start, fewer = (Start(StateShape(0, rows, 64)) for rows in (2, 4))
+    first = run()
+    first.get(start)
+    monkeypatch.setattr(disk_cache, "sources", lambda: "others")
+    later = run()
+    unknown = later.compile_cost(start)
+    later.get(start)
+    assert later.compiles[0].is_loaded
+    took = first.compiles[0].seconds
+    assert 0 < later.compile_cost(fewer) <= took + 1e-3 and later.compile_cost(fewer) != unknown
+
+
 def test_compile_seconds_of_an_earlier_run_do_not_outlive_a_change_of_the_sources(
     tmp_path, monkeypatch
 ):

@@ -61,8 +61,8 @@ class ExecutableCache:
         lowered: jax.stages.Lowered,
         options: Mapping[str, Any],
         devices: Sequence[jax.Device],
-    ) -> tuple[jax.stages.Compiled, SerializedExecutable] | None:
-        """The executable for these devices, if it is cached and can be loaded."""
+    ) -> tuple[jax.stages.Compiled, SerializedExecutable, float] | None:
+        """The executable for these devices, if it is cached and can be loaded, and the seconds that compiling it took."""
         path = self.path(lowered, options) if self.folder else None
         if path is None or not path.exists():
             return None
@@ -70,11 +70,12 @@ class ExecutableCache:
             head, _, data = path.read_bytes().partition(b"\n")
             with contextlib.suppress(OSError):
                 os.utime(path)  # files are pruned by their last use
+            facts = json.loads(head)
             serialized = SerializedExecutable(
-                data, tuple(json.loads(head)), lowered.in_tree, lowered.out_tree
+                data, tuple(facts["devices"]), lowered.in_tree, lowered.out_tree
             )
-            return deserialize(serialized, devices), serialized
-        except (SerializationError, OSError, ValueError, TypeError) as error:
+            return deserialize(serialized, devices), serialized, float(facts["seconds"])
+        except (SerializationError, OSError, ValueError, TypeError, KeyError) as error:
             log.info("%s cannot be loaded, and is compiled again: %s", path, error)
             return None
 
@@ -83,10 +84,12 @@ class ExecutableCache:
         lowered: jax.stages.Lowered,
         options: Mapping[str, Any],
         serialized: SerializedExecutable,
+        seconds: float,
     ) -> None:
-        """Stores the executable."""
+        """Stores the executable, and the seconds that compiling it took."""
         if self.folder:
-            head = json.dumps(serialized.devices).encode()
+            facts = {"devices": serialized.devices, "seconds": round(seconds, 3)}
+            head = json.dumps(facts).encode()
             self.write(self.path(lowered, options), head + b"\n" + serialized.data)
 
     def seconds(self, key: str) -> float | None:
