@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import sys
@@ -15,6 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 POLL_S = 0.2  # seconds between two looks at processes that report nothing
+COLLECTED = (
+    100_000,
+    20,
+    50,
+)  # gc.set_threshold: a simulation makes many small objects, and few circles of them
 
 Simulate = Callable[..., Any]  # simulate(name, told=f): calls f(steps done)
 
@@ -42,7 +48,12 @@ def every(simulate: Simulate, names: Sequence[str], steps: int) -> dict[str, Any
         if min(cores(), len(names)) == 1:
             return {name: simulate(name, told=partial(told, name)) for name in names}
         context = get_context("spawn")  # JAX has threads, which a fork would lose
-        with context.Manager() as manager, ProcessPoolExecutor(cores(), context) as pool:
+        with (
+            context.Manager() as manager,
+            ProcessPoolExecutor(
+                cores(), context, initializer=gc.set_threshold, initargs=COLLECTED
+            ) as pool,
+        ):
             found = manager.Queue()
             futures = {name: pool.submit(reporting, simulate, name, found) for name in names}
             while not all(future.done() for future in futures.values()) and not failed(futures):
