@@ -149,6 +149,7 @@ def test_runs_that_always_drafted_are_recorded_with_one_that_did_not(folder, tmp
     alone = record.of_runs([folder])[0]
     plain = [row for row in alone if row.program == "round" and row.strategy == PLAIN]
     assert plain and len(rows) == 2 * len(alone) - len(plain)
+    assert "features" not in facts, "n-grams need none"
     assert facts["measured"] == f"{folder.name}, 5 steps, {other.name}, 5 steps"
     both, one = CostTable(tuple(rows)), CostTable(tuple(alone))
     for row in one.of("round"):

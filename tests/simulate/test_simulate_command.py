@@ -243,6 +243,7 @@ def test_the_rows_of_a_run_are_the_medians_of_what_it_kept(folder):
     )
     assert found["begin", 0, PLAIN, ""].seconds == pytest.approx(2.0)
     assert found["host", 0, PLAIN, ""].seconds == pytest.approx((0.5 + 0.25) / 2)
+    assert facts["features"] == "captured", "the learned drafter drafted"
     assert facts["device"] == "cpu" and "save" not in {row.program for row in rows}
 
 

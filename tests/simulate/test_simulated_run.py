@@ -311,3 +311,19 @@ def test_compiling_a_chunk_that_drafts_takes_as_long_as_its_row_says(drafter):
     chunk = Decode(StateShape(0, 4, 1024), 16, replace(TREE, drafter=drafter))
     assert programs.compile_cost(chunk) == 7.0
     assert programs.compile_cost(replace(chunk, strategy=PLAIN)) == 0.5
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_rounds_that_capture_features_cost_two_percent_more_than_others_once(is_captured):
+    """Whether the rounds of the table do it or not."""
+    costs = replace(table(), facts={"features": "captured"} if is_captured else {})
+    chunk = Decode(StateShape(0, 4, 1024), 16, PLAIN)
+    config = configuration()
+    start = replace(config, drafter_training=replace(config.drafter_training, start="trained"))
+    learned, plain = (
+        SimulatedRun(one, ARMS[arm], world(costs)).engine.programs.seconds(chunk, 16, 0.0, 0.0)
+        for one, arm in ((start, "adaptive"), (config, "plain"))
+    )
+    alone = 16 * costs.round_seconds(4, 1024, PLAIN, 1024)
+    assert learned / plain == pytest.approx(1.02)
+    assert (learned if is_captured else plain) == pytest.approx(alone)

@@ -12,7 +12,7 @@ from typing import Any
 from tlt_jax.rollout.executables.compile_cost import CompileCosts
 from tlt_jax.rollout.executables.programs import Decode, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.simulate.cost_table import CostTable
+from tlt_jax.simulate.cost_table import CAPTURED, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths
 from tlt_jax.simulate.round_costs import RoundCost, noiseless_seconds
 from tlt_jax.simulate.simulator import Marker, SimulatedPrograms, VirtualClock
@@ -34,8 +34,8 @@ class TabledPrograms(SimulatedPrograms):
     """Programs of data groups on hosts of their own: each host compiles a program when the first one does.
 
     A missing program is waited for; `prepare` compiles in the background. `features`: share of a round's seconds that
-    capturing features for a learned drafter costs. `drafters`: names of the drafters that strategies name, "" included.
-    `named(strategy)`: the strategy as the table names it.
+    capturing features for a learned drafter costs beyond those of the table. `drafters`: names of the drafters that
+    strategies name, "" included. `named(strategy)`: the strategy as the table names it.
     """
 
     def __init__(
@@ -124,8 +124,13 @@ class TabledPrograms(SimulatedPrograms):
         return self.ready[program]
 
     def rebind(self, is_learned: bool, features: float) -> None:
-        """Drops all programs; new ones capture features, at this share of a round's seconds, if `is_learned`."""
-        self.ready_at, self.features = {}, features if is_learned else 0.0
+        """Drops all programs; new ones capture features, at this share of a round's seconds, if `is_learned`.
+
+        The rounds of the table may do so already.
+        """
+        is_captured = self.table.facts.get(FEATURES) == CAPTURED
+        self.features = (1 + is_learned * features) / (1 + is_captured * features) - 1
+        self.ready_at = {}
         self.ran.clear(), self.ready.clear()
         self.changes += 1
 

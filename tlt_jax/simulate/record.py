@@ -19,9 +19,18 @@ from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline
 from tlt_jax.metrics.run import Run, open_run
-from tlt_jax.simulate.cost_table import CPU, DRAFTERS, MEASURED, Row, known, normal
+from tlt_jax.simulate.cost_table import (
+    CAPTURED,
+    CPU,
+    DRAFTERS,
+    FEATURES,
+    MEASURED,
+    Row,
+    known,
+    normal,
+)
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.strategy import LEARNED, MERGED, PLAIN, Strategy
 
 LEAST_ROUNDS = 4  # of a chunk whose seconds count
 LEAST_GAP = 2e-4  # seconds between two programs above which the device was idle
@@ -63,6 +72,8 @@ def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
         )
     config = configs[0]
     facts = {"device": CPU} if config.mesh.fake_devices else {}
+    if all(has_learned_drafter(folder, one) for folder, one in zip(folders, configs, strict=True)):
+        facts |= {FEATURES: CAPTURED}
     return rows, facts | {
         "policy": config.model.path or "a new one", "devices": str(config.mesh.model),
         "measured": known(f"{run.folder.name}, {run.steps} steps" for run in opened),
@@ -77,6 +88,15 @@ def of_run(run: Run, config: Config) -> Iterator[Row]:
     yield from hosts(run, run.folder)
     yield from micro_steps(run, run.folder)
     yield from compilations(run.folder)
+
+
+def has_learned_drafter(folder: Path, config: Config) -> bool:
+    """Whether the adaptive drafter drafted in a run, whose rounds then capture features for it."""
+    return config.speculation.drafter == ADAPTIVE and any(
+        strategies.parse(json.loads(line)["strategy"]).drafter in (LEARNED, MERGED)
+        for path in folder.glob("speculation/*.jsonl")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def rounds(folder: Path, config: Config) -> Iterator[Row]:
