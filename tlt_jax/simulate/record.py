@@ -72,7 +72,7 @@ def of_runs(folders: Sequence[Path]) -> tuple[list[Row], dict[str, str]]:
         )
     config = configs[0]
     facts = {"device": CPU} if config.mesh.fake_devices else {}
-    if all(has_learned_drafter(folder, one) for folder, one in zip(folders, configs, strict=True)):
+    if all(captures_features(folder, one) for folder, one in zip(folders, configs, strict=True)):
         facts |= {FEATURES: CAPTURED}
     return rows, facts | {
         "policy": config.model.path or "a new one", "devices": str(config.mesh.model),
@@ -90,12 +90,15 @@ def of_run(run: Run, config: Config) -> Iterator[Row]:
     yield from compilations(run.folder)
 
 
-def has_learned_drafter(folder: Path, config: Config) -> bool:
-    """Whether the adaptive drafter drafted in a run, whose rounds then capture features for it."""
-    return config.speculation.drafter == ADAPTIVE and any(
-        strategies.parse(json.loads(line)["strategy"]).drafter in (LEARNED, MERGED)
-        for path in folder.glob("speculation/*.jsonl")
-        for line in path.read_text(encoding="utf-8").splitlines()
+def captures_features(folder: Path, config: Config) -> bool:
+    """Whether the rounds of a run capture features: it is adaptive, and began with a learned drafter or drafted with one."""
+    return config.speculation.drafter == ADAPTIVE and (
+        bool(config.drafter_training.start)
+        or any(
+            strategies.parse(json.loads(line)["strategy"]).drafter in (LEARNED, MERGED)
+            for path in folder.glob("speculation/*.jsonl")
+            for line in path.read_text(encoding="utf-8").splitlines()
+        )
     )
 
 
