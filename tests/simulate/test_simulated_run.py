@@ -304,7 +304,8 @@ def test_a_run_that_starts_from_a_drafter_knows_what_it_accepts(start):
 @pytest.mark.parametrize("drafter", ["", "learned", "ngram", "merged"])
 def test_compiling_a_chunk_that_drafts_takes_as_long_as_its_row_says(drafter):
     costs = table()
-    costs = replace(costs, rows=(*costs.rows, Row("compile", 7.0, "measured", strategy=TREE)))
+    rows = (*costs.rows, Row("compile", 7.0, "measured", strategy=TREE))
+    costs = replace(costs, rows=rows, facts={"device": "cpu"})
     programs = SimulatedRun(
         configuration(), ARMS["adaptive"], world(costs, compiles=True)
     ).engine.programs
@@ -327,3 +328,17 @@ def test_rounds_that_capture_features_cost_two_percent_more_than_others_once(is_
     alone = 16 * costs.round_seconds(4, 1024, PLAIN, 1024)
     assert learned / plain == pytest.approx(1.02)
     assert (learned if is_captured else plain) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(("device", "share", "waited"), [("cpu", 1.0, 0.5), ("h200", 0.3, 0.0)])
+def test_a_rollout_waits_for_what_it_prepares_on_a_cpu_alone(device, share, waited):
+    """As Executables: elsewhere a compilation in the background costs the rollout 0.3 of its 0.5 seconds."""
+    costs = replace(table(), facts={"device": device})
+    programs = SimulatedRun(
+        configuration(), ARMS["plain"], world(costs, compiles=True)
+    ).engine.programs
+    chunk = Decode(StateShape(0, 4, 1024), 16, PLAIN)
+    assert programs.compile_cost(chunk) == pytest.approx(0.5 * share)
+    programs.prepare([chunk])
+    assert programs.clock.now() == waited
+    assert (programs.compile_cost(chunk) == 0) == bool(waited)

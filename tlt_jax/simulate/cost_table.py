@@ -54,10 +54,8 @@ UNITS = """\
 ## source: measured, estimate or literature
 """
 CPU = "cpu"  # the fact `device` of a table of CPU devices
-FEATURES, CAPTURED = (
-    "features",
-    "captured",
-)  # the fact of rounds that capture features for a learned drafter
+# The fact of rounds that capture features for a learned drafter.
+FEATURES, CAPTURED = "features", "captured"
 FIXED = 0.05  # prior share of a call's seconds that does not grow with its tokens
 APART = 0.25  # standard error of log seconds of a call that is unlike the only row of its program
 DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dspark")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from tlt_jax.rollout.executables.compile_cost import CompileCosts
+from tlt_jax.rollout.executables.compile_cost import BACKGROUND, CompileCosts
 from tlt_jax.rollout.executables.programs import Decode, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
-from tlt_jax.simulate.cost_table import CAPTURED, FEATURES, CostTable
+from tlt_jax.simulate.cost_table import CAPTURED, CPU, FEATURES, CostTable
 from tlt_jax.simulate.decoding import Acceptance, Lengths
 from tlt_jax.simulate.round_costs import RoundCost, noiseless_seconds
 from tlt_jax.simulate.simulator import Marker, SimulatedPrograms, VirtualClock
@@ -33,9 +33,10 @@ class MicroStep:
 class TabledPrograms(SimulatedPrograms):
     """Programs of data groups on hosts of their own: each host compiles a program when the first one does.
 
-    A missing program is waited for; `prepare` compiles in the background. `features`: share of a round's seconds that
-    capturing features for a learned drafter costs beyond those of the table. `drafters`: names of the drafters that
-    strategies name, "" included. `named(strategy)`: the strategy as the table names it.
+    A missing program is waited for; `prepare` compiles in the background, except on a CPU, whose cores decode.
+    `features`: share of a round's seconds that capturing features for a learned drafter costs beyond those of the table.
+    `drafters`: names of the drafters that strategies name, "" included. `named(strategy)`: the strategy as the table
+    names it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TabledPrograms(SimulatedPrograms):
         super().__init__(lambda *_: 0.0, acceptance, lengths, clock, writes=False)
         self.table, self.features, self.compiles_free = table, 0.0, compiles_free
         self.named = named
-        self.host = table.seconds("host")
+        self.host, self.waits = table.seconds("host"), table.facts.get("device") == CPU
         drafter = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=None)
         learned = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=True)
         named = {name: drafter if name == "ngram" else learned for name in drafters if name}
@@ -95,11 +96,15 @@ class TabledPrograms(SimulatedPrograms):
     def compile_cost(self, program: Program) -> float:
         one = self.of_any(program)
         is_ready = self.ready_at.get(one, math.inf) <= self.clock.now()
-        return 0.0 if is_ready or self.compiles_free else self.compile_costs.of(one)
+        share = 1.0 if self.waits else BACKGROUND
+        return 0.0 if is_ready or self.compiles_free else share * self.compile_costs.of(one)
 
     def prepare(self, programs: Iterable[Program]) -> None:
-        """Compiles missing programs in the background, as far as threads are free."""
+        """Compiles missing programs: now on a CPU, else in the background, as far as threads are free."""
         for program in programs:
+            if self.waits:
+                self.get(program)
+                continue
             running = sum(end > self.clock.now() for end in self.pending)
             if self.of_any(program) not in self.ready_at and running < THREADS:
                 self.begin(self.of_any(program))

@@ -18,7 +18,7 @@ import jax
 from tlt_jax.distributed.mesh import is_cpu
 from tlt_jax.rollout.executables import background, serialized
 from tlt_jax.rollout.executables.background import Background
-from tlt_jax.rollout.executables.compile_cost import CACHED, LOADING, CompileCosts
+from tlt_jax.rollout.executables.compile_cost import BACKGROUND, CACHED, LOADING, CompileCosts
 from tlt_jax.rollout.executables.disk_cache import ExecutableCache, digest
 from tlt_jax.rollout.executables.programs import Admit, Decode, GroupShapes, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
@@ -30,7 +30,6 @@ MAX_PROGRAMS = 1024  # limit on the executables in memory: the least recently us
 # With less of LLVM's optimization the rollout's programs compile in four fifths of the time and run as fast
 # (0.98 to 1.05): most of their time is in matrix products, which come from libraries.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
-BACKGROUND = 0.3  # cost of a background compilation to a rollout, relative to one that it waits for
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ RELATIVE = {Start: 0.07, Prefill: 0.4, Admit: 0.3, Resize: 0.1, CatchUp: 0.5}
 DRAFTS, LEVEL = 1.8, 0.05  # of a chunk that drafts, plus this for each level
 LOADING = 0.07  # of a program that another data group has compiled
 CACHED = 0.2  # of one that an earlier run compiled: it is lowered again, and loaded
+BACKGROUND = 0.3  # cost of a background compilation to a rollout, relative to one that it waits for
 FIRST = 3.0  # expected seconds of a chunk of plain decoding before the first compilation
 RECENT = 12  # compilations that the estimate uses: newer ones may come from a cache
 
