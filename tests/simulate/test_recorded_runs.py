@@ -178,8 +178,13 @@ def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder):
     """With its own costs, lengths and acceptance; prefills, which are not recorded, follow from the rounds."""
     found = simulated_runs.of_folders(folder, [folder], "again")
     assert list(found.real) == list(range(1, STEPS + 1))
-    for part in ("step", "rollout", "update", simulated_runs.ROWS):
+    for part in ("step", "update"):
         assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.08), part
+    # What a round accepts is drawn anew from the counted levels: a chunk that waits for one of three rows may take 13 rounds
+    # for 4.
+    for part in ("rollout", simulated_runs.ROWS):
+        assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.15), part
+        assert np.mean(found.ratios(part)) == pytest.approx(1.0, abs=0.03), part
     rows = {row[3]: row for row in found.rows()}
     assert rows["step"][2] == STEPS and rows["step"][7] <= rows["step"][6] <= rows["step"][8]
 
