@@ -326,6 +326,33 @@ def test_chains_of_the_learned_drafter_say_what_it_accepts(folder):
     assert found.ngram == pytest.approx((0.1, 0.995, 0.995))
 
 
+def test_a_few_longer_chains_do_not_replace_the_others(folder):
+    """Six steps with chains of depth 2, and in one of them also of depth 4."""
+    usual = {"strategy": "learned:2_1_3", "accepted": [20, 40, 40]}
+    for step in range(1, 7):
+        path = folder / f"speculation/{step:06d}.jsonl"
+        path.write_text(json.dumps(usual) + "\n")
+    with path.open("a") as file:
+        file.write(json.dumps({"strategy": "learned:4_1_5", "accepted": [2, 4, 4, 0, 0]}) + "\n")
+    found = fitted.of_run(folder, acceptance.PAPER).learned
+    assert found.levels(0, 2) == pytest.approx((0.8, 0.5), abs=0.01)
+    assert len(found.start) == 2
+
+
+def test_chains_of_one_step_do_not_replace_the_curve_of_the_metrics(folder):
+    curve = Curve((0.1,), (0.8,), scale=2e3, power=1.0)
+    lines = [
+        {"step": step, "drafter/update_tokens": 1000, "drafter/acceptance@1": curve.levels(1e3 * (step - 1), 1)[0]}
+        for step in range(1, 9)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    one = {"strategy": "learned:1_1_2", "accepted": [9, 1]}
+    (folder / "speculation/000001.jsonl").write_text(json.dumps(one) + "\n")
+    found = fitted.of_run(folder, acceptance.PAPER).learned
+    for tokens in (0, 7000):
+        assert found.levels(tokens, 1) == pytest.approx(curve.levels(tokens, 1), abs=0.01)
+
+
 def test_a_run_that_never_drafted_has_no_acceptance(folder):
     (folder / "speculation/000001.jsonl").unlink()
     with pytest.raises(DataError, match="measured no drafter"):

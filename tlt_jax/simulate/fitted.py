@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import median_high
 
 import numpy as np
 
@@ -76,14 +77,14 @@ def of_chains(chunks: Iterable[Sequence[float]]) -> tuple[float, ...] | None:
 def of_learned(run: Run, chunks: Mapping[int, Sequence[Sequence[float]]]) -> Curve | None:
     """The learning curve of a run's drafter by the tokens that it had learned from; None without measurements.
 
-    Of what its chains accepted in rollouts, by step, else of the metrics of its training. Of less than LEAST_STEPS steps the
-    mean, which does not rise.
+    Of what its chains accepted in rollouts, by step; where these are of less than LEAST_STEPS steps, of the metrics of its
+    training, if they have as many. Of less steps the mean, which does not rise.
     """
     levels = {step: found for step, each in chunks.items() if (found := of_chains(each))}
     weights = {step: sum(map(sum, chunks[step])) for step in levels}
-    if not levels:
-        levels = levels_of_metrics(run)
-        weights = dict.fromkeys(levels, 1.0)
+    trained = levels_of_metrics(run)
+    if len(levels) < LEAST_STEPS <= len(trained) or not levels:
+        levels, weights = trained, dict.fromkeys(trained, 1.0)
     if not levels:
         return None
     metrics, learned, so_far = run.metrics, {}, 0.0
@@ -91,16 +92,14 @@ def of_learned(run: Run, chunks: Mapping[int, Sequence[Sequence[float]]]) -> Cur
     for step in range(1, max(levels) + 1):
         learned[step] = so_far  # measured before the step's own update
         so_far += sum(one.get(step, 0.0) for one in added)
-    depth = max(map(len, levels.values()))
-    kept = [step for step, each in levels.items() if len(each) == depth]
-    levels_SD, weight_S = (
-        np.array([levels[one] for one in kept]),
-        np.array([weights[one] for one in kept]),
-    )
+    depth = median_high(map(len, levels.values()))  # which half of the steps have, or more
+    kept = [step for step, each in levels.items() if len(each) >= depth]
+    tokens_S, weight_S = (np.array([of[step] for step in kept]) for of in (learned, weights))
+    levels_SD = np.array([levels[step][:depth] for step in kept])
     if len(kept) < LEAST_STEPS:
         mean = tuple(clipped(weight_S @ levels_SD / weight_S.sum()))
         return Curve(mean, mean)
-    return fit(np.array([learned[step] for step in kept]), levels_SD, weight_S)
+    return fit(tokens_S, levels_SD, weight_S)
 
 
 def levels_of_metrics(run: Run) -> dict[int, tuple[float, ...]]:
