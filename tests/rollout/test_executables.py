@@ -383,6 +383,33 @@ def test_a_read_only_cache_folder_is_read(jax_cache, tmp_path, monkeypatch, capl
     assert len(compilation.CACHE_HITS) > hits
 
 
+def test_an_executable_of_the_cache_of_jax_says_how_long_compiling_takes(
+    jax_cache, tmp_path, monkeypatch
+):
+    """As on a TPU, whose executables cannot be serialized, after a change of the sources."""
+    kept = disk_cache.use_compile_cache(str(tmp_path))
+    monkeypatch.setattr(serialized, "PLATFORMS", ())
+    start, fewer = (Start(StateShape(0, rows, 64)) for rows in (2, 4))
+
+    def run():
+        jax.clear_caches()
+        compilation_cache.reset_cache()
+        group = executables(1, V).shapes
+        return compilation.Executables(group, lambda compiled: None, kept)
+
+    first = run()
+    first.get(start)
+    monkeypatch.setattr(disk_cache, "sources", lambda: "others")
+    kept.found.clear()
+    later = run()
+    unknown = later.compile_cost(start)
+    later.get(start)
+    assert not first.compiles[0].is_loaded and later.compiles[0].is_loaded
+    assert kept.seconds(later.cache_key(start)) is None
+    assert 0 < later.compile_cost(fewer) <= first.compiles[0].seconds + 1e-3
+    assert later.compile_cost(fewer) != unknown
+
+
 def test_a_quota_that_is_reached_in_a_run_is_reported_once_and_training_continues(
     tmp_path, monkeypatch, caplog
 ):
