@@ -118,13 +118,32 @@ def test_a_sweep_has_a_line_for_each_number_of_groups(config, capsys):
             "--what-if speed=2: no part 'speed': parts are drafting",
         ),
         (["--rollout.sample", "2"], "rollout.sample"),
-        (["--record", "nowhere", "--costs", "x.csv"], "nowhere is no run folder"),
-        (["--record", "nowhere"], "name the file to write"),
+        (["--ahead", "2"], "--ahead 2 is of the arms async and partial"),
+        (
+            ["--record", "nowhere", "--costs", "x.csv"],
+            "leave out --config, only --costs goes with it",
+        ),
     ],
 )
 def test_a_mistake_ends_with_one_line_that_names_it(config, words, message, capsys):
     with pytest.raises(SystemExit) as end:
         command.main(["--config", config, *words])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--costs", "x.csv"], "nowhere is no run folder"),
+        ([], "name the file to write"),
+        (["--costs", "x.csv", "--what-if", "update=0.9"], "reads run folders alone: leave out --what-if"),
+        (["--costs", "x.csv", "--rollout.prompt", "3"], "leave out --rollout.prompt"),
+    ],
+)  # fmt: skip
+def test_recording_reads_run_folders_alone(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--record", "nowhere", *words])
     error = capsys.readouterr().err
     assert end.value.code == 2 and message in error and error.count("\n") == 1
 

@@ -113,16 +113,25 @@ def main(words: Sequence[str] | None = None) -> int:
     given, knobs = arguments_of(words)
     try:
         if given.record:
-            return recorded(given)
+            return recorded(given, knobs)
         knobs = [*(("--config", given.config) if given.config else ()), *knobs]
         return simulated(given, knobs)
     except UserError as error:
         cli.stop(error)
 
 
-def recorded(given: argparse.Namespace) -> int:
-    """Writes the cost table of runs."""
-    path = Path(given.costs)
+def recorded(given: argparse.Namespace, knobs: Sequence[str]) -> int:
+    """Writes the cost table of runs. Raises ConfigError for what it does not read: anything but the runs and --costs."""
+    usual, path = vars(arguments_of([])[0]), Path(given.costs)
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(given).items()
+        if name not in ("record", "costs") and value != usual[name]
+    ]
+    if others or knobs:
+        raise ConfigError(
+            f"--record {given.record[0]} reads run folders alone: leave out {[*others, *knobs][0]}, only --costs goes with it"
+        )
     if path.suffix != ".csv":
         raise ConfigError(f"--costs {given.costs}: name the file to write, such as costs.csv")
     rows, facts = record.of_runs([Path(one) for one in given.record])
@@ -139,6 +148,10 @@ def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
         raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(every)}")
     if not (math.isfinite(given.ahead) and given.ahead >= 0):
         raise ConfigError(f"--ahead {given.ahead:g}: give 0 or more steps")
+    if given.ahead != AHEAD and not {"async", "partial"} & set(names):
+        raise ConfigError(
+            f"--ahead {given.ahead:g} is of the arms async and partial: add one of them to --arms"
+        )
     if given.plot and not swept:
         raise ConfigError(f"--plot {given.plot} is of a sweep: add --sweep groups=1..64")
     if given.timeline and swept:
