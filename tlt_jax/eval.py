@@ -22,6 +22,7 @@ from tlt_jax.metrics import evaluations
 from tlt_jax.metrics.evaluations import KINDS, Judged, Row
 from tlt_jax.models import from_config
 from tlt_jax.models.architecture import ModelConfig, Params
+from tlt_jax.models.low_rank import Lora
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import saved
@@ -110,7 +111,10 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
 
     config = with_fixed_drafter(config)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
-    engine = Engine(config, model, mesh, datasets.stop_rules(config, tokenizer), drafter)
+    stops = datasets.stop_rules(config, tokenizer)
+    # Of a step the adapters are those of the run; where a run starts they are merged.
+    adapters = Lora.of(config.model.lora) if asked.step else None
+    engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
     published = engine.publish(weights.params, drafter_params)
     evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)
     out = Path(asked.out) if asked.out else None

@@ -14,8 +14,9 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter_network, hf
+from tlt_jax.models import architecture, drafter_network, hf, lora
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.spec_decode.decode_state import Weights
@@ -43,6 +44,7 @@ def sizes(
 def random_engine(
     model: ModelConfig, mesh: Mesh, sequences: int, *, kind: str = NONE, dtype: str = "float32",
     strategies: Sequence[str] = (), draft_vocab: int | None = None, captures_states: bool = False,
+    adapters: Lora | None = None,
 ) -> tuple[Engine, Weights]:  # fmt: skip
     """An engine of a random policy, with a random drafter of this kind if one is named, and the weights of data group 0.
 
@@ -62,8 +64,12 @@ def random_engine(
         drafter = drafter_network.for_policy(model, kind, draft_vocab_size=vocab)
         ids = np.arange(vocab) if draft_vocab else None
         params = drafter_network.init(drafter, mesh, jax.random.key(1), dtype, ids)
-    engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures_states)
+    engine = Engine(
+        config, model, mesh, drafter=drafter, captures_states=captures_states, lora=adapters
+    )
     policy = architecture.init(model, mesh, jax.random.key(0), dtype)
+    if adapters:
+        policy = lora.applied(policy, lora.init(adapters, model, mesh, jax.random.key(2), dtype))
     return engine, jax.block_until_ready(engine.publish(policy, params)[0])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,8 +17,9 @@ from jax.sharding import Mesh
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts, projections, triton_support
-from tlt_jax.models import architecture, decoder_layer, drafter_network, eagle, layers as ops
+from tlt_jax.models import architecture, decoder_layer, drafter_network, eagle, layers as ops, lora
 from tlt_jax.models.architecture import ModelConfig
+from tlt_jax.models.low_rank import Lora
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "max_positions": 64, "family": "qwen2"}
 POLICIES = {
@@ -32,6 +34,8 @@ POLICIES = {
         hidden_size=64, num_heads=3, num_kv_heads=1, head_dim=64, mlp_dim=1600, **SIZES
     ),
 }  # fmt: skip
+POLICIES["adapters"] = POLICIES["biases"]
+ADAPTERS = Lora(4, 8.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 
 
 def noisy(tree, dtype: str):
@@ -48,7 +52,14 @@ def layers(name: str, dtype: str):
     config, mesh = POLICIES[name], make_mesh(1, 1)
     drafter = drafter_network.for_policy(config, "eagle3")
     params = noisy(architecture.init(config, mesh, jax.random.key(0), "float32"), dtype)
-    rollout = jax.jit(lambda params: architecture.to_rollout(params, config, mesh, dtype))(params)
+    adapters = ADAPTERS if name == "adapters" else None
+    if adapters:
+        drawn = noisy(lora.init(adapters, config, mesh, jax.random.key(2), "float32"), dtype)
+        params = lora.applied(params, drawn)
+    to_rollout = partial(
+        architecture.to_rollout, config=config, mesh=mesh, dtype=dtype, lora=adapters
+    )
+    rollout = jax.jit(to_rollout)(params)
     drafts = noisy(drafter_network.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
     return config, rollout.layers[0], drafter, drafts
 

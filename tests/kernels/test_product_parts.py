@@ -15,29 +15,32 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
 
 TRITON = "tlt_jax.kernels.product_parts_triton:"
-# Parts, tokens, nodes of a tree, K, G, E, dtype, whether one matrix has all heads, and whether there are a bias and head norms.
+# Parts, tokens, nodes of a tree, K, G, E, dtype, whether one matrix has all heads, and whether there are a bias, head norms and
+# a change.
 HEADS = [
-    (4, 1, 1, 1, 7, 64, "bfloat16", True, True, False),
-    (8, 6, 3, 2, 2, 128, "float32", True, True, True),
-    (1, 12, 4, 3, 2, 40, "float32", False, True, False),
-    (2, 5, 1, 2, 4, 128, "bfloat16", False, False, True),
+    (4, 1, 1, 1, 7, 64, "bfloat16", True, True, False, False),
+    (8, 6, 3, 2, 2, 128, "float32", True, True, True, True),
+    (1, 12, 4, 3, 2, 40, "float32", False, True, False, False),
+    (2, 5, 1, 2, 4, 128, "bfloat16", False, False, True, False),
 ]
-# Parts, tokens, width, dtype, whether there is a bias.
+# Parts, tokens, width, dtype, whether there are a bias and a change.
 ROWS = [
-    (8, 1, 896, "bfloat16", False),
-    (4, 5, 160, "float32", True),
-    (1, 33, 96, "bfloat16", True),
-    (2, 3, 4100, "float32", False),
+    (8, 1, 896, "bfloat16", False, False),
+    (4, 5, 160, "float32", True, True),
+    (1, 33, 96, "bfloat16", True, False),
+    (2, 3, 4100, "float32", False, True),
 ]
 # (T, D, K, G, E) of a Qwen2.5-7B layer's rows, of Qwen3-8B's, and of a 32B policy's.
 STATIC = [(32, 3584, 4, 7, 128), (64, 4096, 8, 4, 128), (1, 5120, 8, 5, 128)]
 
 
-def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm) -> tuple:
+def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm, has_change) -> tuple:
     """The arguments of `product_parts_triton.heads`."""
     normal, angle = Random(dtype), np.random.default_rng(1).normal(size=(T, E // 2))
+    parts = normal.random.normal(size=(S, T, K * (G + 2) * E)).astype(np.float32)
+    change = normal.random.normal(size=parts.shape[1:]).astype(np.float32)
     return (
-        normal.random.normal(size=(S, T, K * (G + 2) * E)).astype(np.float32),
+        parts, change if has_change else None,
         normal(K * (G + 2) * E) if has_bias else None,
         [normal(E), normal(E)] if has_norm else None,
         [np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)],
@@ -47,9 +50,9 @@ def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm) -> tuple
 
 def heads_wanted(given: tuple) -> list[np.ndarray]:
     """Queries, keys and values in float64."""
-    parts, bias, norms, angles, (K, G, E), is_joined, batch, *_ = given
+    parts, change, bias, norms, angles, (K, G, E), is_joined, batch, *_ = given
     cos, sin = (wide(a)[:, None, None] for a in angles)
-    y = wide(parts).sum(0) + (0 if bias is None else wide(bias))
+    y = wide(parts).sum(0) + sum(wide(one) for one in (change, bias) if one is not None)
     if is_joined:
         y = y.reshape(-1, K, G + 2, E)
     else:
@@ -77,16 +80,18 @@ def test_parts_become_rotated_heads():
 
 def test_parts_are_added_and_normed():
     calls = []
-    for S, T, out, dtype, has_bias in ROWS:
+    for S, T, out, dtype, has_bias, has_change in ROWS:
         normal = Random(dtype)
         parts = normal.random.normal(size=(S, T, out)).astype(np.float32)
+        change = normal.random.normal(size=(T, out)).astype(np.float32) if has_change else None
         bias = normal(out) if has_bias else None
-        calls.append(((parts, 3 * normal(T, out), bias, normal(out), EPS, 90), {}))
+        calls.append(((parts, change, 3 * normal(T, out), bias, normal(out), EPS, 90), {}))
     found = triton_runs.interpreted(TRITON + "added", calls)
-    for (*_, dtype, _), ((parts, x, bias, norm, *_), _), (total, row) in zip(
+    for (*_, dtype, _, _), ((parts, change, x, bias, norm, *_), _), (total, row) in zip(
         ROWS, calls, found, strict=True
     ):
-        check(total, wide(parts).sum(0) + wide(x) + (0 if bias is None else wide(bias)), dtype)
+        more = sum(wide(one) for one in (change, bias) if one is not None)
+        check(total, wide(parts).sum(0) + wide(x) + more, dtype)
         check(row, normed(wide(total), wide(norm)), dtype)  # of the result as it is stored
 
 
@@ -124,9 +129,9 @@ def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def both(parts, x, row, heads, bias, head, angle):
-        ours.added(parts, x, None, row, EPS, 90)
+        ours.added(parts, None, x, None, row, EPS, 90)
         norms, angles = [head, head], [angle, angle]
-        return ours.heads(heads, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", 90)
+        return ours.heads(heads, None, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", 90)
 
     made = triton_runs.kernels(
         both, monkeypatch, array(8, T, D, dtype="float32"), array(T, D), array(D),
@@ -142,7 +147,11 @@ def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
 
 
 # Policy, dtype, trees and nodes of a tree.
-LAYERS = [("biases", "bfloat16", 5, 3), ("head norms", "float32", 2, 3)]
+LAYERS = [
+    ("biases", "bfloat16", 5, 3),
+    ("head norms", "float32", 2, 3),
+    ("adapters", "bfloat16", 2, 3),
+]
 
 
 def test_layers_by_parts_equal_those_of_xla():

@@ -22,7 +22,8 @@ from tlt_jax.data.adapter_files import CONFIG, WEIGHTS
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.errors import ModelError
 from tlt_jax.models import from_config, hf, hf_adapter, lora
-from tlt_jax.models.lora import Adapters, Lora
+from tlt_jax.models.lora import Adapters
+from tlt_jax.models.low_rank import Lora
 
 LORA = Lora(3, 6.0, ("q_proj", "v_proj", "down_proj"))
 CASE = "llama_bias"

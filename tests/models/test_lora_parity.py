@@ -15,7 +15,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.inputs import LORA_TARGETS
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import from_config, hf, hf_adapter, lora, transformer
-from tlt_jax.models.lora import Lora
+from tlt_jax.models.low_rank import Lora
 
 pytestmark = pytest.mark.parity
 

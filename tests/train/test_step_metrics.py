@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tlt_jax.config import Config
 from tlt_jax.metrics import names
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import speculation_metrics, step_metrics
+from tlt_jax.train.health import Health
 from tlt_jax.tuner.interface import Measurement
 
 TREE = strategies.parse("2_2_4")
@@ -166,3 +168,12 @@ def test_what_is_compiled_is_that_of_the_process_that_took_longest_for_it():
         "perf/compiles": 1, "perf/compile_s": 2.0, "perf/compile_s/rollout": 2.0, "perf/compile_s/update": 0.0,
     }  # fmt: skip
     assert step_metrics.most_compiling(laps[:1]).items() <= laps[0].items()
+
+
+def test_a_difference_between_rollout_and_update_that_grows_is_warned_of_once():
+    """Of three times that of the first three steps, and above 0.02; then of three times as much again."""
+    health = Health(Config())
+    given = [0.01, 0.02, 0.03, 0.05, None, 0.06, 0.061, 0.18, 0.19, math.nan]
+    assert [bool(health.grown(one)) for one in given] == [False] * 6 + [True, False, True, False]
+    small = Health(Config())
+    assert not any(small.grown(one) for one in (1e-6, 1e-6, 1e-6, 0.019))

@@ -39,10 +39,12 @@ def heads(
     batch: int,
     eps: float,
     mesh: Mesh | None,
+    change: Float[Array, "K J E BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]] | None:
     """Rotated queries and keys, and values, as tree_attention.attend takes them, of what the product reads; `shape`: (K, G, E).
 
     `matrices`: one of shape [K, G + 2, E, In], or those of queries, keys and values; `biases` likewise.
+    `change`: in float32, is added to the product with one matrix.
     """
     capability = found_capability(x, sum(one.size for one in matrices), mesh)
     if capability is None:
@@ -54,8 +56,10 @@ def heads(
     )  # XLA reads each in its place
     bias = None if biases[0] is None else jnp.concatenate([one.reshape(-1) for one in biases])
     norms = None if head_norms[0] is None else head_norms
+    if change is not None:
+        change = change.reshape(-1, x.shape[1]).T
     return product_parts_triton.heads(
-        product(x, matrix), bias, norms, [angle.T for angle in angles], shape, len(matrices) == 1,
+        product(x, matrix), change, bias, norms, [angle.T for angle in angles], shape, len(matrices) == 1,
         batch, eps, x.dtype, capability,
     )  # fmt: skip
 
@@ -68,14 +72,18 @@ def added(
     norm: Float[Array, " Out"],
     eps: float,
     mesh: Mesh | None,
+    change: Float[Array, "Out BN"] | None = None,
 ) -> tuple[Float[Array, "Out BN"], Float[Array, "Out BN"]] | None:
-    """x + matrix @ y + bias, and that normed by `norm`."""
+    """x + matrix @ y + change + bias, and that normed by `norm`; the change is in float32."""
     capability = found_capability(y, matrix.size, mesh)
     if capability is None or len(x) > MOST_WIDTH:
         return None
     from tlt_jax.kernels import product_parts_triton
 
-    total, normed = product_parts_triton.added(product(y, matrix), x.T, bias, norm, eps, capability)
+    change = None if change is None else change.T
+    total, normed = product_parts_triton.added(
+        product(y, matrix), change, x.T, bias, norm, eps, capability
+    )
     return total.T, normed.T
 
 

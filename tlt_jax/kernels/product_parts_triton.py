@@ -19,6 +19,7 @@ from tlt_jax.kernels.projection_sizes import power
 
 def heads(
     parts: Float[Array, "S T Out"],
+    change: Float[Array, "T Out"] | None,
     bias: Float[Array, " Out"] | None,
     head_norms: Sequence[Float[Array, " E"]] | None,
     angles: Sequence[Float[Array, "T half"]],
@@ -31,12 +32,14 @@ def heads(
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Rotated queries and keys, and values, of this dtype, from the product of T = B N tokens; `shape`: (K, G, E).
 
+    `change`: is added to the sum of the parts, before the bias.
     A row of the product has the queries, key and value of each key/value head if `is_joined`, else queries, keys, values.
     """
     (splits, T, _), (K, G, E) = parts.shape, shape
     B, N, cos = batch, T // batch, angles[0]
     return triton_call.call(
-        parts, cos if bias is None else bias, *(head_norms or (cos, cos)), *angles,
+        parts, parts if change is None else change, cos if bias is None else bias,
+        *(head_norms or (cos, cos)), *angles,
         capability=capability, kernel=heads_group, name="bias_rotary",
         out_type=(
             jax.ShapeDtypeStruct((B, K, G, N, E), dtype),
@@ -44,36 +47,38 @@ def heads(
             jax.ShapeDtypeStruct((B, K, N, E), dtype),
         ),
         grid=(T * K,), num_warps=4, num_stages=1,
-        T=T, N=N, K=K, G=G, E=E, EPS=eps, SPLITS=splits, IS_JOINED=is_joined, HAS_BIAS=bias is not None,
+        T=T, N=N, K=K, G=G, E=E, EPS=eps, SPLITS=splits, IS_JOINED=is_joined, HAS_CHANGE=change is not None,
+        HAS_BIAS=bias is not None,
         HAS_HEAD_NORM=head_norms is not None, HEADS=power(G + 2), PAIRS=power(E // 2),
     )  # fmt: skip
 
 
 def added(
     parts: Float[Array, "S T Out"],
+    change: Float[Array, "T Out"] | None,
     x: Float[Array, "T Out"],
     bias: Float[Array, " Out"] | None,
     norm: Float[Array, " Out"],
     eps: float,
     capability: int,
 ) -> tuple[Float[Array, "T Out"], Float[Array, "T Out"]]:
-    """x + the sum of the parts + bias, and that at unit root mean square times `norm`."""
+    """x + the sum of the parts + change + bias, and that at unit root mean square times `norm`."""
     splits, T, out = parts.shape
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return triton_call.call(
-        parts, x, norm if bias is None else bias, norm,
+        parts, parts if change is None else change, x, norm if bias is None else bias, norm,
         capability=capability, kernel=added_row, name="add_norm", out_type=(result, result),
         grid=(T,), num_warps=8 if out <= 4096 else 16, num_stages=1,
-        T=T, OUT=out, EPS=eps, SPLITS=splits, HAS_BIAS=bias is not None, WIDTH=power(out),
+        T=T, OUT=out, EPS=eps, SPLITS=splits, HAS_CHANGE=change is not None, HAS_BIAS=bias is not None, WIDTH=power(out),
     )  # fmt: skip
 
 
 @triton.jit
 def heads_group(
-    parts, bias, q_norm, k_norm, cosines, sines, q, k, v,
+    parts, change, bias, q_norm, k_norm, cosines, sines, q, k, v,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EPS: tl.constexpr,
-    SPLITS: tl.constexpr, IS_JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_HEAD_NORM: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    SPLITS: tl.constexpr, IS_JOINED: tl.constexpr, HAS_CHANGE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_HEAD_NORM: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The queries, key and value of one token and key/value head, as the pairs (i, i + E/2) that are rotated together."""
     token, group = tl.program_id(0) // K, tl.program_id(0) % K
@@ -88,6 +93,10 @@ def heads_group(
     y1, y2 = tl.zeros([HEADS, PAIRS], tl.float32), tl.zeros([HEADS, PAIRS], tl.float32)
     for split in tl.static_range(SPLITS):
         row = parts + (split * T + token) * (K * (G + 2) * E) + place
+        y1 += tl.load(row, mask=within, other=0)
+        y2 += tl.load(row + E // 2, mask=within, other=0)
+    if HAS_CHANGE:
+        row = change + token * (K * (G + 2) * E) + place
         y1 += tl.load(row, mask=within, other=0)
         y2 += tl.load(row + E // 2, mask=within, other=0)
     if HAS_BIAS:
@@ -121,9 +130,9 @@ def heads_group(
 
 @triton.jit
 def added_row(
-    parts, x, bias, norm, result, normed,
-    T: tl.constexpr, OUT: tl.constexpr, EPS: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    parts, change, x, bias, norm, result, normed,
+    T: tl.constexpr, OUT: tl.constexpr, EPS: tl.constexpr, SPLITS: tl.constexpr, HAS_CHANGE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """All of a token. The norm is that of the result as it is stored, as in XLA's form."""
     token, d = tl.program_id(0), tl.arange(0, WIDTH)
@@ -131,6 +140,8 @@ def added_row(
     total = tl.zeros([WIDTH], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + (split * T + token) * OUT + d, mask=inside, other=0)
+    if HAS_CHANGE:
+        total += tl.load(change + token * OUT + d, mask=inside, other=0)
     if HAS_BIAS:
         total += tl.load(bias + d, mask=inside, other=0).to(tl.float32)
     total += tl.load(x + token * OUT + d, mask=inside, other=0).to(tl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.models import params as trees
-from tlt_jax.models.low_rank import LowRank, merged
+from tlt_jax.models import low_rank, params as trees
+from tlt_jax.models.low_rank import Lora, LowRank, merged
 from tlt_jax.models.params import Weight
 
 # Vocabularies are padded to a multiple of this, so that the weights of a run divide over every usual `model` axis without more
@@ -107,15 +108,15 @@ class JoinedLayer:
     """
 
     attention_norm: Float[Array, " D"]
-    qkv: Float[Array, "K J E D"]
-    o: Float[Array, "D HE"]
+    qkv: Float[Array, "K J E D"] | LowRank
+    o: Float[Array, "D HE"] | LowRank
     qkv_bias: Float[Array, "K J E"] | None
     o_bias: Float[Array, " D"] | None
     q_norm: Float[Array, " E"] | None
     k_norm: Float[Array, " E"] | None
     mlp_norm: Float[Array, " D"]
-    gate_up: Float[Array, "2 F D"]
-    down: Float[Array, "D F"]
+    gate_up: Float[Array, "2 F D"] | LowRank
+    down: Float[Array, "D F"] | LowRank
     gate_up_bias: Float[Array, "2 F"] | None
     down_bias: Float[Array, " D"] | None
 
@@ -223,8 +224,8 @@ def joined(layer: Any, **matrices: Any) -> JoinedLayer:
     return JoinedLayer(**alike, **matrices)
 
 
-def joined_weights(config: ModelConfig, model_axis: int) -> JoinedLayer:
-    """A Weight for every array of one layer in the "rollout" layout."""
+def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = None) -> JoinedLayer:
+    """A Weight for every array of one layer in the "rollout" layout, and for the factors of adapters that are kept apart."""
     D, F, E = config.hidden_size, config.mlp_dim, config.head_dim
     K = rollout_kv_heads(config, model_axis)
     qkv = Weight((K, config.num_heads // K + 2, E, D), ("kv_heads", None, None, "embed"))
@@ -233,17 +234,29 @@ def joined_weights(config: ModelConfig, model_axis: int) -> JoinedLayer:
     def bias(wanted: bool, matrix: Weight) -> Weight | None:
         return Weight(matrix.shape[:-1], matrix.axes[:-1], "zeros") if wanted else None
 
-    return joined(
+    layer = joined(
         layer_weights(config, K, "kv_heads"),
         qkv=qkv,
         qkv_bias=bias(config.qkv_bias, qkv),
         gate_up=gate_up,
         gate_up_bias=bias(config.mlp_bias, gate_up),
     )
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    changed = {}
+    for name, members in parts.items():
+        if lora and (count := len(set(members) & set(lora.fields))):
+            matrix = getattr(layer, name)
+            changed[name] = low_rank.described(matrix, count * lora.rank, lora.scale)
+    return layer.replace(**changed)
 
 
-def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Params:
-    """A Weight for every array of Params; "train" stacks the layers, "rollout" has a tuple of joined layers."""
+def weights(
+    config: ModelConfig, model_axis: int, layout: str = "train", lora: Lora | None = None
+) -> Params:
+    """A Weight for every array of Params; "train" stacks the layers, "rollout" has a tuple of joined layers.
+
+    `lora`: adapters whose factors the "rollout" layout keeps apart.
+    """
     V, D = padded_vocab(config, model_axis), config.hidden_size
     if layout == "train":
         kv_axis = "kv_heads" if config.num_kv_heads % model_axis == 0 else None
@@ -254,7 +267,7 @@ def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Para
 
         layers = jax.tree.map(stack, layer_weights(config, config.num_kv_heads, kv_axis))
     else:
-        layers = (joined_weights(config, model_axis),) * config.num_layers
+        layers = (joined_weights(config, model_axis, lora),) * config.num_layers
     vocab = Weight((V, D), ("vocab", "embed"), num_rows=config.vocab_size)
     return Params(
         embed=vocab,
@@ -264,16 +277,18 @@ def weights(config: ModelConfig, model_axis: int, layout: str = "train") -> Para
     )
 
 
-def shardings(config: ModelConfig, mesh: Mesh, layout: str) -> Params:
-    """The NamedSharding of every array of Params."""
+def shardings(config: ModelConfig, mesh: Mesh, layout: str, lora: Lora | None = None) -> Params:
+    """The NamedSharding of every array of Params; `lora`: as for `weights`."""
     check_mesh(config, mesh)
-    return trees.shardings(weights(config, mesh.shape["model"], layout), mesh, layout)
+    return trees.shardings(weights(config, mesh.shape["model"], layout, lora), mesh, layout)
 
 
-def abstract(config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike) -> Params:
-    """Shape, dtype and sharding of every array of Params."""
+def abstract(
+    config: ModelConfig, mesh: Mesh, layout: str, dtype: DTypeLike, lora: Lora | None = None
+) -> Params:
+    """Shape, dtype and sharding of every array of Params; `lora`: as for `weights`."""
     check_mesh(config, mesh)
-    return trees.abstract(weights(config, mesh.shape["model"], layout), mesh, layout, dtype)
+    return trees.abstract(weights(config, mesh.shape["model"], layout, lora), mesh, layout, dtype)
 
 
 def init(config: ModelConfig, mesh: Mesh, key: jax.Array, dtype: DTypeLike) -> Params:
@@ -286,9 +301,11 @@ def repeat_kv(layer: Layer, config: ModelConfig, model_axis: int) -> Layer:
     """The layer with its KV heads repeated to `rollout_kv_heads`."""
     repeats = rollout_kv_heads(config, model_axis) // config.num_kv_heads
 
-    def repeat(array: jax.Array | None) -> jax.Array | None:
+    def repeat(array: jax.Array | LowRank | None) -> jax.Array | LowRank | None:
         if array is None or repeats == 1:
             return array
+        if low_rank.is_low_rank(array):
+            return array.replace(weight=repeat(array.weight), b=repeat(array.b))
         heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
         return jnp.repeat(heads, repeats, axis=0).reshape(-1, *array.shape[1:])
 
@@ -302,36 +319,35 @@ def join(layer: Layer, config: ModelConfig) -> JoinedLayer:
     E = config.head_dim
     K = layer.k.shape[0] // E
 
-    def qkv(parts: tuple[jax.Array | None, ...]) -> jax.Array | None:
-        if parts[0] is None:
-            return None
+    def qkv(parts: Sequence[jax.Array]) -> jax.Array:
         return jnp.concatenate([part.reshape(K, -1, E, *part.shape[1:]) for part in parts], axis=1)
-
-    def gate_up(parts: tuple[jax.Array | None, ...]) -> jax.Array | None:
-        return None if parts[0] is None else jnp.stack(parts)
 
     return joined(
         layer,
-        qkv=qkv((layer.q, layer.k, layer.v)),
-        qkv_bias=qkv((layer.q_bias, layer.k_bias, layer.v_bias)),
-        gate_up=gate_up((layer.gate, layer.up)),
-        gate_up_bias=gate_up((layer.gate_bias, layer.up_bias)),
+        qkv=low_rank.joined((layer.q, layer.k, layer.v), qkv),
+        qkv_bias=low_rank.joined((layer.q_bias, layer.k_bias, layer.v_bias), qkv),
+        gate_up=low_rank.joined((layer.gate, layer.up), jnp.stack),
+        gate_up_bias=low_rank.joined((layer.gate_bias, layer.up_bias), jnp.stack),
     )
 
 
-def to_rollout(params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Params:
+def to_rollout(
+    params: Params, config: ModelConfig, mesh: Mesh, dtype: DTypeLike, lora: Lora | None = None
+) -> Params:
     """The same policy in the "rollout" layout and this dtype; traced inside one jit over the whole mesh.
 
-    Adapters are merged in at least float32, before the weights are converted.
+    `lora`: the adapters of the policy whose factors stay apart. Others are merged in at least float32, before the weights
+    are converted.
     """
 
     def unstack(index: int) -> JoinedLayer:
-        layer = merged(jax.tree.map(lambda leaf: leaf[index], params.layers))
+        layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
+        layer = layer if lora else merged(layer)
         return join(repeat_kv(layer, config, mesh.shape["model"]), config)
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))
     rollout = jax.tree.map(lambda leaf: leaf.astype(dtype), rollout)
-    return jax.lax.with_sharding_constraint(rollout, shardings(config, mesh, "rollout"))
+    return jax.lax.with_sharding_constraint(rollout, shardings(config, mesh, "rollout", lora))
 
 
 NORMED = -1  # the capture of the last hidden state after the final norm

@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
-from tlt_jax.models import layers as ops, remat as remats
+from tlt_jax.models import layers as ops, low_rank, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
+from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
 
 
@@ -135,13 +136,17 @@ def finish_nodes(
     eps = config.rms_eps
 
     def add(
-        x: Array, y: Array, weight: Array, bias: Array | None, arrivals: Array | None, norm: Array | None
+        x: Array, y: Array, weight: Array | LowRank, bias: Array | None, arrivals: Array | None, norm: Array | None
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        found = projections.added(x, y, weight, bias, arrivals, mesh)
+        matrix, changed, found = weight, None, None
+        if is_low_rank(weight):
+            matrix, changed = weight.weight, ops.change(y, weight, 0)
+        else:
+            found = projections.added(x, y, weight, bias, arrivals, mesh)
         if found is not None:
             return found, None
         if norm is not None:
-            found = product_parts.added(x, y, weight, bias, norm, eps, mesh)
+            found = product_parts.added(x, y, matrix, bias, norm, eps, mesh, changed)
         return (x + ops.project(y, weight, bias, 0), None) if found is None else found
 
     with jax.named_scope("attention"):
@@ -151,7 +156,9 @@ def finish_nodes(
         joined = isinstance(layer, JoinedLayer)
         matrices = (layer.gate_up,) if joined else (layer.gate, layer.up)
         biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
-        found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, mesh)
+        found = None
+        if not any(map(is_low_rank, matrices)):
+            found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, mesh)
         if found is None:
             normed = ops.rms_norm(x, layer.mlp_norm, eps, 0) if normed is None else normed
             found = gated(layer, normed, 0), None
@@ -188,7 +195,7 @@ def gate_up(
         gate, up = ops.project(y, layer.gate_up, layer.gate_up_bias, axis)
         return gate, up
     biases = (None, None) if layer.gate_up_bias is None else layer.gate_up_bias
-    gate, up = map(partial(ops.project, y, axis=axis), layer.gate_up, biases)
+    gate, up = map(partial(ops.project, y, axis=axis), low_rank.rows(layer.gate_up), biases)
     return gate, up
 
 
@@ -230,9 +237,9 @@ def node_heads(
     normed: Float[Array, "D BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one; `normed`: x normed."""
-    (K, J, E, _), eps = layer.qkv.shape, config.rms_eps
+    (K, J, E, _), eps, is_changed = layer.qkv.shape, config.rms_eps, is_low_rank(layer.qkv)
     given = (
-        (layer.qkv,),
+        (layer.qkv.weight if is_changed else layer.qkv,),
         (layer.qkv_bias,),
         (layer.q_norm, layer.k_norm),
         angles,
@@ -242,11 +249,11 @@ def node_heads(
         mesh,
     )
     with jax.named_scope("attention"):
-        found = projections.heads((x,), (layer.attention_norm,), *given)
+        found = None if is_changed else projections.heads((x,), (layer.attention_norm,), *given)
         if found is not None:
             return found
         y = ops.rms_norm(x, layer.attention_norm, eps, 0) if normed is None else normed
-        found = product_parts.heads(y, *given)
+        found = product_parts.heads(y, *given, ops.change(y, layer.qkv, 0) if is_changed else None)
     return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
 
 

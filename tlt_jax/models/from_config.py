@@ -30,7 +30,8 @@ from tlt_jax.models import (
 )
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
-from tlt_jax.models.lora import Adapters, Lora
+from tlt_jax.models.lora import Adapters
+from tlt_jax.models.low_rank import Lora
 
 # The largest multiple to which vocabularies of published models are padded: Qwen2.5 has up to 399 tokens without a text.
 PADDING = 512

@@ -21,7 +21,8 @@ from tlt_jax.errors import ModelError
 from tlt_jax.models import hf, lora as adapting
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.hf import Tensor
-from tlt_jax.models.lora import Adapters, Lora
+from tlt_jax.models.lora import Adapters
+from tlt_jax.models.low_rank import Lora
 
 # Settings that change what adapters compute, and that this code does not compute: with any other value they are refused.
 NEUTRAL = {

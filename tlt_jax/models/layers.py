@@ -8,6 +8,7 @@ functions that take it, shapes are written for axis -1: "*A D" is [D, *A] for ax
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +17,39 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tlt_jax.kernels.numerics import widen
+from tlt_jax.kernels.numerics import contract, widen
 from tlt_jax.models.architecture import Rope
 from tlt_jax.models.low_rank import LowRank, is_low_rank
 from tlt_jax.shapes import shaped
 
 
-@jax.custom_vjp
-def linear(x: Float[Array, "*A In"], weight: Float[Array, "*Out In"]) -> Float[Array, "*A *Out"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear(
+    x: Float[Array, "*A In"], weight: Float[Array, "*Out In"], wide: bool = False
+) -> Float[Array, "*A *Out"]:
     """weight @ x for features on the last axis; its gradients equal those that JAX derives.
 
-    XLA transposes the first operand of a product over tokens. Here that is x for the weight's gradient; otherwise a CPU
-    would compute y's gradient in transposed order, which is slow. For a weight that is not differentiated, nothing is kept
-    or computed.
+    `wide`: in at least float32, not rounded to the dtype of x. XLA transposes the first operand of a product over tokens.
+    Here that is x for the weight's gradient; otherwise a CPU would compute y's gradient in transposed order, which is slow.
+    For a weight that is not differentiated, nothing is kept or computed.
     """
-    return jnp.tensordot(x, weight, (-1, -1))
+    return wide_product(x, weight, -1) if wide else jnp.tensordot(x, weight, (-1, -1))
 
 
 def linear_forward(
-    x: CustomVJPPrimal, weight: CustomVJPPrimal
+    x: CustomVJPPrimal, weight: CustomVJPPrimal, wide: bool
 ) -> tuple[Array, tuple[Array | None, Array]]:
     """linear, and what its gradients need."""
     kept = x.value if weight.perturbed else None
-    return linear(x.value, weight.value), (kept, weight.value)
+    return linear(x.value, weight.value, wide), (kept, weight.value)
 
 
-def linear_backward(operands: tuple[Array | None, Array], dy: Array) -> tuple[Array, Array | None]:
+def linear_backward(
+    wide: bool, operands: tuple[Array | None, Array], dy: Array
+) -> tuple[Array, Array | None]:
     """The gradients of linear's operands; None for a weight that is not differentiated."""
     x, weight = operands
+    dy = dy.astype(weight.dtype)  # what rounds a wide result makes of it
     dx = jnp.tensordot(dy, weight, weight.ndim - 1)
     if x is None:
         return dx, None
@@ -55,6 +61,23 @@ def linear_backward(operands: tuple[Array | None, Array], dy: Array) -> tuple[Ar
 linear.defvjp(linear_forward, linear_backward, symbolic_zeros=True)
 
 
+def wide_product(
+    x: Float[Array, "*A In"], weight: Float[Array, "*Out In"], axis: int
+) -> Float[Array, "*A *Out"]:
+    """weight @ x in at least float32, for features on `axis` (0 or -1)."""
+    out = "abc"[: weight.ndim - 1]
+    return contract(f"{out}i,i...->{out}..." if axis == 0 else f"{out}i,...i->...{out}", weight, x)
+
+
+def change(x: Float[Array, "*A In"], weight: LowRank, axis: int) -> Float[Array, "*A *Out"]:
+    """scale * b @ a @ x in at least float32, for features on `axis` (0 or -1)."""
+    if axis == -1:
+        inner = weight.scale * linear(x, weight.a, True)
+        return linear(inner.astype(x.dtype), weight.b, True)
+    inner = weight.scale * wide_product(x, weight.a, 0)
+    return wide_product(inner.astype(x.dtype), weight.b, 0)
+
+
 def project(
     x: Float[Array, "*A In"],
     weight: Float[Array, "*Out In"] | LowRank,
@@ -63,16 +86,17 @@ def project(
 ) -> Float[Array, "*A *Out"]:
     """weight @ x + bias for features on `axis` (0 or -1); a weight of more than 2 axes gives as many feature axes.
 
-    Of a LowRank, for axis -1, the frozen product and the change are added, and the matrix is not made.
+    Of a LowRank the frozen product and the change are added in at least float32 and rounded once: rounded alone, most of a
+    small change would be lost.
     """
+    if is_low_rank(weight):
+        frozen, changed = weight.weight, change(x, weight, axis)
+        y = linear(x, frozen, True) if axis == -1 else wide_product(x, frozen, 0)
+        y = (y + changed).astype(x.dtype)
+    else:
+        y = linear(x, weight) if axis == -1 else jnp.tensordot(weight, x, (-1, 0))
     if axis == -1:
-        if is_low_rank(weight):
-            inner = weight.scale * linear(x, weight.a)  # of few features: the result has many
-            y = linear(x, weight.weight) + linear(inner, weight.b)
-        else:
-            y = linear(x, weight)
         return y if bias is None else y + bias
-    y = jnp.tensordot(weight, x, (-1, 0))
     return y if bias is None else y + bias.reshape(*bias.shape, *[1] * (x.ndim - 1))
 
 

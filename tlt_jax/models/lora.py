@@ -1,11 +1,8 @@
-"""Adapters of a policy (LoRA, arXiv 2106.09685): which matrices have one, their shapes and start, and the policy with them.
-
-Names of targets are those of Hugging Face's peft.
-"""
+"""Adapters of a policy (LoRA, arXiv 2106.09685): their shapes and start, and the policy with them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import jax
 from flax import struct
@@ -13,35 +10,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.config.inputs import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
-from tlt_jax.models import architecture, params as trees
+from tlt_jax.models import architecture, low_rank, params as trees
 from tlt_jax.models.architecture import Layer, ModelConfig, Params
-from tlt_jax.models.low_rank import LowRank, is_low_rank, merged
+from tlt_jax.models.low_rank import FIELDS, Lora, LowRank, is_low_rank, merged
 from tlt_jax.models.params import Weight
-
-# peft's name of a target -> the field of Layer: `q_proj` -> `q`.
-FIELDS = {target: target.removesuffix("_proj") for target in LORA_TARGETS}
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Which matrices of every layer have an adapter, its rank, and the scale alpha / rank of its change; hashable."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]  # peft's names, in the order of a layer
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    @classmethod
-    def of(cls, knobs: Knobs) -> Lora | None:
-        """The adapters of the section model.lora; None when it is off."""
-        if not knobs.rank:
-            return None
-        chosen = LORA_TARGETS if ALL_LINEAR in knobs.targets else knobs.targets
-        return cls(knobs.rank, knobs.alpha, tuple(one for one in LORA_TARGETS if one in chosen))
 
 
 @struct.dataclass
@@ -86,14 +58,11 @@ def of_layer(lora: Lora, layer: Layer) -> Adapters:
     """A Weight for every factor of this layer of Weights, or of stacked ones; factors lie on the axes of their matrix."""
 
     def adapter(matrix: Weight) -> Adapter:
-        (*stack, out, inner), (*stacked, out_axis, in_axis) = matrix.shape, matrix.axes
-        return Adapter(
-            Weight((*stack, lora.rank, inner), (*stacked, None, in_axis), "kaiming"),
-            Weight((*stack, out, lora.rank), (*stacked, out_axis, None), "zeros"),
-        )
+        node = low_rank.described(matrix, lora.rank, lora.scale, len(matrix.shape) - 2)
+        return Adapter(node.a, node.b)
 
-    names = [FIELDS[target] for target in lora.targets]
-    return Adapters.made({name: adapter(getattr(layer, name)) for name in names}, lora.scale)
+    found = {name: adapter(getattr(layer, name)) for name in lora.fields}
+    return Adapters.made(found, lora.scale)
 
 
 def abstract(lora: Lora, model: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> Adapters:

@@ -83,7 +83,9 @@ def compile_all(
     limit = found.memory or device_memory(mesh)
     recipe = within(config, Recipe.of(config, model, mesh, 1), drafter, limit)
     captures = config.speculation.drafter == ADAPTIVE and not config.rollout.deterministic
-    engine = Engine(config, model, mesh, drafter=drafter, captures_states=captures)
+    engine = Engine(
+        config, model, mesh, drafter=drafter, captures_states=captures, lora=recipe.lora
+    )
     kinds = budget(config, recipe, engine.programs.shapes[0], engine.capacity, drafter)
 
     shape = f"mesh data {config.mesh.data} x model {config.mesh.model}"

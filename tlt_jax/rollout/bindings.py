@@ -17,6 +17,7 @@ from tlt_jax.models import architecture, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
+from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.spec_decode import ngram, one_pass, sampling
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -87,8 +88,9 @@ def bind_target(
     captures: Captures,
     path: int,
     captures_states: bool = False,
+    lora: Lora | None = None,
 ) -> Target:
-    """The policy on one data group; a round commits at most `path` tokens."""
+    """The policy on one data group; a round commits at most `path` tokens. `lora`: adapters that are not merged."""
     width = len(captures) * config.hidden_size
     captures_states = captures_states and captures != (NORMED,)  # those features are the states
 
@@ -132,7 +134,7 @@ def bind_target(
         empty=empty,
         padded_slots=padded_slots,
         vocab=architecture.padded_vocab(config, group_mesh.shape["model"]),
-        params=architecture.abstract(config, group_mesh, "rollout", dtype),
+        params=architecture.abstract(config, group_mesh, "rollout", dtype, lora),
         states=(lambda cache: cache.states) if captures_states else None,
         unrolls=not is_cpu(group_mesh),
         choose=partial(one_pass.choose, is_sharded=group_mesh.shape["model"] > 1)

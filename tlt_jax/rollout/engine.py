@@ -20,9 +20,10 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter_network
+from tlt_jax.models import architecture, drafter_network, low_rank
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.events import Listener
 from tlt_jax.rollout.executables.background import Early
@@ -51,9 +52,9 @@ class Engine(Scheduling):
 
     `use_learned` decides whether the learned drafter is used; `tuner` holds the functions of the tuner, whose state a rollout
     is given and returns. With `captures_states` the programs keep the policy's normed last hidden states next to the
-    features, for harvesters. Each process of a `job` has an engine for its `local_groups`; all of them call `publish` and
-    `run` together. Losing an engine costs compilations and speed. Raises ConfigError when a data group lies on several
-    processes.
+    features, for harvesters. `lora`: the adapters of the policies that are published. Each process of a `job` has an engine
+    for its `local_groups`; all of them call `publish` and `run` together. Losing an engine costs compilations and speed.
+    Raises ConfigError when a data group lies on several processes.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Engine(Scheduling):
         drafter: DrafterConfig | None = None,
         captures_states: bool = False,
         job: Job | None = None,
+        lora: Lora | None = None,
     ):
         job, is_cpu = job or Job(), meshes.is_cpu(mesh)
         cache = use_compile_cache(config.rollout.compile_cache)
         super().__init__(config, drafter, mesh.shape["data"], is_cpu, job)
         self.model_config, self.mesh, self.stops = model_config, mesh, stops
         self.captures_states = captures_states
+        self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
         self.local_groups = local_groups(mesh, self.job)
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
@@ -80,8 +83,10 @@ class Engine(Scheduling):
 
         self.programs = Executables(self.shapes(drafter), log_compile, cache)
         dtype = config.model.compute_dtype
-        reshard = partial(architecture.to_rollout, config=model_config, mesh=mesh, dtype=dtype)
-        shardings = architecture.shardings(model_config, mesh, "rollout")
+        reshard = partial(
+            architecture.to_rollout, config=model_config, mesh=mesh, dtype=dtype, lora=self.lora
+        )
+        shardings = architecture.shardings(model_config, mesh, "rollout", self.lora)
         self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
             reshard = partial(drafter_network.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
@@ -102,6 +107,7 @@ class Engine(Scheduling):
                 captures,
                 path,
                 self.captures_states and drafter is self.learned,
+                self.lora,
             )
             learned, named = bindings.bind_drafters(speculation, drafter, target, group, dtype)
             shapes.append(GroupShapes(target, learned, group, named))

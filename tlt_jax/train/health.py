@@ -11,14 +11,18 @@ from tlt_jax.train.policy_update import EMPTY
 
 MAX_NONFINITE = 3  # updates in a row that are not finite (each is skipped) end a run
 MAX_FAILED = 3  # steps in a row in which every reward failed end a run
+FIRST = 3  # steps whose mean difference between rollout and update is that of rounding
+GROWN = 3.0  # times as large a difference is warned of
+LEAST = 0.02  # nats a token: a smaller difference is not
 
 
 class Health:
-    """Checks each step of a run; counts the consecutive steps in which every reward failed."""
+    """Checks each step of a run, and remembers earlier ones."""
 
     def __init__(self, config: Config):
         self.config = config
         self.failed_steps = 0  # consecutive steps in which every reward failed
+        self.differences: list[float] = []  # between rollout and update, of the first steps
 
     def problem(self, rollout: RolloutResult, scores: Mapping[int, Score], skips: int) -> str:
         """Why the run has to stop after this step, and what to do; empty when it can continue.
@@ -43,6 +47,25 @@ class Health:
                 f"reward.timeout_s; the first: {failed[0].failure}: {failed[0].detail}"
             )
         return ""
+
+    def grown(self, difference: float | None) -> str:
+        """A warning when rollout and update differ more than in the first steps; empty otherwise.
+
+        `difference`: actor/rollout_logprob_diff_mean of the step; None when it has none. Call it once a step.
+        """
+        if difference is None:
+            return ""
+        if len(self.differences) < FIRST:
+            self.differences.append(difference)
+            return ""
+        usual = sum(self.differences) / FIRST
+        if not difference > max(LEAST, GROWN * usual):
+            return ""
+        self.differences = [difference] * FIRST
+        return (
+            f"warning: the log-probs of rollout and update differ by {difference:.3g} a token, and by {usual:.3g} in the "
+            "first steps: model.compute_dtype float32 tells whether it is rounding"
+        )
 
 
 def failures(scores: Mapping[int, Score]) -> str:

@@ -88,10 +88,10 @@ def budget(
 
     `shapes`: of a data group that decodes at most `capacity` sequences at once.
     """
-    model, mesh, dtype = recipe.model, recipe.mesh, config.model.compute_dtype
+    mesh, dtype = recipe.mesh, config.model.compute_dtype
     kinds = {
         **learning(config, recipe, drafter),
-        "rollout copy": device_bytes(architecture.abstract(model, mesh, "rollout", dtype)),
+        "rollout copy": device_bytes(shapes.target.params),
         **caches(config, shapes, capacity),
     }
     if drafter:

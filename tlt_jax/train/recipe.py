@@ -11,7 +11,7 @@ from tlt_jax.config.algorithms import importance
 from tlt_jax.config.learning import LOSS
 from tlt_jax.data import packing
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.lora import Lora
+from tlt_jax.models.low_rank import Lora
 from tlt_jax.models.remat import Remat
 from tlt_jax.optimizer import Adam
 from tlt_jax.train.objective import Objective

@@ -15,7 +15,7 @@ from tlt_jax.config import Config, validate
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import from_config, hf, lora
+from tlt_jax.models import from_config, hf, lora, low_rank
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.train import policy_update, start_policy
 from tlt_jax.train.recipe import Recipe
@@ -47,6 +47,8 @@ def policy_or_export(
     Raises ConfigError or CheckpointError.
     """
     exported, newest = exported_step(config), run_folder.newest(config)
+    if low_rank.kept_apart(low_rank.Lora.of(config.model.lora), config.model.compute_dtype):
+        exported = None  # adapters are merged there, and rounded with the base in a rollout
     if exported is not None and (step == str(exported) or step in LATEST and exported >= newest):
         directory = run_folder.export(config)
         return exported, hf.load(directory, model, mesh, config.model.param_dtype), directory

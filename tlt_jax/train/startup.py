@@ -96,7 +96,7 @@ def machinery(setup: Setup) -> Machinery:
     is_adaptive = config.speculation.drafter == ADAPTIVE
     stops = datasets.stop_rules(config, setup.tokenizer)
     captures_states = is_adaptive and not config.rollout.deterministic
-    engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job)
+    engine = Engine(config, model, mesh, stops, drafter, captures_states, setup.job, recipe.lora)
     learning = None
     if is_adaptive:
         learning = DrafterLearning(config, engine, steps, on_devices(config, engine))

@@ -265,7 +265,8 @@ class Trainer:
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
             self.say_drafting(result)
             filled = dynamic_sampling.filled(result.choice)
-            for words in (filled, failures(scores), left_out(learned.updates)):
+            grown = self.health.grown(scalars.get("actor/rollout_logprob_diff_mean"))
+            for words in (filled, failures(scores), left_out(learned.updates), grown):
                 if words:
                     self.writer.say(f"step {state.step}/{self.steps}  {words}")
 
