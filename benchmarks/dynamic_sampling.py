@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.common import processes, results
 from benchmarks.common.processes import ROOT
+from tlt_jax import atomic
 
 DRAFTS = "--speculation.drafter ngram --speculation.tuner threshold".split()
 ARMS = {
@@ -73,7 +74,7 @@ def train(run: Path, *arguments: str) -> list[dict[str, float]]:
     done = processes.run(processes.module("tlt_jax.train", *config, *arguments))
     if done.returncode:
         sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in atomic.lines(run / "metrics.jsonl")]
 
 
 def main() -> None:

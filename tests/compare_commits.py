@@ -72,7 +72,7 @@ def play(python: str, tree: Path, folder: Path, renames: list[str], more: list[s
 def lines(run: Path, folder: str) -> list[dict]:
     """What all steps of a run wrote to a folder."""
     paths = sorted(run.glob(f"{folder}/*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+    return [json.loads(line) for path in paths for line in path.read_bytes().split(b"\n") if line]
 
 
 def compare_answers(base: Path, head: Path) -> str:

@@ -129,6 +129,20 @@ def test_what_cannot_be_compared_is_named(two, monkeypatch, capsys):
     words = ("--compare", two, two, "--rows", "all")
     assert "--rows 'all' is not known: use won" in refused(monkeypatch, capsys, *words)
     assert "--k 1,x are no numbers" in refused(monkeypatch, capsys, "--run", two, "--k", "1,x")
+    words = ("--run", two, "--out", two)
+    assert f"--out {two} is a directory" in refused(monkeypatch, capsys, *words)
+
+
+def test_an_evaluation_is_read_as_it_was_written_with_any_character(tmp_path):
+    """Only a line feed ends a line: U+0085, U+2028 and U+2029, which str.splitlines splits at, stay in their text."""
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    answers = [replace(one, prompt=every, completion=every) for one in judged("a", True, False)]
+    path = evaluations.path_of(tmp_path, 0)
+    evaluations.keep(path, 0, answers)
+    assert evaluations.read(path) == answers
+    evaluations.keep(path, 0, judged("a", True, split="train"))
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert evaluations.read(path) == [*answers, *judged("a", True, split="train")]
 
 
 def test_answers_of_other_splits_stay_in_a_file(tmp_path):
@@ -136,6 +150,7 @@ def test_answers_of_other_splits_stay_in_a_file(tmp_path):
     evaluations.keep(path, 3, [*judged("a", True), *judged("a", True, split="train")])
     evaluations.keep(path, 3, judged("b", False, True))
     assert evaluations.read(path) == [*judged("a", True, split="train"), *judged("b", False, True)]
-    with pytest.raises(DataError, match="is no answer"):
-        path.write_text("[]\n")
-        evaluations.read(path)
+    for damaged in (b"[]\n", b'{"split": "\xff"}\n'):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="000003.jsonl:1 is no answer"):
+            evaluations.read(path)

@@ -1,4 +1,4 @@
-"""Atomic writes of files and directories: written next to the target, then renamed. No JAX."""
+"""Atomic writes of files and directories: written next to the target, then renamed; and the lines of a file. No JAX."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         error.needed = len(content)  # bytes, for the error message of the caller
         raise
+
+
+def lines(path: Path) -> list[bytes]:
+    """The lines of a file of JSON values: only a line feed ends one, not the other separators that a JSON text may have."""
+    *whole, last = path.read_bytes().split(b"\n")
+    return [*whole, last] if last else whole
 
 
 def write_directory(

@@ -95,6 +95,8 @@ def take(arguments: list[str]) -> Asked:
         if len(ks) < len(words):
             raise ConfigError(f"--k {','.join(words)} are no numbers from 1: write --k 1,4")
     out = cli.take(arguments, "--out") if "--out" in arguments else ""
+    if out and Path(out).is_dir():
+        raise ConfigError(f"--out {out} is a directory: give the file of the answers")
     return Asked(step, splits or [EVAL], ks, out)
 
 
@@ -107,6 +109,11 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     validate.validate_model(config, model, jax.device_count())
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)
     weights = weights_of(config, asked, model, mesh)
+    out = Path(asked.out) if asked.out else None
+    if asked.step and not out:
+        out = evaluations.path_of(config.run, weights.step)
+    if out and out.exists():
+        evaluations.read(out)  # raises now what would lose the answers later
     say(config, dataset, asked, weights)
 
     config = with_fixed_drafter(config)
@@ -117,9 +124,6 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
     published = engine.publish(weights.params, drafter_params)
     evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)
-    out = Path(asked.out) if asked.out else None
-    if asked.step and not out:
-        out = evaluations.path_of(config.run, weights.step)
     for split in asked.splits:
         found = evaluator.evaluate(published, split=split, ks=asked.ks)
         named = {"split": split} if asked.splits != [EVAL] else {}

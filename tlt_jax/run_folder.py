@@ -161,7 +161,7 @@ def note(config: Config, step: int, found: Sequence[Change]) -> None:
 def changed(config: Config) -> set[str]:
     """The knobs that were overridden in this run so far."""
     path = Path(config.run) / CHANGES
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = atomic.lines(path) if path.exists() else []
     return {name for line in lines for name in json.loads(line)["changes"]}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tlt_jax import atomic
 from tlt_jax.config.outputs import METRICS
 from tlt_jax.metrics import scalars_file, timeline
 
@@ -87,7 +88,7 @@ def read_steps(folder: Path) -> dict[int, Scalars]:
 def read_lines(folder: Path) -> dict[int, list[dict]]:
     """The lines of every STEP.jsonl in a folder, by step."""
     return {
-        int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
+        int(path.stem): [json.loads(line) for line in atomic.lines(path)]
         for path in sorted(folder.glob("*.jsonl"))
     }
 

@@ -640,6 +640,19 @@ def test_other_rows_and_numbers_of_answers_are_evaluated_and_kept_apart(
     assert file["eval/mean@1"] == pytest.approx(np.mean(firsts))
 
 
+def test_a_damaged_file_of_answers_is_named_before_anything_is_decoded(
+    whole, tmp_path, monkeypatch, capsys
+):
+    config = copied(whole, tmp_path / "run")
+    path = evaluations.path_of(config.run, 4)
+    path.write_text("{}\n")
+    with pytest.raises(SystemExit) as stopped:
+        evaluated_by_command(monkeypatch, capsys, "--run", config.run)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and not out, "no metrics: nothing was evaluated"
+    assert f"{path}:1 is no answer of an evaluation" in err.splitlines()[-1]
+
+
 def test_the_start_policy_is_evaluated_only_when_it_is_said(whole, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text(configuration.to_yaml(whole))
     before = evaluated(whole)

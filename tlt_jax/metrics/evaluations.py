@@ -72,7 +72,7 @@ def keep(path: Path, step: int, answers: Sequence[Judged]) -> None:
 def read(path: Path) -> list[Judged]:
     """The answers of a file. Raises DataError, which names the line that is none."""
     names, answers = [one.name for one in fields(Judged)], []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(atomic.lines(path), 1):
         try:
             found = json.loads(line)
             answers.append(Judged(**{name: found[name] for name in names}))

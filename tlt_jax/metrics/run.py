@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tlt_jax import atomic
 from tlt_jax.config.outputs import COMPLETIONS, EXPORT, METRICS, RESOLVED, WARM_START
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import scalars_file
@@ -67,8 +68,7 @@ class Run:
             raise ConfigError(
                 f"step {chosen}: {self.folder} has the answers of steps {min(written)} to {max(written)}"
             )
-        with written[chosen].open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+        return [json.loads(line) for line in atomic.lines(written[chosen])]
 
     @property
     def hf(self) -> Path:

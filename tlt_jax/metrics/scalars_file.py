@@ -101,7 +101,7 @@ def encoded(line: Mapping[str, Any]) -> bytes:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file, in order of steps; none without the file. Unreadable ones are left out, which is logged."""
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    texts = [line.decode(errors="replace") for line in atomic.lines(path)] if path.exists() else []
     lines = [line for line in map(parsed, texts[:-1]) if line]
     if len(lines) < len(texts[:-1]):
         log.warning("%s has %d lines that cannot be read", path, len(texts[:-1]) - len(lines))

@@ -11,6 +11,7 @@ from statistics import median_high
 
 import numpy as np
 
+from tlt_jax import atomic
 from tlt_jax.config import load as loading
 from tlt_jax.config.outputs import RESOLVED
 from tlt_jax.errors import DataError
@@ -52,7 +53,7 @@ def chains(folder: Path, drafters: Collection[str]) -> dict[int, list[Sequence[f
     """How many rounds accepted 0, 1, ... nodes of each chunk that drafted chains of these drafters, by step."""
     counts: dict[int, list[Sequence[float]]] = {}
     for path in sorted(folder.glob("speculation/*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in atomic.lines(path):
             one = json.loads(line)
             strategy = parse(one["strategy"])
             if strategy != PLAIN and strategy.drafter in drafters and strategy.topk == 1:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_jax import atomic
 from tlt_jax.config import Config, load as loading
 from tlt_jax.config.outputs import LOG, RESOLVED
 from tlt_jax.config.schema import ADAPTIVE, NGRAM
@@ -97,7 +98,7 @@ def captures_features(folder: Path, config: Config) -> bool:
         or any(
             strategies.parse(json.loads(line)["strategy"]).drafter in (LEARNED, MERGED)
             for path in folder.glob("speculation/*.jsonl")
-            for line in path.read_text(encoding="utf-8").splitlines()
+            for line in atomic.lines(path)
         )
     )
 
@@ -106,7 +107,7 @@ def rounds(folder: Path, config: Config) -> Iterator[Row]:
     """The median seconds of a round of every shape and strategy, of chunks that were timed."""
     found: dict[Cell, list[float]] = defaultdict(list)
     for path in sorted(folder.glob("speculation/*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(atomic.lines(path), 1):
             one = chunk(path, number, line)
             if one["is_timed"] and one["rounds"] >= LEAST_ROUNDS:
                 cell = Cell(one["batch"], one["slots"], strategies.parse(one["strategy"]))
@@ -120,7 +121,7 @@ def rounds(folder: Path, config: Config) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def chunk(path: Path, number: int, line: str) -> Mapping:
+def chunk(path: Path, number: int, line: bytes) -> Mapping:
     """A line of a speculation file. Raises DataError, with the line, when it is none."""
     try:
         found = json.loads(line)
