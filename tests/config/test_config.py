@@ -16,10 +16,12 @@ import yaml
 
 from tlt_jax import optimizer
 from tlt_jax.config import Config, algorithms, changes, older, page, parse as parsing, validate
+from tlt_jax.config.inputs import Lora
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
     CONFIG,
     SHIPPED,
+    from_python,
     load,
     parse,
     read,
@@ -28,6 +30,7 @@ from tlt_jax.config.load import (
     to_yaml,
 )
 from tlt_jax.config.schema import COMMON
+from tlt_jax.config.yaml_text import parse_text
 from tlt_jax.distributed import process
 from tlt_jax.drafter import eagle_loss, idle_training, recipes
 from tlt_jax.drafter.replay import ReplayConfig
@@ -230,6 +233,33 @@ def test_overrides_reach_lists_texts_and_keys_of_mappings(write):
     assert parse([*write(), "--run", "0012"]).run == "0012"
 
 
+@pytest.mark.parametrize(
+    ("section", "mapping"),
+    [
+        ("model.lora", "{rank: 8, alpha: 1e2}"),
+        ("model", "{lora: {rank: 8}, init: {model_type: qwen2, hidden_size: 3_2}}"),
+        ("speculation", "{strategies: [6_4_16], threshold: 1_000}"),
+        ("rollout", "{stop: ['1e3'], samples: 4}"),
+        ("model.lora", "{}"),
+    ],
+)
+def test_a_section_is_a_mapping_on_the_command_line_as_in_the_file(write, section, mapping):
+    got = parse([*write(), f"--{section}", mapping])
+    file = Path(write()[-1])
+    assert got == from_python(file, {section: parse_text(section, mapping)})
+    file.write_text(f"{MODEL if section != 'model' else ''}{section}: {mapping}")
+    assert got == read(file)
+
+
+def test_of_a_section_and_its_knobs_the_later_wins(write):
+    words = ["--model.lora.alpha", "4", "--model.lora", "{rank: 8}"]
+    assert parse([*write(), *words]).model.lora == Lora(rank=8, alpha=4.0)
+    words = ["--model.lora", "{rank: 8, alpha: 2}", "--model.lora.alpha", "4"]
+    assert parse([*write(), *words]).model.lora == Lora(rank=8, alpha=4.0)
+    words = ["--model.lora.rank", "2", "--model.lora", "{rank: 8}"]
+    assert parse([*write(), *words]).model.lora.rank == 8
+
+
 def test_dotted_names_in_the_file_reach_knobs_and_keys_of_mappings(write):
     text = "rollout.samples: 4\nmodel.init.hidden_size: 64\nreward: {terms.format: 1}"
     got = parse(write(text))
@@ -408,6 +438,14 @@ WRONG = [
     ),
     ("--temperature 1", "unknown knob temperature: did you mean rollout.temperature?"),
     ("--rollout 1", "rollout is a section"),
+    ("--model.lora 8", "model.lora is a section: set one of its knobs, for example --model.lora."),
+    ('--model.lora {"rnk":8}', "unknown knob model.lora.rnk: did you mean model.lora.rank?"),
+    ('--model.lora {"rank":-1}', "model.lora.rank -1 is too small"),
+    ('--model.lora {"rank":"8"}', "model.lora.rank '8' has the wrong type: write a whole number"),
+    ('--model.lora {"rank":8,"rank":4}', "--model.lora: line 1: rank is given twice: remove one"),
+    ('--model.init {"a":8,"a":4}', "--model.init: line 1: a is given twice: remove one"),
+    ('--model.lora {"rank":8', "is not valid YAML"),
+    ('--idle_training {"window":3}', "idle_training.window is a constant now, 512: remove it"),
     ("--rollout.samples", "--rollout.samples has no value"),
     ("--rollout.samples --run x", "--rollout.samples has no value"),
     ("rollout.samples 4", "unexpected argument 'rollout.samples'"),

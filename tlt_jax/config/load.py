@@ -175,7 +175,8 @@ def shipped(name: str) -> Path:
 
 def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]) -> Config:
     """The validated configuration of a file's mapping and overrides: texts of a command line, or other values."""
-    older.refuse(name for name, _ in overrides)
+    for name, value in overrides:
+        older.refuse([name, *parsing.unknown(Config, parsing.section_of(Config, name, value))])
     config = parsing.build(Config, tree, overrides)
     validate(config)
     return config

@@ -14,8 +14,9 @@ from tlt_jax.config.schema import Config
 HEAD = """# Knobs
 
 Every knob of a configuration, for the YAML file and the command line: `rollout: {samples: 8}` in the file is
-`--rollout.samples 8` on the command line, which takes precedence. `--help` lists the most used ones, `--help SECTION` those of
-a section. [coming_from.md](coming_from.md) has the names in verl, TRL and tunix.
+`--rollout.samples 8` on the command line, or `--rollout '{samples: 8}'`, which takes precedence; of two values the later holds.
+`--help` lists the most used ones, `--help SECTION` those of a section. [coming_from.md](coming_from.md) has
+the names in verl, TRL and tunix.
 
 *Resume* says whether the same run folder may be continued with another value: `yes`; `override`: with `--override`, and the
 change is recorded; `no`: it needs another run folder.

@@ -111,14 +111,27 @@ def unknown(cls, tree: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
+def section_of(cls, dotted: str, value: Any) -> dict[str, Any]:
+    """The override as a tree when it gives a mapping, or the text of one, to a section; empty for other overrides."""
+    names = knobs(cls)
+    if dotted in names or not any(other.startswith(dotted + ".") for other in names):
+        return {}
+    tree = parse_text(dotted, value) if isinstance(value, str) else value
+    return {dotted: tree} if isinstance(tree, Mapping) else {}
+
+
 def build(cls, tree: Mapping[str, Any], overrides: Sequence[tuple[str, Any]] = ()):
     """The dataclass with the values of the tree, then of the overrides: texts of a command line, or other values.
 
-    Raises ConfigError for an invalid value.
+    Of two values of a knob the later holds, also when one is in a mapping of its section. Raises ConfigError for an
+    invalid value.
     """
     values = flatten(cls())
     given = list(flatten_tree(cls, tree).items())
     for dotted, value in overrides:
+        if section := section_of(cls, dotted, value):
+            given += flatten_tree(cls, section).items()
+            continue
         is_value = knobs(cls)[owner(cls, dotted)[0]].kind is str or not isinstance(value, str)
         given.append((dotted, value if is_value else parse_text(dotted, value)))
     for dotted, raw in given:

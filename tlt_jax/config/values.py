@@ -8,7 +8,7 @@ from typing import Any
 
 from tlt_jax.config import extension
 from tlt_jax.config.knobs import knobs
-from tlt_jax.config.parse import owner
+from tlt_jax.config.parse import flatten_tree, owner, section_of
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
@@ -25,7 +25,11 @@ def pairs(changes: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
     for name in changes or {}:
         if not isinstance(name, str):
             raise ConfigError(f'{name!r} is no knob: give its name as text, such as "train.steps"')
-    return [(name, value_of(name, value)) for name, value in (changes or {}).items()]
+    given: list[tuple[str, Any]] = []
+    for name, value in (changes or {}).items():
+        section = section_of(Config, name, value)
+        given += flatten_tree(Config, section).items() if section else [(name, value)]
+    return [(name, value_of(name, value)) for name, value in given]
 
 
 def value_of(dotted: str, value: Any) -> Any:

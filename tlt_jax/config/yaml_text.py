@@ -44,7 +44,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"--config {path}: byte {error.start} is not UTF-8: save the file as UTF-8"
         ) from error
     try:
-        refuse_duplicates(yaml.compose(text), path)
+        refuse_duplicates(yaml.compose(text), f"--config {path}")
         tree = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {yaml_problem(error)}") from error
@@ -57,7 +57,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def refuse_duplicates(node, path: str | Path, prefix: str = "") -> None:
+def refuse_duplicates(node, place: str, prefix: str = "") -> None:
     """Raises ConfigError for a duplicate key in a mapping (YAML would silently ignore the first value)."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -66,10 +66,10 @@ def refuse_duplicates(node, path: str | Path, prefix: str = "") -> None:
         name = prefix + str(key.value)
         if name in seen:
             raise ConfigError(
-                f"--config {path}: line {key.start_mark.line + 1}: {name} is given twice: remove one"
+                f"{place}: line {key.start_mark.line + 1}: {name} is given twice: remove one"
             )
         seen.add(name)
-        refuse_duplicates(value, path, name + ".")
+        refuse_duplicates(value, place, name + ".")
 
 
 def yaml_problem(error: Exception) -> str:
@@ -80,8 +80,9 @@ def yaml_problem(error: Exception) -> str:
 
 
 def parse_text(name: str, text: str) -> Any:
-    """The YAML value of a command-line word."""
+    """The YAML value of a command-line word. Raises ConfigError when it is malformed or has a duplicate key."""
     try:
+        refuse_duplicates(yaml.compose(text), f"--{name}")
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--{name} {text!r} is not valid YAML: {yaml_problem(error)}") from error
