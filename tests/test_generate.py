@@ -20,7 +20,6 @@ from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.inference import chat
-from tlt_jax.inference.model import TextStream
 from tlt_jax.models import architecture, drafter_network, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
@@ -307,19 +306,6 @@ def test_a_conversation_that_fills_the_model_is_refused(models):
         ConfigError, match="the conversation has 66 tokens, and the model 64 positions"
     ):
         model.reply([{"role": "user", "content": "1" * 65}])
-
-
-def test_a_streamed_text_has_no_part_of_a_character():
-    class Bytes:
-        def decode(self, tokens, skip_special_tokens):
-            return bytes(tokens).decode("utf-8", errors="replace")
-
-    parts = []
-    stream = TextStream(Bytes(), parts.append)
-    for byte in "a\u00e9\U0001f600b".encode():
-        stream.add([byte])
-    stream.flush()
-    assert parts == ["a", "\u00e9", "\U0001f600", "b"]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.matrix), "dspark"])

@@ -12,6 +12,7 @@ from tlt_jax.config import Config, parse as parsing
 from tlt_jax.config.schema import Rollout
 from tlt_jax.data import questions as asking
 from tlt_jax.data.questions import Given, Messages, Question
+from tlt_jax.data.token_bytes import TextStream
 from tlt_jax.errors import ConfigError
 from tlt_jax.spec_decode import strategy as strategies
 
@@ -93,7 +94,7 @@ class Model:
         """The object that `--json` prints; `write` gets the text of the only answer in parts."""
         from tlt_jax.rollout.events import Emitted, Look
 
-        stream = TextStream(self.tokenizer, write or (lambda text: None))
+        stream = TextStream(self.tokenizer, write) if write else None
 
         def show(look: Look) -> None:
             for event in look.events:
@@ -101,8 +102,8 @@ class Model:
                     stream.add(event.tokens.tolist())
 
         tokens = [np.asarray(question.tokens, np.int32) for question in questions]
-        result = self.rollouts.roll_out(tokens, rollout, call, [show] if write else [])
-        if write:
+        result = self.rollouts.roll_out(tokens, rollout, call, [show] if stream else [])
+        if stream:
             stream.flush()
 
         # Compilations that ran in the background while it decoded are not subtracted.
@@ -148,29 +149,3 @@ class Model:
                 f"these were too short; {always}"
             )
         return f"the tuner measured plain decoding as the fastest; {always}"
-
-
-class TextStream:
-    """Text of an answer that grows: `write` gets each part once, and no part of a character."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]):
-        self.tokenizer, self.write = tokenizer, write
-        self.tokens: list[int] = []
-        self.shown = ""
-
-    def add(self, tokens: list[int]) -> None:
-        """Adds the next tokens."""
-        self.tokens += tokens
-        if not self.text().endswith("\N{REPLACEMENT CHARACTER}"):
-            self.flush()
-
-    def text(self) -> str:
-        """The text so far, without special tokens."""
-        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-
-    def flush(self) -> None:
-        """Writes what was not written yet."""
-        text = self.text()
-        if new := text[len(self.shown) :]:
-            self.write(new)
-        self.shown = text
