@@ -12,6 +12,7 @@ import sys
 import jax
 
 import tlt_jax
+from tlt_jax.errors import RewardError
 from tlt_jax.inference.rollout_model import RolloutModel
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5], [8, 10]]
@@ -23,8 +24,14 @@ def use(engine: RolloutModel) -> dict:
     metrics = engine.learn(first)
     engine.update_weights(jax.tree.map(lambda leaf: 0.9 * leaf, engine.params))
     second = engine.generate(PROMPTS)
+    try:  # in the process that decodes the answers to prompt 1
+        engine.generate(PROMPTS, keep=2, score=lambda one: None if one.prompt == 1 else 1.0)
+    except RewardError as error:
+        refused = str(error)
+    third = engine.generate(PROMPTS, 1)
     return {
-        "answers": [[one.tokens.tolist() for one in answers] for answers in (first, second)],
+        "refused": refused,
+        "answers": [[one.tokens.tolist() for one in answers] for answers in (first, second, third)],
         "logprobs": [one.logprobs.tolist() for one in first],
         "accept_length": first.accept_length,
         "acceptance": metrics["drafter/acceptance@1"],

@@ -18,7 +18,7 @@ from library_process import PROMPTS, use
 import tlt_jax
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.process import COUNT
-from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.errors import ConfigError, DataError, UserError
 from tlt_jax.models import architecture, hf
 from tlt_jax.models.architecture import ModelConfig
 
@@ -111,11 +111,45 @@ def test_the_kept_prompts_are_the_first_whose_answers_score_differently(plain, g
         for arguments, part in (
             ({"keep": 2}, "keep without score: give both"),
             ({"score": score}, "score without keep: give both"),
-            ({"keep": 5, "score": score}, "keep 5 of 4 prompts"),
+            ({"keep": 5, "score": score}, "keep 5: give a whole number from 1 to 4"),
         ):
             with pytest.raises(ConfigError, match=part):
                 engine.generate(PROMPTS, **arguments)
     assert kept != {(0, 1)}, "some prompt was replaced"
+
+
+class Own(Exception):
+    """An error of a score."""
+
+
+def fails(_):
+    raise Own("here")
+
+
+SCORES = [
+    (lambda engine: lambda one: None, "gave NoneType, not a number"),
+    (lambda engine: lambda one: "0.5", "gave str, not a number"),
+    (lambda engine: lambda one: np.ones(2), "gave ndarray, not a number"),
+    (lambda engine: lambda one: 10**400, "gave int, not a number"),
+    (lambda engine: lambda one: float("nan") if one.prompt == 1 else 0, "prompt 1, gave nan: scores are"),
+    (lambda engine: lambda one: len(engine.generate(PROMPTS)), "score calls the engine that waits for it"),
+    (lambda engine: lambda one: len(engine.learn([one])), "score calls the engine that waits for it"),
+    (lambda engine: lambda one: engine.update_weights(engine.params), "score calls the engine that waits"),
+    (lambda engine: lambda one: engine.close(), "score calls the engine that waits for it"),
+    (lambda engine: fails, "here"),
+]  # fmt: skip
+
+
+def test_a_score_that_is_no_number_is_named_and_the_engine_goes_on(plain):
+    with opened(mesh__data=2, rollout__slots=2) as engine:
+        for score, message in SCORES:
+            with pytest.raises(Own if score(engine) is fails else UserError) as error:
+                engine.generate(PROMPTS, 0, keep=2, score=score(engine))
+            assert message in str(error.value) and "\n" not in str(error.value)
+            assert tokens(engine.generate(PROMPTS, np.int64(1))) == plain[0, 1]
+        for number in (np.float32, np.int64, bool, jax.numpy.asarray):  # as a reward's
+            answers = engine.generate(PROMPTS, 0, keep=4, score=lambda one, to=number: to(1))
+            assert tokens(answers) == plain[0, 0]
 
 
 def test_new_weights_answer_as_in_a_new_engine(plain):
@@ -198,7 +232,9 @@ def test_several_processes_get_all_answers_and_those_of_one(alone, joins):
             one.kill()
     found = [json.loads(line) for one in said for line in one.splitlines() if line.startswith("{")]
     assert len(found) == 4, said
+    assert expected["refused"] == "score, of an answer to prompt 1, gave NoneType, not a number"
     for one in found:
+        assert one["refused"].endswith(expected["refused"]), "in both processes"
         assert one["answers"] == expected["answers"]
         np.testing.assert_allclose(
             np.concatenate(one["logprobs"]), np.concatenate(expected["logprobs"]), atol=1e-5
@@ -209,9 +245,22 @@ def test_several_processes_get_all_answers_and_those_of_one(alone, joins):
 MISTAKES = [
     (lambda engine: engine.generate("1 2"), "prompts are a str: give a list of texts"),
     (lambda engine: engine.generate(["1 2"]), "prompt 0: the model directory has no tokenizer"),
-    (lambda engine: engine.generate([[1.5]]), "prompt 0: '1.5' are no token ids"),
+    (lambda engine: engine.generate([[1.5]]), "prompt 0: [1.5] are no token ids"),
+    (lambda engine: engine.generate([[1], [2, 2**40]]), "prompt 1: [1099511627776] are no token ids"),
+    (lambda engine: engine.generate([[True]]), "prompt 0: [True] are no token ids"),
+    (lambda engine: engine.generate([[None, 1]]), "prompt 0: [None] are no token ids"),
+    (lambda engine: engine.generate([None]), "prompt 0: None are no token ids"),
+    (lambda engine: engine.generate([b"12"]), "prompt 0: b'12' are no token ids"),
+    (lambda engine: engine.generate(np.array([1, 2])), "prompt 0: np.int64(1) are no token ids"),
+    (lambda engine: engine.generate(np.ones((1, 2, 2), int)), "are no token ids"),
     (lambda engine: engine.generate([[99]]), "prompt token 99 is outside the vocabulary of 37"),
-    (lambda engine: engine.generate(PROMPTS, -1), "call -1 is no number of a call"),
+    (lambda engine: engine.generate(PROMPTS, -1), "call -1: give a whole number from 0 to 4294967295"),
+    (lambda engine: engine.generate(PROMPTS, 2**40), "call 1099511627776: give a whole number"),
+    (lambda engine: engine.generate(PROMPTS, 1.0), "call 1.0: give a whole number"),
+    (lambda engine: engine.generate(PROMPTS, True), "call True: give a whole number"),
+    (lambda engine: engine.generate(PROMPTS, keep=2.0, score=len), "keep 2.0: give a whole number from 1 to 4"),
+    (lambda engine: engine.generate(PROMPTS, keep=2, score=1), "score is a int: give a function"),
+    (lambda engine: engine.learn(engine.generate(PROMPTS, samples=1), "2"), "passes '2': give a whole number"),
     (lambda engine: engine.generate(PROMPTS, stop=["x"]), "generate has no option 'stop'"),
     (lambda engine: engine.generate(PROMPTS, temperature=-1), "rollout.temperature -1.0 is too small"),
     (lambda engine: engine.learn([]), "there are no answers to learn from"),
@@ -243,6 +292,7 @@ def test_a_mistake_is_one_line():
             engine.learn(engine.generate(PROMPTS))
     for model, changes, message in (
         (3, {}, "the model is a int: give a directory"),
+        ((3, weights(0)), {}, "the model is a int: give (ModelConfig, Params)"),
         ("/nowhere", {}, "'/nowhere' is neither a directory nor a hub id"),
         ((MODEL, weights(0)), {"mesh.data": 16}, "mesh 16 x 1 needs 16 devices"),
         ((MODEL, weights(0)), {"rollout.temprature": 1}, "did you mean rollout.temperature"),

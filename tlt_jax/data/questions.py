@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt_jax.config import Config
+from tlt_jax.config import Config, changes
 from tlt_jax.data import adapter_files, files, prompt_format, rows
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError, DataError
@@ -74,13 +75,25 @@ def is_messages(prompt: Any) -> bool:
 
 
 def read_ids(words: Sequence[Any], place: str) -> list[int]:
-    """Token ids from text or JSON values. Raises DataError."""
-    ids = [int(word) for word in words if str(word).strip().isdecimal()]
-    if len(ids) < len(words) or not ids:
+    """Token ids from texts, numbers of JSON or NumPy. Raises DataError, with those that are none."""
+    is_row = isinstance(words, Iterable) and not isinstance(words, bytes)
+    found = [(word, token_id(word)) for word in words] if is_row else []
+    wrong = [word for word, number in found if number is None]
+    if wrong or not found:
+        shown = " ".join(changes.short(wrong or words).split())
         raise DataError(
-            f'{place}: {",".join(map(str, words))!r} are no token ids: write numbers from 0, such as "1,2,3"'
+            f'{place}: {shown} are no token ids: write whole numbers from 0, below the size of the vocabulary, such as "1,2,3"'
         )
-    return ids
+    return [number for _, number in found]
+
+
+def token_id(word: Any) -> int | None:
+    """The token id that a text or number is; None for another value, and for one outside of int32."""
+    try:
+        number = int(word) if isinstance(word, str) else operator.index(word)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 <= number < 2**31 and not isinstance(word, bool) else None
 
 
 def find_tokenizer(directory: Path) -> Any:

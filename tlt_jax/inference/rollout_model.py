@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,8 @@ from tlt_jax.distributed import job as jobs, mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.drafter import recipes, step_training
 from tlt_jax.drafter.batch import Batch, make_batch
-from tlt_jax.errors import ConfigError
-from tlt_jax.inference.answers import Answer, Answers
+from tlt_jax.errors import ConfigError, Interrupted
+from tlt_jax.inference.answers import Answer, Answers, Scoring
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import from_config, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig, Params
@@ -29,13 +30,13 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
 from tlt_jax.tuner.acceptance import GUESS
 
 OPTIONS = ("samples", "temperature", "top_k", "top_p", "max_new_tokens")  # of `generate`
+MOST_CALLS = 2**32 - 1  # keys take the number of a call as uint32
 
 
 class RolloutModel:
@@ -59,7 +60,7 @@ class RolloutModel:
         self.engine = engine = Engine(config, model, self.mesh, stops, drafter, job=job)
         self.tuner, self.estimated = engine.tuner.init(), {}
         self.calls, self.depths = 0, []
-        self.is_open, self.has_changed = True, False
+        self.is_open, self.is_answering, self.has_changed = True, False, False
 
         self.fixed_drafter, self.recipe, self.drafter = start, None, None
         if config.speculation.drafter == ADAPTIVE:
@@ -81,6 +82,7 @@ class RolloutModel:
     def close(self) -> None:
         """Drops weights and programs; nothing else can be called afterwards. Idempotent, and without the other processes."""
         if self.is_open:
+            self.check_usable(())
             self.is_open = False
             self.engine.close()
             self.params = self.weights = self.drafter = self.fixed_drafter = None
@@ -103,13 +105,19 @@ class RolloutModel:
         Dynamic sampling (DAPO, arXiv 2503.14476): with `keep` and `score` only the answers to the first `keep` prompts
         whose answers get different scores; when there are fewer, also those to the first others. Decoding ends once they
         are known, with few further prompts begun. `score` is called with each answer that ends, while others decode: in
-        the process that decoded it, and in the thread that feeds the devices.
+        the process that decoded it, and in the thread that feeds the devices; it may not call the engine. What it raises
+        is raised here, and in the other processes as a RewardError, as is a score that is no number; the engine stays usable.
         """
-        tokens = self.prompts(prompts)
-        arguments = self.selecting(tokens, keep, score)
-        return self.answers(
-            tokens, self.roll_out(tokens, self.sampling(sampling), call, **arguments)
-        )
+        tokens, rollout = self.prompts(prompts), self.sampling(sampling)
+        if keep is None and score is None:
+            return self.answers(tokens, self.roll_out(tokens, rollout, call))
+        scoring = self.scoring(tokens, keep, score)
+        try:
+            result = self.roll_out(tokens, rollout, call, **scoring.arguments())
+        except Interrupted:
+            result = None
+        scoring.check(self.engine.job)
+        return self.answers(tokens, result)
 
     def roll_out(
         self,
@@ -121,9 +129,8 @@ class RolloutModel:
     ) -> RolloutResult:
         """The rollout of `generate`, whose arguments are checked, for int32[P] prompts; the others: those of `Engine.run`."""
         self.check_usable(self.weights)
-        if call is not None and (isinstance(call, bool) or not isinstance(call, int) or call < 0):
-            raise ConfigError(f"call {call!r} is no number of a call: give a whole number from 0")
-        call, self.calls = self.calls if call is None else call, self.calls + 1
+        call = self.calls if call is None else whole("call", call, 0)
+        self.calls += 1
         if self.has_changed:
             estimated = self.estimated if self.engine.drafter else {}
             self.tuner = self.engine.tuner.update_prior(self.tuner, estimated)
@@ -137,36 +144,29 @@ class RolloutModel:
             step=call,
             rollouts_left=max(self.config.train.steps - self.calls, 0),
         )
-        result, self.tuner = self.engine.run(
-            request, self.weights, self.tuner, listeners=list(listeners), **selecting
-        )
+        self.is_answering = True
+        try:
+            result, self.tuner = self.engine.run(
+                request, self.weights, self.tuner, listeners=list(listeners), **selecting
+            )
+        finally:
+            self.is_answering = False
         return result
 
-    def selecting(
+    def scoring(
         self,
         prompts: Sequence[np.ndarray],
         keep: int | None,
         score: Callable[[Answer], float] | None,
-    ) -> dict[str, Any]:
-        """The arguments of `Engine.run` that select `keep` of the prompts int32[P] by scores. Raises ConfigError."""
-        if keep is None and score is None:
-            return {}
+    ) -> Scoring:
+        """The selection of `keep` of the prompts int32[P] by scores. Raises ConfigError."""
         if keep is None or score is None:
             given, missing = ("score", "keep") if keep is None else ("keep", "score")
             raise ConfigError(f"generate has {given} without {missing}: give both, or none")
-        if not 1 <= keep <= len(prompts):
-            raise ConfigError(f"keep {keep} of {len(prompts)} prompts: keep from 1 to all of them")
-        new: dict[int, float] = {}
-
-        def finished(one: Completion) -> None:
-            new[one.uid] = float(score(self.answer(prompts, one)))
-
-        def scores() -> dict[int, float]:
-            found = dict(new)
-            new.clear()
-            return found
-
-        return {"selection": Selection(keep, scores), "on_finish": finished}
+        if not callable(score):
+            raise ConfigError(f"score is a {type(score).__name__}: give a function")
+        keep = whole("keep", keep, 1, len(prompts))
+        return Scoring(keep, lambda one: score(self.answer(prompts, one)))
 
     def update_weights(self, params: Params) -> None:
         """Answers come from these weights from here on: Params in the "train" layout, as arrays of any mesh or of NumPy.
@@ -189,8 +189,7 @@ class RolloutModel:
             raise ConfigError(
                 f"speculation.drafter {self.config.speculation.drafter!r} is not trained: open the engine with {ADAPTIVE}"
             )
-        if passes < 1:
-            raise ConfigError(f"passes {passes} is too small: use at least 1")
+        passes = whole("passes", passes, 1)
         batches = self.batches(answers)
         if self.drafter is None:
             self.drafter = adaptive.create(self.config, self.recipe, answers=answers)
@@ -291,7 +290,11 @@ class RolloutModel:
         ]
 
     def check_usable(self, weights: Any) -> None:
-        """Raises ConfigError for a closed engine, and for weights whose buffers were donated."""
+        """Raises ConfigError for a closed or answering engine, and for weights whose buffers were donated."""
+        if self.is_answering:
+            raise ConfigError(
+                "score calls the engine that waits for it: call the engine once generate has returned its answers"
+            )
         if not self.is_open:
             raise ConfigError("this engine is closed: open another one with open_engine")
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(weights)):
@@ -299,6 +302,17 @@ class RolloutModel:
                 "the buffers of the engine's weights were donated to another program: call learn before the update, and "
                 "update_weights after it"
             )
+
+
+def whole(name: str, value: Any, least: int, most: int = MOST_CALLS) -> int:
+    """A whole number, also of NumPy. Raises ConfigError for another value, and outside of the range."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ConfigError(f"{name} {value!r}: give a whole number from {least} to {most}")
+    return number
 
 
 def opened(
@@ -319,6 +333,8 @@ def opened(
         model = hf.read_config(directory, () if eos is None else (eos,))
     else:
         model, params = given
+        if not isinstance(model, ModelConfig):
+            raise ConfigError(f"the model is a {type(model).__name__}: give (ModelConfig, Params)")
     validate.validate_mesh(config, model, jax.device_count())
     if given is None:
         mesh = meshes.make_mesh(config.mesh.data, config.mesh.model)

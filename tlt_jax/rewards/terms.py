@@ -199,7 +199,7 @@ def evaluate(
     """
     result = reward(prompt, completion, row)
     if not isinstance(result, dict):
-        return {name: _number(name, result)}
+        return {name: number(f"reward {name!r}", result)}
     if "score" not in result:
         raise ValueError(
             f"reward {name!r} gave a dict without 'score': its keys are {sorted(map(str, result))}"
@@ -208,20 +208,20 @@ def evaluate(
         raise ValueError(
             f"reward {name!r} gave a dict with the key {odd[0]!r}: use letters, digits and _ . - /"
         )
-    parts = {
-        f"{name}/{key}": _number(f"{name}/{key}", value)
-        for key, value in result.items()
-        if key != "score"
-    }
-    return {name: _number(name, result["score"])} | parts
+    parts = {f"{name}/{key}": value for key, value in result.items() if key != "score"}
+    named = {name: result["score"]} | parts
+    return {one: number(f"reward {one!r}", value) for one, value in named.items()}
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, complex) or not hasattr(type(value), "__float__"):
-        raise ValueError(f"reward {name!r} gave {type(value).__name__}, not a number")
-    value = float(value)
-    if not abs(value) <= LARGEST:
-        raise ValueError(
-            f"reward {name!r} gave {value}: scores are between {-LARGEST:g} and {LARGEST:g}"
-        )
-    return value
+def number(source: str, value: Any) -> float:
+    """The score that `source` gave: a number, also a boolean or one of NumPy or JAX. Raises ValueError for others."""
+    is_number = hasattr(type(value), "__float__") and not isinstance(value, str | bytes | complex)
+    try:
+        found = float(value) if is_number else None
+    except (TypeError, ValueError, OverflowError):
+        found = None
+    if found is None:
+        raise ValueError(f"{source} gave {type(value).__name__}, not a number")
+    if not abs(found) <= LARGEST:
+        raise ValueError(f"{source} gave {found}: scores are between {-LARGEST:g} and {LARGEST:g}")
+    return found
