@@ -19,10 +19,11 @@ from tlt_jax.config import Config, parse as parsing, values
 from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.inference import chat
+from tlt_jax.inference import chat, settings
 from tlt_jax.models import architecture, drafter_network, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.spec_decode.decoding_params import Sampling
 
 # A chat template in the letters of the generated task: a turn of the user ends with ":", one of the policy with ",".
 TEMPLATE = (
@@ -252,6 +253,100 @@ def test_changes_of_open_model_come_before_the_format_of_the_run(models):
     assert answer["prompt"] == "4 2"
     with pytest.raises(ConfigError, match="generate takes no stop: use samples, temperature"):
         tlt_jax.open_model(models / "made").generate(["4"], stop=["1"])
+
+
+QWEN = {  # as in Qwen2.5-7B-Instruct
+    "do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "max_new_tokens": 9,
+}  # fmt: skip
+MAKERS = [
+    (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8}, "not supported: repetition_penalty 1.05 of generation_config.json"),
+    ({"temperature": 0.6, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0}, {"temperature": 0.6, "top_p": 0.9}, ""),
+    ({"do_sample": False, "temperature": 0.6, "top_p": 0.5}, {"temperature": 0.0}, ""),
+    ({"min_p": 0.1, "num_beams": 4}, {}, "not supported: min_p 0.1, num_beams 4 of"),
+    ({}, {}, ""),
+]  # fmt: skip
+
+
+def with_makers(models: Path, folder: Path, written: object, name: str = "chat") -> Path:
+    """A model in whose directory generation_config.json has these settings too."""
+    shutil.copytree(models / name, folder / "model")
+    path = folder / "model" / "generation_config.json"
+    is_object = isinstance(written, dict)
+    path.write_text(json.dumps(json.loads(path.read_text()) | written if is_object else written))
+    return folder / "model"
+
+
+@pytest.mark.parametrize("written, sampling, unread", MAKERS)
+def test_a_model_of_no_run_samples_as_its_makers_say(models, tmp_path, written, sampling, unread):
+    model = with_makers(models, tmp_path, written)
+    config, said = settings.as_meant(str(model), [])
+    assert Sampling.of(config.rollout) == Sampling(**sampling) and unread in said
+    assert config.rollout == replace(Config().rollout, samples=1, **sampling), "nothing else"
+    assert bool(said) == bool(sampling or unread)
+    assert said.startswith(f"; {', '.join(sampling)} from gen") == bool(sampling)
+    (tmp_path / "adapter").mkdir()
+    base = {"base_model_name_or_path": str(model)}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(base))
+    assert settings.as_meant(str(tmp_path / "adapter"), [])[0].rollout == config.rollout
+
+
+def given(*words: str) -> list[tuple[str, str]]:
+    """The knobs of a command line of `generate`."""
+    return generate.pairs_of(
+        generate.parser().parse_args(["--model", "-", "--prompt", "-", *words])
+    )
+
+
+def test_options_come_before_the_settings_of_the_makers(models, capsys, tmp_path):
+    model = with_makers(models, tmp_path, QWEN)
+    for words, said in (
+        ([], "temperature 0.7, top-k 20, top-p 0.8; temperature, top_k, top_p from generation_config.json; not"),
+        (["--temperature", "0"], "temperature 0, top-k 20, top-p 0.8; top_k, top_p from generation_config.json; not supported"),
+        (["--temperature", "0", "--top-k", "3", "--top-p", "1"], "temperature 0, top-k 3; not supported: repetition_"),
+        (["--raw"], "prompts: text as it is, temperature 1"),
+    ):  # fmt: skip
+        config, makers = settings.as_meant(str(model), given(*words), "--raw" in words)
+        assert said in prompt_format.describe(config) + makers
+    words = ["--model", str(model), "--prompt-ids", "1,2", "--max-new-tokens", "2"]
+    assert generate.main(words) == 0
+    assert "temperature, top_k, top_p from generation_config.json" in capsys.readouterr().err
+    opened = tlt_jax.open_model(model, {"rollout.top_k": 3})
+    assert "temperature 0.7, top-k 3, top-p 0.8; temperature, top_p from" in capsys.readouterr().err
+    (answer,) = opened.generate(["4 5"], max_new_tokens=12)
+    (by_hand,) = tlt_jax.open_model(
+        models / "chat", {"rollout.temperature": 0.7, "rollout.top_k": 3, "rollout.top_p": 0.8}
+    ).generate(["4 5"], max_new_tokens=12)
+    assert answer["token_ids"] == by_hand["token_ids"]
+
+
+def test_a_model_of_a_run_and_a_training_keep_their_own_sampling(models, capsys, tmp_path):
+    model = with_makers(models, tmp_path, QWEN, "made")
+    words = ["--model", str(model), "--prompt", "4 5", "--max-new-tokens", "2"]
+    assert generate.main(words) == 0
+    said = capsys.readouterr().err
+    assert said.endswith("stop ['3'], temperature 0\n") and "generation_config" not in said
+    with tlt_jax.open_engine(model, {"rollout.prompts": 1}) as engine:
+        assert engine.config.rollout == replace(Config().rollout, prompts=1)
+
+
+@pytest.mark.parametrize("written, message", [
+    ({"temperature": "0.7"}, "rollout.temperature '0.7' has the wrong type: write a finite number"),
+    ({"temperature": True}, "rollout.temperature True has the wrong type"),
+    ({"temperature": float("nan")}, "rollout.temperature nan has the wrong type"),
+    ({"temperature": -1}, "rollout.temperature -1.0 is too small"),
+    ({"top_p": 1.5}, "rollout.top_p 1.5 is too large: use at most 1"),
+    ({"top_k": 2.5}, "rollout.top_k 2.5 has the wrong type: write a whole number"),
+    ({"do_sample": "no"}, "do_sample 'no' is not true or false"),
+    ([1], "generation_config.json cannot be read"),
+])  # fmt: skip
+def test_settings_of_makers_that_are_none_are_named(models, tmp_path, written, message):
+    model = with_makers(models, tmp_path, written)
+    with pytest.raises(DataError) as error:
+        settings.as_meant(str(model), [])
+    text = str(error.value)
+    assert f"{model}/generation_config.json cannot be read" in text and message in text
+    assert "ignore it with --raw" in text and "\n" not in text
+    assert settings.as_meant(str(model), [], is_raw=True)[0].rollout.temperature == 1
 
 
 @pytest.mark.parametrize("text, message", [

@@ -60,8 +60,9 @@ def open_model(
 
     A prompt is a text, a list of chat messages, or token ids. `changes`: dotted knob -> value, such as data.chat_template,
     speculation.drafter, model.compute_dtype, train.seed, and rollout.slots (sequences decoded at once). A model that a run
-    made is asked as the run asked it (its prompt_format.json), except for the changes, and unless `raw`; one line on
-    stderr says how. Raises UserError.
+    made is asked as the run asked it (its prompt_format.json), another one is sampled as its makers say (temperature, top_k
+    and top_p of its generation_config.json), except for the changes, and unless `raw`; one line on stderr says how. Raises
+    UserError.
     """
     import sys
 
@@ -73,8 +74,8 @@ def open_model(
 
     pairs = [("rollout.slots", 32), *values.pairs(changes)]
     process.set_environment(settings.configuration_of(str(directory), pairs))
-    config = settings.as_its_run(str(directory), pairs, raw)
-    print(prompt_format.describe(config), file=sys.stderr)
+    config, makers = settings.as_meant(str(directory), pairs, raw)
+    print(prompt_format.describe(config) + makers, file=sys.stderr)
     return Model(config)
 
 

@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli.stop(error)
 
     with cli.prepared(config):
-        config = settings.as_its_run(arguments.model, pairs, arguments.raw)
+        config, makers = settings.as_meant(arguments.model, pairs, arguments.raw)
         if arguments.chat and not prompts_of(arguments):
-            return talk(config)
+            return talk(config, makers)
 
         given = read_prompts(arguments, config)
         rollout = replace(config.rollout, prompts=len(given))
-        if any(one.text is not None for one in given):
-            print(prompt_format.describe(config), file=sys.stderr)
+        if makers or any(one.text is not None for one in given):
+            print(prompt_format.describe(config) + makers, file=sys.stderr)
         output = Model(replace(config, rollout=rollout)).answer(given, rollout)
 
     if arguments.json:
@@ -96,7 +96,8 @@ def parser() -> Parser:
     out.add_argument("--system", metavar="TEXT", help="system message, with the chat template")
     out.add_argument(
         "--raw", action="store_true",
-        help=f"ignore {prompt_format.NAME}, which says how the run that made the model formats prompts and samples answers",
+        help=f"ignore {prompt_format.NAME}, which says how the run that made the model formats prompts and samples answers, "
+        f"and the sampling in {prompt_format.MAKERS} of other models",
     )  # fmt: skip
     out.add_argument(
         "--strategy", metavar="D_K_N", default=AUTO,
@@ -108,6 +109,8 @@ def parser() -> Parser:
     for option, name in KNOBS.items():
         default = settings.DEFAULTS.get(name, knobs[name].default)
         of_run = "that of the model's run, else " if name in prompt_format.KNOBS else ""
+        if name.removeprefix("rollout.") in prompt_format.SAMPLING:
+            of_run += f"of {prompt_format.MAKERS}, else "
         meaning = f"{knobs[name].help.split(';')[0]} (default: {of_run}{default})"
         out.add_argument(f"--{option}", metavar=option[0].upper(), help=meaning)
 
@@ -173,9 +176,9 @@ def read_prompts(arguments: argparse.Namespace, config: Config) -> list[Question
     return asking.read_file(arguments.prompts, config, tokenizer)
 
 
-def talk(config: Config) -> int:
-    """A chat in the terminal; exit code 0."""
-    print(prompt_format.describe(config), file=sys.stderr)
+def talk(config: Config, makers: str) -> int:
+    """A chat in the terminal, which begins with a line that ends with `makers`; exit code 0."""
+    print(prompt_format.describe(config) + makers, file=sys.stderr)
     model = Model(replace(config, rollout=replace(config.rollout, prompts=1)))
     model.check_template()
     if answers := chat.converse(model):
