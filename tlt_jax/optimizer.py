@@ -28,7 +28,7 @@ FLOOR, WARMUP, WEIGHT_DECAY = 0.1, 0.05, 0.0
 
 @dataclass(frozen=True)
 class Adam:
-    """Hyperparameters of a run of `total_steps` updates.
+    """Hyperparameters of a run of `total_steps` steps: RL steps, or updates of supervised training.
 
     The learning rate decays to `floor` times its peak. `grad_clip`: limit on the global norm of
     the gradient; 0: off.
@@ -70,10 +70,10 @@ class Adam:
         )
 
     def rate(self) -> optax.Schedule:
-        """Learning rate of update 0, 1, ...
+        """Learning rate of step 0, 1, ...
 
         Linear warm-up to the peak, then constant, or linear or cosine decay. It is above 0 at the
-        first update, and decay reaches the floor after the last one.
+        first step, and decay reaches the floor after the last one.
         """
         peak, warmup = self.learning_rate, self.warmup_steps
         left = max(1, self.total_steps - warmup)
@@ -88,11 +88,16 @@ class Adam:
         rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
         return optax.join_schedules([rise, after], [warmup])
 
-    def transformation(self) -> optax.GradientTransformation:
-        """Clipping by global norm, then AdamW with weight decay of matrices only."""
+    def transformation(self, rate: ArrayLike | None = None) -> optax.GradientTransformation:
+        """Clipping by global norm, then AdamW with weight decay of matrices only.
+
+        `rate`: the learning rate; None: the schedule's at the number of updates applied so far. The optimizer state has
+        the same form.
+        """
+        schedule = self.rate() if rate is None else lambda _: rate
         clip = optax.clip_by_global_norm(self.grad_clip) if self.grad_clip else optax.identity()
         adamw = optax.adamw(
-            self.rate(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
+            schedule, self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
         )
         return optax.chain(clip, adamw)
 
@@ -118,14 +123,18 @@ def advance(
     is_finite: Bool[Array, ""],
     adam: Adam,
     has_targets: Bool[Array, ""] | bool = True,
+    step: Int32[Array, ""] | None = None,
 ) -> tuple[TrainState, ArrayLike]:
     """The state after one AdamW step, and its learning rate.
 
-    When `is_finite` is False, weights, moments and schedule do not change, and the update counts as
-    skipped. Without targets nothing changes: moments and decay would move weights without a gradient.
+    `step`: of the schedule; None: the number of updates applied so far. When `is_finite` is False, weights and moments do
+    not change, and the update counts as skipped. Without targets nothing changes: moments and decay would move weights
+    without a gradient.
     """
-    rate = adam.rate()(learner.step - learner.skipped)
-    changes, opt_state = adam.transformation().update(grads, learner.opt_state, learner.params)
+    rate = adam.rate()(learner.step - learner.skipped if step is None else step)
+    changes, opt_state = adam.transformation(None if step is None else rate).update(
+        grads, learner.opt_state, learner.params
+    )
     params = optax.apply_updates(learner.params, changes)
 
     params, opt_state = jax.tree.map(

@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def step() -> PolicyState:
         nonlocal state
-        state, metrics = policy_update.update(programs, state, batch)
+        state, metrics = policy_update.update(programs, state, batch, len(losses))
         losses.append(float(metrics["loss"]))
         return state
 

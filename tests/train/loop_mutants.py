@@ -90,7 +90,7 @@ def clipped_one_by_one(widen):
 
 def never_clipped(transformation):
     """The optimizer clips nothing."""
-    return lambda adam: transformation(replace(adam, grad_clip=0.0))
+    return lambda adam, *rate: transformation(replace(adam, grad_clip=0.0), *rate)
 
 
 def the_training_noise(stream):

@@ -115,11 +115,11 @@ def watched(config: Config, replies: Sequence[Rolled] = ()) -> Run:
         run.rollouts.append(Rolled(request, result))
         return result, learned
 
-    def update(programs, state, batch, base):
+    def update(programs, state, batch, step, base):
         before, sums = copied(state), programs.empty.eval_shape(state.params, batch[0])
         program = getattr(programs.accumulate, "program", programs.accumulate)
         jaxpr = program.trace(sums, state.params, batch[0]).jaxpr
-        after, metrics = build(programs, state, batch, base)
+        after, metrics = build(programs, state, batch, step, base)
         numbers = {name: float(value) for name, value in metrics.items()}
         rows = jax.tree.map(lambda *steps: np.stack(steps), *batch)
         run.updates.append(Updated(before, rows, copied(after), numbers, jaxpr))

@@ -83,8 +83,8 @@ def test_rows_of_another_kind_than_expected_compile_in_the_update(
     forget()
     real = policy_update.update
 
-    def without_recorded(programs, state, batch: list[Rows], base):
-        return real(programs, state, [rows.replace(recorded=None) for rows in batch], base)
+    def without_recorded(programs, state, batch: list[Rows], step, base):
+        return real(programs, state, [rows.replace(recorded=None) for rows in batch], step, base)
 
     monkeypatch.setattr(policy_update, "update", without_recorded)
     config = configure(tmp_path / "run", MANY | {"train.steps": 1, "checkpoint.every": 0})

@@ -118,7 +118,7 @@ def test_an_update_moves_adapters_alone_by_the_rule_of_adam(x64):
     grads = jax.device_get(accumulated(recipe, lora.applied(base, adapters), batch).grads)
     state = policy_update.create(adapters, recipe)
     assert jax.tree.structure(state) == jax.tree.structure(policy_update.abstract_state(recipe))
-    state, metrics = policy_update.update(programs, state, batch, base)
+    state, metrics = policy_update.update(programs, state, batch, 0, base)
     norm = float(metrics["grad_norm"])
     clipped = grads.q.a / max(1.0, norm)
     step = clipped / (np.abs(clipped) + 1e-8) + recipe.adam.weight_decay * before.q.a

@@ -79,8 +79,10 @@ def batch_of(recipe: Recipe, rows: int = 4, recorded: bool = True, examples: int
     )
 
 
-def update(recipe: Recipe, state: PolicyState, batch: Batch) -> tuple[PolicyState, dict]:
-    return policy_update.update(policy_update.programs(recipe), state, batch)
+def update(
+    recipe: Recipe, state: PolicyState, batch: Batch, step: int = 0
+) -> tuple[PolicyState, dict]:
+    return policy_update.update(policy_update.programs(recipe), state, batch, step)
 
 
 def logprobs_of(recipe: Recipe, params: architecture.Params, batch: Batch) -> list[jax.Array]:
@@ -179,7 +181,7 @@ def test_update_never_holds_the_logits_of_all_tokens(changes):
     all_logits = 2 * 2048 * 32768 * 4  # rows of one device x tokens x vocabulary x bytes
     assert memory.temp_size_in_bytes < all_logits / 4
     assert memory.alias_size_in_bytes > 0.99 * size(sums) / 2  # on one of two devices, donated
-    memory = programs.apply.lower(state, sums).compile().memory_analysis()
+    memory = programs.apply.lower(state, sums, state.step).compile().memory_analysis()
     assert memory.alias_size_in_bytes > 0.99 * size(state) / 2
 
 
@@ -460,6 +462,25 @@ def test_update_without_targets_changes_nothing_and_is_counted_apart(x64):
     assert not any(part.any() for part in logprobs_of(recipe, state.params, without))
 
 
+def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
+    adam = Adam(1e-2, 6, "linear", warmup_steps=2)
+    recipe = replace(recipe_of(PLAIN), adam=adam)
+    batch, rates = batch_of(recipe), [0.005, 0.01, 0.01, 0.0075]  # RL steps 0 to 3, by hand
+    broken = [rows.replace(advantages=rows.advantages * jnp.nan) for rows in batch]
+    empty = [rows.replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
+    state = state_of(recipe)
+    for step, minibatches in enumerate(([batch] * 3, [broken, empty], [broken, batch], [batch])):
+        for given in minibatches:
+            before, still = jax.device_get(state), replace(recipe, adam=Adam(rates[step], 6))
+            state, metrics = update(recipe, state, given, step)
+            assert float(metrics["lr"]) == pytest.approx(rates[step])
+            expected, _ = update(
+                still, jax.device_put(before, policy_update.state_shardings(still)), given
+            )
+            for ours, theirs in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-9)  # the rate is float32
+
+
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):
     recipe = recipe_of(Objective(is_supervised=True))
     state, batch = state_of(recipe), batch_of(recipe)
@@ -531,7 +552,7 @@ def test_on_a_cpu_every_program_of_an_update_is_awaited_before_the_next(monkeypa
         program("empty"), program("accumulate"), program("apply"), program("score", several=False)
     )
     monkeypatch.setattr(jax, "block_until_ready", lambda _: happened.append("awaited"))
-    policy_update.update(stubs, SimpleNamespace(params=None), [None] * 3)
+    policy_update.update(stubs, SimpleNamespace(params=None, step=jnp.zeros(())), [None] * 3, 0)
     policy_update.token_logprobs(stubs, None, [None] * 2)
     names = ["empty", *["accumulate"] * 3, "apply", *["score"] * 2]
     assert happened == [one for name in names for one in (name, "awaited")]

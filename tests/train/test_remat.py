@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_is_added_too(x64):
     assert np.isnan(sums.grads.layers.q).all()
     state = policy_update.create(params, recipe)
     kept = jax.device_get(state.params)
-    state, metrics = policy_update.programs(recipe).apply(state, sums)
+    state, metrics = policy_update.programs(recipe).apply(state, sums, 0)
     assert int(metrics["nonfinite"]) == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), kept)
 

@@ -325,7 +325,7 @@ def test_packing_accumulation_and_sharding_do_not_change_an_update_of_whole_answ
         batch = batch_of(recipe, known, rows)
         assert (len(batch) > 1) == (rows < 8)
         state = policy_update.create(params_of(recipe), recipe)
-        results.append(policy_update.update(policy_update.programs(recipe), state, batch))
+        results.append(policy_update.update(policy_update.programs(recipe), state, batch, 0))
     for other in results[1:]:
         for one, two in zip(*map(jax.tree.leaves, (results[0], other)), strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)

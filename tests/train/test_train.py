@@ -204,16 +204,25 @@ def test_a_schedule_over_the_steps_says_so_when_there_are_more(whole, tmp_path, 
 
 
 def test_what_changes_updates_resumes_with_override_and_is_recorded_with_its_step(whole, tmp_path):
-    changed = extended(whole, tmp_path / "run", 5, learning_rate=0.02)
+    changed = extended(whole, tmp_path / "run", 5, learning_rate=0.02, schedule="linear")
+    changed = replace(changed, algorithm=replace(changed.algorithm, minibatches=2))
     with pytest.raises(
         ConfigError,
-        match=r"optim.learning_rate .0.01 there, 0.02 here.: use .* --override .* step 4",
+        match=r"algorithm.minibatches .1 there, 2 here.*optim.learning_rate .0.01 there, 0.02 here.*"
+        r"use .* --override .* step 4",
     ):
         loop.train(changed)
     assert loop.train(replace(changed, override=True)) == cli.DONE
     assert saved_steps(changed)[-1] == 5
     (note,) = map(json.loads, (tmp_path / "run" / "changes.jsonl").read_text().splitlines())
-    assert (note["step"], note["changes"]) == (4, {"optim.learning_rate": [0.01, 0.02]})
+    expected = {
+        "algorithm.minibatches": [1, 2],
+        "optim.learning_rate": [0.01, 0.02],
+        "optim.schedule": ["constant", "linear"],
+        "train.steps": [4, 5],
+    }
+    assert (note["step"], note["changes"]) == (4, expected)
+    assert events(changed)["actor/lr"][-1] == (5, pytest.approx(0.02 * (1 - 4 / 5)))
     assert loop.train(changed) == cli.DONE, "it is this run's value now"
     seed = replace(changed, train=replace(changed.train, seed=7), override=True)
     with pytest.raises(

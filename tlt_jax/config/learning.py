@@ -80,10 +80,11 @@ class Optim:
     learning_rate: float = knob(1e-6, "peak learning rate", at_least=0)
     schedule: str = knob(
         "constant",
-        "learning rate schedule: constant | linear | cosine; the last two reach 0 at the last step",
+        "learning rate of an RL step, for all of its optimizer steps: constant | linear | cosine; the last two reach 0 after "
+        "the last one",
         one_of=("constant", "linear", "cosine"),
     )
-    warmup_steps: int = knob(0, "steps of linear warm-up", at_least=0)
+    warmup_steps: int = knob(0, "RL steps of linear warm-up", at_least=0)
     beta1: float = knob(0.9, "Adam's first moment", at_least=0, below=1)
     beta2: float = knob(0.95, "Adam's second moment", at_least=0, below=1)
     weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)

@@ -87,7 +87,8 @@ def lower(
     accumulate = partial(programs.accumulate.lower, sums, params, rows)
     holds = resident | pick(kinds, "gradients")
     yield PlannedProgram("policy gradients", accumulate, recipe.mesh, holds)
-    apply = partial(programs.apply.lower, policy_update.abstract_state(recipe), sums)
+    state = policy_update.abstract_state(recipe)
+    apply = partial(programs.apply.lower, state, sums, state.step)
     yield PlannedProgram("policy update", apply, recipe.mesh, holds)
 
     if engine.drafter:

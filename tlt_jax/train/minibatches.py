@@ -66,12 +66,14 @@ class PolicyTraining:
         prompts: Sequence[Prompt],
         rollout: RolloutResult,
         scores: Mapping[int, Score],
+        step: int,
         teach: Callable[[Sequence[Rows]], None] | None = None,
     ) -> tuple[PolicyState, Learned]:
         """The policy after one optimizer step for each minibatch of a rollout, and what the steps measured.
 
-        The state is donated. With several minibatches the old log-probs of all are those before the first step. `teach`
-        is called with the rows of all accumulation steps before the first optimizer step.
+        The state is donated. With several minibatches the old log-probs of all are those before the first step. `step`:
+        number of RL steps before this one, from which the schedule takes the learning rate. `teach` is called with the
+        rows of all accumulation steps before the first optimizer step.
         """
         config, rewards = self.config, rewards_of(rollout, scores)
         given = first_advantages(config, rollout, rewards).reshape(-1)
@@ -93,7 +95,7 @@ class PolicyTraining:
 
         updates = []
         for batch in batches:
-            state, metrics = policy_update.update(self.programs, state, batch, self.base)
+            state, metrics = policy_update.update(self.programs, state, batch, step, self.base)
             updates.append(jax.device_get(metrics) | measured)
 
         fill = float(np.mean([one.fill for one in packed]))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax import optimizer
 from tlt_jax.config.learning import NONE
-from tlt_jax.distributed.mesh import is_cpu
+from tlt_jax.distributed.mesh import is_cpu, put
 from tlt_jax.models import architecture, lora, targets, token_logprobs as scoring, transformer
 from tlt_jax.models.architecture import Params
 from tlt_jax.models.lora import Adapters
@@ -231,8 +232,10 @@ def accumulate(
     ), value
 
 
-def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, dict[str, Array]]:
-    """The state after one optimizer step on the gradients of a whole batch, and its metrics.
+def apply(
+    state: PolicyState, sums: Sums, step: Int[Array, ""], recipe: Recipe
+) -> tuple[PolicyState, dict[str, Array]]:
+    """The state after one optimizer step on the gradients of a whole batch, and its metrics; `step`: of the schedule.
 
     A non-finite update leaves weights and moments unchanged; a batch without targets the whole state. Metrics are means or
     maxima over targets, 0 without any.
@@ -241,7 +244,7 @@ def apply(state: PolicyState, sums: Sums, recipe: Recipe) -> tuple[PolicyState, 
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     tokens = sums.totals.get("tokens")
     has_targets = tokens is None or tokens > 0
-    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, has_targets)
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, has_targets, step)
     means = policy_loss.means(sums.totals)
     if tokens is not None:
         means[EMPTY] = (tokens == 0).astype(jnp.int32)
@@ -297,8 +300,8 @@ def head_logprobs(
 class UpdatePrograms(NamedTuple):
     """The jitted functions of a recipe; all but `apply` run one accumulation step.
 
-    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums) donates
-    the state; score(params, rows).
+    empty(params, rows); accumulate(sums, params, rows) donates the sums; apply(state, sums, step)
+    donates the state; score(params, rows).
     """
 
     empty: jax.stages.Wrapped
@@ -311,7 +314,8 @@ class UpdatePrograms(NamedTuple):
 def programs(recipe: Recipe) -> UpdatePrograms:
     """The programs of the policy update over the whole mesh.
 
-    To compile them ahead of time, lower them with abstract_state, abstract_rows and abstract_sums.
+    To compile them ahead of time, lower them with abstract_state, whose `step` is as that of `apply`, abstract_rows and
+    abstract_sums.
     Sums and state come out with the shardings they went in with, so each program compiles once.
     """
     everywhere, state = NamedSharding(recipe.mesh, PartitionSpec()), state_shardings(recipe)
@@ -338,18 +342,23 @@ def abstract_sums(recipe: Recipe, rows: Rows) -> Sums:
 
 
 def update(
-    programs: UpdatePrograms, state: PolicyState, batch: Batch, base: Params | None = None
+    programs: UpdatePrograms,
+    state: PolicyState,
+    batch: Batch,
+    step: int,
+    base: Params | None = None,
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the batch, and its metrics. It owns `state`.
 
-    `base`: of the adapters that the state holds; None when it holds all weights.
+    `step`: of the schedule, from 0 on: the RL step, for all of its optimizer steps. `base`: of the adapters that the state
+    holds; None when it holds all weights.
     """
     params = lora.whole(state.params, base)
     sums, values = block_on_cpu(programs.empty(params, batch[0])), []
     for rows in batch:
         sums, value = programs.accumulate(sums, params, rows)
         values = throttle([*values, value])
-    return block_on_cpu(programs.apply(state, sums))
+    return block_on_cpu(programs.apply(state, sums, put(np.int32(step), state.step.sharding)))
 
 
 def token_logprobs(

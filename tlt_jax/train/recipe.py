@@ -35,7 +35,7 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Config, model: ModelConfig, mesh: Mesh, total_steps: int) -> Recipe:
-        """The recipe of a run of `total_steps` optimizer steps.
+        """The recipe of a run of `total_steps` RL steps.
 
         Log-probs are at the temperature of the rollout. With model.remat auto, `memory.fitted` chooses the levels, without
         which programs with a backward pass cannot be made.

@@ -68,7 +68,7 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
             raise Interrupted("the warm start was interrupted")
         solutions = setup.dataset.solutions(step, config.sft.batch)
         batch = make_batch(config, recipe, solutions)
-        state, metrics = policy_update.update(programs, state, batch)
+        state, metrics = policy_update.update(programs, state, batch, step)
         progress.step(step + 1, metrics, sum(len(solution) for _, solution in solutions))
     if cache:
         hf.save_whole(state.params, model, cache, mesh, dtype=config.model.param_dtype)

@@ -86,7 +86,7 @@ def machinery(setup: Setup) -> Machinery:
     """The engine and the recipes of a run. Raises ConfigError for what the devices cannot hold."""
     config, model, mesh = setup.config, setup.model, setup.mesh
     steps = total_steps(config, setup.dataset)
-    recipe = Recipe.of(config, model, mesh, steps * config.algorithm.minibatches)
+    recipe = Recipe.of(config, model, mesh, steps)
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     recipe = memory.fitted(config, recipe, drafter, setup.job)
     if setup.job.is_first:
@@ -120,7 +120,7 @@ def update_programs(parts: Machinery) -> UpdatePrograms:
         early.score.compile(lambda scored=scored: (scored, rows.replace(old=None, reference=None)))
     early.empty.compile(lambda: (policy, rows))
     early.accumulate.compile(lambda: (sums(), policy, rows))
-    early.apply.compile(lambda: (state, sums()))
+    early.apply.compile(lambda: (state, sums(), state.step))
     return early
 
 

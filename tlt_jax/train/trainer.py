@@ -116,7 +116,12 @@ class Trainer:
         del weights  # they may share buffers with the policy, which the update donates
         with self.watch.phase("update"):
             policy, learned = self.policy.update(
-                self.state.policy, rolled.prompts, rolled.result, scores, taught.lesson
+                self.state.policy,
+                rolled.prompts,
+                rolled.result,
+                scores,
+                self.state.step,
+                taught.lesson,
             )
         tuner = self.update_tuner(rolled.tuner, taught)
         config, step, choice = self.setup.config, self.state.step, rolled.result.choice
