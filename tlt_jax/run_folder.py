@@ -230,10 +230,14 @@ def record_failure(config: Config, text: str) -> None:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
 
 
-def summary(config: Config, example: str = "TEXT") -> str:
-    """The closing message of a run: the paths of its results, and a command to try the model, on the `example` prompt."""
+def summary(config: Config, example: str = "TEXT", remarks: Sequence[str] = ()) -> str:
+    """The closing message of a run: the paths of its results, and a command to try the model, on the `example` prompt.
+
+    `remarks`: what went wrong in it; they come first.
+    """
     run, model = Path(config.run), export(config)
     python, lines = python_name(), [f"{config.run} is done:"]
+    lines += [f"  note         {remark}" for remark in remarks]
     lines.append(f"  metrics      {run / METRICS}")
     if TENSORBOARD in config.log.trackers:
         board = shlex.quote(str(run / TENSORBOARD))

@@ -524,6 +524,46 @@ def test_updates_that_are_not_finite_stop_the_run_and_keep_its_weights(
     assert [value for _, value in events(config)["actor/nonfinite"]] == [0, 1, 2, 3]
 
 
+def test_answers_and_updates_that_are_not_finite_are_said_and_a_run_without_an_update_fails(
+    whole, tmp_path, monkeypatch, capsys
+):
+    """A NaN embedding of the digit 1, which one of step 1's two prompts has; two steps, so that three skips never come."""
+    load, token = from_config.load_policy, datasets.tokenizer(whole).convert_tokens_to_ids("1")
+
+    def broken(*args):
+        params = load(*args)
+        return params.replace(embed=params.embed.at[token].set(np.nan))
+
+    def advantages(rewards, *_):
+        return np.full(rewards.shape, np.nan)
+
+    untied = replace(whole.model, init=whole.model.init | {"tie_word_embeddings": False})
+    config = replace(whole, run=str(tmp_path / "run"), model=untied)
+    config = replace(
+        config,
+        train=replace(config.train, steps=2),
+        eval=replace(config.eval, every=0),
+        checkpoint=replace(config.checkpoint, best_metric=""),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(from_config, "load_policy", broken)
+        patch.setattr(minibatches, "answer_advantages", advantages)
+        assert loop.train(config) == cli.DIVERGED
+    said = capsys.readouterr()
+    assert "error: step 2: every update of the run was skipped, because none was finite" in said.err
+    assert "is done" not in said.out and not Path(config.run, "hf").exists()
+    for step, (_, count) in enumerate(events(config)["response_length/nonfinite"], 1):
+        (line,) = [one for one in said.out.splitlines() if one.startswith(f"step {step}/2  reward")]
+        assert 0 < count < 6 and f"nonfinite {count:.0f}" in line
+        assert f"step {step}/2  1 of 1 updates were skipped: not finite" in said.out
+
+    with monkeypatch.context() as patch:  # a run that had two updates before
+        patch.setattr(minibatches, "answer_advantages", advantages)
+        assert loop.train(stopped_after(2, whole, tmp_path / "later")) == cli.DONE
+    _, end = capsys.readouterr().out.split("is done:\n")
+    assert end.splitlines()[0] == "  note         2 of 4 updates were skipped: not finite"
+
+
 def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
     shared, configure, tmp_path
 ):

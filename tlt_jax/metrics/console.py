@@ -35,7 +35,7 @@ class Progress:
         self.console = console or Console(soft_wrap=True)
         self._programs, self._compile_s = 0, 0.0  # compiled since the last line about compilations
         self._compiles_said = time.monotonic()
-        self._pace, self._widths = Pace(total_steps, first_step), [0] * 14  # of the columns so far
+        self._pace, self._widths = Pace(total_steps, first_step), [0] * 15  # of the columns so far
 
         self._bar = None
         if live and self.console.is_terminal:
@@ -182,8 +182,9 @@ class Pace:
 def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
     """The columns after the step, the most important first; "" for those that the step has no value for.
 
-    Reward, length, loss and agreement (of a drafter's training), speed, seconds per step, what is left, accept length,
-    share of prompts replaced, idle time, the largest ratio of an answer, the shares of clipped tokens and of masked answers.
+    Reward, length, number of nonfinite answers, loss and agreement (of a drafter's training), speed, seconds per step, what
+    is left, accept length, share of prompts replaced, idle time, the largest ratio of an answer, the shares of clipped
+    tokens and of masked answers.
     """
 
     def cell(form: str, name: str) -> str:
@@ -199,6 +200,9 @@ def columns(values: Mapping[str, float], pace: Pace) -> list[str]:
     return [
         cell("reward {:.3f}", "reward/mean"),
         cell("length {:.0f}", "response_length/mean"),
+        cell("nonfinite {:.0f}", "response_length/nonfinite")
+        if values.get("response_length/nonfinite")
+        else "",
         cell("loss {:.3f}", "drafter/loss"),
         cell("agreement {:.3f}", "drafter/agreement@1"),
         "" if speed is None else f"{short(speed)} tokens/s",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from tlt_jax.config import Config
+from tlt_jax.metrics.run import Series
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
 from tlt_jax.train.policy_update import EMPTY
@@ -24,10 +28,17 @@ class Health:
         self.failed_steps = 0  # consecutive steps in which every reward failed
         self.differences: list[float] = []  # between rollout and update, of the first steps
 
-    def problem(self, rollout: RolloutResult, scores: Mapping[int, Score], skips: int) -> str:
+    def problem(
+        self,
+        rollout: RolloutResult,
+        scores: Mapping[int, Score],
+        skips: int,
+        is_untrained: bool = False,
+    ) -> str:
         """Why the run has to stop after this step, and what to do; empty when it can continue.
 
-        `skips`: consecutive updates that were not finite. Call it once a step.
+        `skips`: consecutive updates that were not finite; `is_untrained`: it was the last step, and every update of the run
+        was skipped. Call it once a step.
         """
         failed = [score for _, score in sorted(scores.items()) if score.failure]
         self.failed_steps = self.failed_steps + 1 if failed and len(failed) == len(scores) else 0
@@ -40,6 +51,12 @@ class Health:
             return (
                 f"{skips} updates in a row were not finite: lower optim.learning_rate, or check the rewards and completions "
                 "in the run folder"
+            )
+        if is_untrained:
+            return (
+                "every update of the run was skipped, because none was finite: the policy is still the start policy, and is "
+                "not exported: check the weights of model.path and the completions in the run folder, or lower "
+                "optim.learning_rate"
             )
         if self.failed_steps >= MAX_FAILED:
             return (
@@ -77,6 +94,33 @@ def failures(scores: Mapping[int, Score]) -> str:
     return (
         f"{len(failed)} of {len(scores)} rewards failed; the first: {first.failure}: {first.detail}"
     )
+
+
+def skipped(updates: Sequence[Mapping[str, float]]) -> str:
+    """Number of optimizer steps of a step that were not finite, and so changed nothing; empty when all were finite."""
+    count = sum(
+        not update[EMPTY] and not all(map(math.isfinite, (update["loss"], update["grad_norm"])))
+        for update in updates
+    )
+    return f"{count} of {len(updates)} updates were skipped: not finite" if count else ""
+
+
+def remarks(metrics: Mapping[str, Series], applied: int, skips: int) -> list[str]:
+    """What the end of a run says of answers and updates that were not finite, and of a policy that never changed.
+
+    `metrics`: of all steps; `applied`, `skips`: number of updates that the policy got, and that were skipped.
+    """
+    series, found = metrics.get("response_length/nonfinite"), []
+    counts = np.zeros(0) if series is None else series.values
+    if steps := np.count_nonzero(counts):
+        found.append(
+            f"{counts.sum():.0f} answers, in {steps} of {len(counts)} steps, ended as nonfinite"
+        )
+    if skips:
+        found.append(f"{skips} of {applied + skips} updates were skipped: not finite")
+    if not applied:
+        found.append("no update: the policy is the start policy")
+    return found
 
 
 def left_out(updates: Sequence[Mapping[str, float]]) -> str:

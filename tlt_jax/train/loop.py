@@ -16,9 +16,10 @@ from tlt_jax.distributed.process import Preemption
 from tlt_jax.distributed.watch import Watch
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import NoWriter, Writer
+from tlt_jax.metrics.run import open_run
 from tlt_jax.models import hf
 from tlt_jax.rewards import Scorer
-from tlt_jax.train import start_policy, startup
+from tlt_jax.train import health, start_policy, startup
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.startup import Machinery
@@ -70,7 +71,10 @@ def train(config: Config, watching: Watch | None = None) -> int:
         watching.alive("export")
         export(parts, trainer)
     if setup.job.is_first:
-        print(run_folder.summary(config, *startup.example(setup.dataset)))
+        policy, metrics = trainer.state.policy, open_run(config.run).metrics
+        skips = int(policy.skipped)
+        remarks = health.remarks(metrics, int(policy.step) - skips, skips)
+        print(run_folder.summary(config, *startup.example(setup.dataset), remarks=remarks))
     return DONE
 
 

@@ -38,7 +38,7 @@ from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.drafting_words import DraftingWords
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.health import Health, failures, left_out
+from tlt_jax.train.health import Health, failures, left_out, skipped
 from tlt_jax.train.minibatches import Learned, PolicyTraining
 from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
@@ -270,8 +270,9 @@ class Trainer:
             self.writer.step(state.step, scalars, answers, result.spans, chunks, phases)
             self.say_drafting(result)
             filled = dynamic_sampling.filled(result.choice)
+            words_of_updates = skipped(learned.updates), left_out(learned.updates)
             grown = self.health.grown(scalars.get("actor/rollout_logprob_diff_mean"))
-            for words in (filled, failures(scores), left_out(learned.updates), grown):
+            for words in (filled, failures(scores), *words_of_updates, grown):
                 if words:
                     self.writer.say(f"step {state.step}/{self.steps}  {words}")
 
@@ -285,7 +286,9 @@ class Trainer:
 
     def diverged(self, rolled: Rolled, scores: dict[int, Score]) -> int | None:
         """DIVERGED when the run cannot go on after this step, with the reason on stderr."""
-        problem = self.health.problem(rolled.result, scores, int(self.state.policy.skips))
+        policy, is_last = self.state.policy, self.state.step == self.steps
+        is_untrained = is_last and 0 < int(policy.skipped) == int(policy.step)
+        problem = self.health.problem(rolled.result, scores, int(policy.skips), is_untrained)
         if problem and self.setup.job.is_first:
             print(f"error: step {self.state.step}: {problem}", file=sys.stderr)
         return DIVERGED if problem else None
