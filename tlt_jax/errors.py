@@ -41,6 +41,12 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose files are missing or changed."""
 
 
+class Diverged(UserError, RuntimeError):
+    """Training whose loss or weights are not finite; nothing of it is saved."""
+
+    code = FAILED
+
+
 class DiskFull(UserError, RuntimeError):
     """A file system of the run is full; earlier checkpoints are intact."""
 

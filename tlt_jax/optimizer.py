@@ -24,6 +24,7 @@ from tlt_jax.distributed.mesh import put
 PyTree = Any
 # For Adam.short: final learning rate as a share of the peak, warm-up as a share of the steps, weight decay.
 FLOOR, WARMUP, WEIGHT_DECAY = 0.1, 0.05, 0.0
+MAX_NONFINITE = 3  # updates in a row that are not finite (each is skipped) end a run
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from tlt_jax import cli, eval, run_folder
 from tlt_jax.checkpoint import reading
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.data import dataset as datasets
+from tlt_jax.data import dataset as datasets, tasks
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.errors import CheckpointError, ConfigError, DataError
+from tlt_jax.errors import CheckpointError, ConfigError, DataError, Diverged
 from tlt_jax.metrics import evaluations
 from tlt_jax.models import from_config, hf
 from tlt_jax.rollout import engine as engine_module
@@ -775,7 +775,7 @@ def test_minibatches_and_a_reference_start_at_ratio_1_and_kl_0_and_resume_exactl
 
 
 def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
-    configure, tmp_path, monkeypatch
+    configure, tmp_path, monkeypatch, capsys
 ):
     knobs = {"sft.steps": 8, "sft.batch": 8, "sft.learning_rate": 0.03, "sft.cache": tmp_path / "cache",
              "eval.every": 0, "train.steps": 2, "reward.terms": {"task": 1.0}}  # fmt: skip
@@ -791,6 +791,8 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     again = replace(config, run=str(tmp_path / "again"))
     assert loop.train(again) == cli.DONE
     assert not updates
+    (cached,) = (tmp_path / "cache").iterdir()
+    assert f"warm start: read from {cached}" in capsys.readouterr().out
     assert_equal(state_of(again, 2), state_of(config, 2))
     resumed = stopped_after(1, config, tmp_path / "resumed")
     assert loop.train(resumed) == cli.DONE
@@ -812,6 +814,42 @@ def test_the_warm_start_learns_and_is_read_from_its_cache_the_second_time(
     kept = {folder({name: value}) for name, value in others.items()}
     assert len(kept | {folder({})}) == len(others) + 1 and None not in kept
     assert folder({"sft.cache": "off"}) is None
+
+    rows = tasks.ListTask.rows
+
+    def changed(
+        self, seed, indices, split
+    ):  # the task's code: the solution of the last step's last row
+        return [
+            replace(row, solution="=0") if (split, index) == ("sft", 63) else row
+            for row, index in zip(rows(self, seed, indices, split), indices, strict=True)
+        ]
+
+    before = folder({})
+    monkeypatch.setattr(tasks.ListTask, "rows", changed)
+    assert folder({}) not in {before, None}
+
+
+@pytest.mark.parametrize(
+    "knobs, what",
+    [
+        ({"sft.steps": 8, "sft.learning_rate": 1e30}, "its loss is not finite since step 2 of 8"),
+        (
+            {"sft.steps": 1, "sft.learning_rate": 1e39},
+            "its weights are not finite after step 1 of 1",
+        ),
+    ],
+)
+def test_a_warm_start_that_diverges_ends_by_name_and_keeps_nothing(
+    configure, tmp_path, monkeypatch, knobs, what
+):
+    monkeypatch.setattr(sft, "LOG_EVERY", 1)
+    given = {"sft.batch": 8, "sft.cache": tmp_path / "cache", "reward.terms": {"task": 1.0}}
+    config = configure(tmp_path / "run", given | knobs)
+    with pytest.raises(Diverged, match=f"{what}: lower sft.learning_rate") as error:
+        loop.train(config)
+    assert error.value.code == 1 and "\n" not in str(error.value)
+    assert not (tmp_path / "cache").exists() and not saved_steps(config)
 
 
 def test_a_warm_start_is_cached_by_the_content_of_its_rows(tmp_path, shared, configure):

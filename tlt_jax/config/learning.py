@@ -124,7 +124,7 @@ class Train:
 class Sft:
     steps: int = knob(
         0,
-        "supervised steps on worked solutions before RL; 0: none. The result is cached by configuration",
+        "supervised steps on worked solutions before RL; 0: none. The result is cached by configuration and solutions",
         at_least=0,
     )
     batch: int = knob(64, "solutions per step", at_least=1)

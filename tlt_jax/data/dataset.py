@@ -6,6 +6,7 @@ Knows no model or device.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,15 @@ class Dataset:
             found.update(str(prompt.row["answer"]).encode() + b".")
         for _, solution in self.trainable:
             found.update(np.asarray(solution, np.int32).tobytes() + b".")
+        return found.hexdigest()[:16]
+
+    def digest_of_solutions(self, steps: int, batch: int) -> str:
+        """A digest of the rows and of the worked solutions of so many supervised steps; of a generated task as texts."""
+        found = hashlib.sha256(self.digest().encode())
+        for step in range(steps if self.task else 0):
+            positions = range(step * batch, (step + 1) * batch)
+            for row in _task_rows(self.task, self.config.train.seed, positions, "sft"):
+                found.update(json.dumps([row["prompt"], row["solution"]], default=str).encode())
         return found.hexdigest()[:16]
 
     @property

@@ -34,8 +34,8 @@ from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import drafter_network, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.optimizer import MAX_NONFINITE
 from tlt_jax.train import run_state, sft
-from tlt_jax.train.health import MAX_NONFINITE
 from tlt_jax.train.run_state import RunState
 from tlt_jax.train.setup import Setup
 

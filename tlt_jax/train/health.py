@@ -9,11 +9,11 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.metrics.run import Series
+from tlt_jax.optimizer import MAX_NONFINITE
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
 from tlt_jax.train.policy_update import EMPTY
 
-MAX_NONFINITE = 3  # updates in a row that are not finite (each is skipped) end a run
 MAX_FAILED = 3  # steps in a row in which every reward failed end a run
 FIRST = 3  # steps whose mean difference between rollout and update is that of rounding
 GROWN = 3.0  # times as large a difference is warned of

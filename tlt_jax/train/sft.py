@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration
@@ -23,19 +25,20 @@ from tlt_jax.config.inputs import Lora
 from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
-from tlt_jax.errors import Interrupted
+from tlt_jax.errors import Diverged, Interrupted
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.optimizer import WEIGHT_DECAY, Adam
+from tlt_jax.optimizer import MAX_NONFINITE, WEIGHT_DECAY, Adam
 from tlt_jax.train import accumulation, memory, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.objective import Objective
 from tlt_jax.train.policy_batch import Batch
+from tlt_jax.train.policy_update import PolicyState
 from tlt_jax.train.recipe import Recipe
 from tlt_jax.train.setup import Setup
 
-FORMAT = 1  # version of the cache
+FORMAT = 2  # version of the cache
 LOG_EVERY = 25  # steps between metrics that are written
 LOG_EVERY_S = 10.0  # seconds after which a step is logged though its metrics are not written
 
@@ -47,8 +50,8 @@ log = logging.getLogger(
 def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) -> Params:
     """The policy that RL starts from: the loaded or new one, after sft.steps on worked solutions.
 
-    A warm start that was made before from the same settings is read from the cache, which all processes see. Raises
-    Interrupted on demand, in all of them.
+    A warm start that was made before from the same settings and solutions is read from the cache, which all processes see.
+    Raises Interrupted on demand, and Diverged before anything is cached, each in all of them.
     """
     config, model, mesh = setup.config, setup.model, setup.mesh
     if not config.sft.steps:
@@ -70,9 +73,35 @@ def warm_start(setup: Setup, writer: Writer, interrupted: Callable[[], bool]) ->
         batch = make_batch(config, recipe, solutions)
         state, metrics = policy_update.update(programs, state, batch, step)
         progress.step(step + 1, metrics, sum(len(solution) for _, solution in solutions))
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == config.sft.steps:
+            check(config, state, step + 1)
     if cache:
         hf.save_whole(state.params, model, cache, mesh, dtype=config.model.param_dtype)
     return state.params
+
+
+def check(config: Config, state: PolicyState, step: int) -> None:
+    """Raises Diverged when the last updates before `step`, or the weights after the last step, are not finite.
+
+    Updates that are not finite are skipped: single ones before the last are no reason to stop.
+    """
+    steps, skips = config.sft.steps, int(state.skips)
+    if skips >= MAX_NONFINITE or skips and step == steps:
+        what = f"its loss is not finite since step {step - skips + 1}"
+    elif step == steps and not is_finite(state.params):
+        what = f"its weights are not finite after step {step}"
+    else:
+        return
+    raise Diverged(
+        f"the warm start diverged, and nothing of it is kept: {what} of {steps}: lower sft.learning_rate "
+        f"{config.sft.learning_rate:g}, or check the weights of the model that it starts from"
+    )
+
+
+@jax.jit
+def is_finite(params: Params) -> Bool[Array, ""]:
+    """Whether all weights are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
 class Progress:
@@ -140,7 +169,7 @@ def cache_folder(config: Config, model: ModelConfig, dataset: Dataset) -> Path |
         "sizes": asdict(model),
         "source": from_config.fingerprint(config),
         "data": asdict(config.data),
-        "rows": dataset.digest(),
+        "rows": dataset.digest_of_solutions(config.sft.steps, config.sft.batch),
         "sft": asdict(replace(config.sft, cache="")) | {"weight_decay": WEIGHT_DECAY},
         "mesh": (config.mesh.data, config.mesh.model),
         "packing": (
