@@ -232,6 +232,9 @@ def test_a_deterministic_run_repeats_and_resumes_bit_for_bit(configure, tmp_path
     [
         ({"rollout.max_prompts": KEEP}, "rollout.max_prompts 2 is not above rollout.prompts 2.*use 4 or more, or 0"),
         ({"train.steps": 0, "train.epochs": 1}, "set train.steps, or rollout.unused drop"),
+        *(({"algorithm.advantage": "reinforce_pp", "rollout.samples": n},
+           r"rollout.max_prompts \d+ with algorithm.advantage reinforce_pp.*use grpo, rloo or dr_grpo, or")
+          for n in (1, 3)),
     ],
 )  # fmt: skip
 def test_prompts_to_try_that_cannot_be_are_refused_with_the_fix(configure, tmp_path, knobs, fix):

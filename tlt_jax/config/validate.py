@@ -8,6 +8,7 @@ from typing import Protocol
 from tlt_jax.config import extension
 from tlt_jax.config.algorithms import validate_algorithm
 from tlt_jax.config.inputs import REWARDS
+from tlt_jax.config.learning import REINFORCE_PP
 from tlt_jax.config.parse import nearest
 from tlt_jax.config.schema import ADAPTIVE, AUTO, KEEP, Config
 from tlt_jax.errors import ConfigError
@@ -161,8 +162,17 @@ def validate_learning(config: Config) -> None:
 
 
 def validate_dynamic_sampling(config: Config) -> None:
-    """Raises ConfigError when the prompts that a step may try conflict with other knobs."""
+    """Raises ConfigError when the prompts that a step may try conflict with other knobs.
+
+    With reinforce_pp a prompt whose answers score alike has a gradient: they are compared with those of the whole step.
+    """
     rollout, train = config.rollout, config.train
+    if rollout.max_prompts and config.algorithm.advantage == REINFORCE_PP:
+        raise ConfigError(
+            f"rollout.max_prompts {rollout.max_prompts} with algorithm.advantage {REINFORCE_PP}, which compares answers of "
+            "the whole step: it would replace prompts that give a gradient: use grpo, rloo or dr_grpo, or "
+            "rollout.max_prompts 0"
+        )
     if 0 < rollout.max_prompts <= rollout.prompts:
         raise ConfigError(
             f"rollout.max_prompts {rollout.max_prompts} is not above rollout.prompts {rollout.prompts}: no prompt could be "
