@@ -125,6 +125,22 @@ def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
     assert store.steps() == [5, 7, 8] and store.latest() == 8
 
 
+def test_the_best_is_one_of_the_latest_kind_of_evaluation(tmp_path):
+    """Kinds 0 and 1; the best of the kind before is kept until one of the new kind is complete."""
+    name = "eval/mean@1"
+    for evaluation, scores, kept in ((0, {1: 0.9, 2: 0.5}, [1, 2]), (1, {3: 0.2, 4: 0.1}, [3, 4])):
+        with Store(tmp_path, keep=1, best_metric=name, evaluation=evaluation) as store:
+            assert store.best() == (1 if evaluation else None)
+            for step, value in scores.items():
+                assert store.improves({name: value}) == (step in (1, 3)), step
+                store.save(step, {"policy": {"w": jnp.ones(2)}}, metrics={name: value})
+                store.wait()
+            assert store.best() == kept[0]
+        assert store.steps() == kept
+    with Store(tmp_path, best_metric=name, create=False) as reader:
+        assert reader.best() == 3
+
+
 def test_a_step_that_is_saved_is_left_alone(saved):
     with Store(saved) as store:
         store.save(2, {"policy": {"w": jnp.zeros(1)}})

@@ -20,7 +20,7 @@ from typing import Any
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
-from tlt_jax.config.changes import Change
+from tlt_jax.config.changes import JUDGING, Change
 from tlt_jax.config.outputs import COMPLETIONS, EXPORT, LOG, METRICS, RESOLVED, TENSORBOARD
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
@@ -103,7 +103,7 @@ def enter(config: Config) -> None:
     """Writes the resolved configuration. Raises ConfigError, which names the knobs that differ, for another run's folder.
 
     The configuration of a run that stopped before its first step may be corrected in place. Changes by
-    `override` are recorded in changes.jsonl, with the step from which they hold.
+    `override` and of evaluations are recorded in changes.jsonl, with the step from which they hold.
     """
     path = Path(config.run) / RESOLVED
     found, step = [], newest(config)
@@ -156,13 +156,23 @@ def note(config: Config, step: int, found: Sequence[Change]) -> None:
     atomic.write_text(path, f"{before}{json.dumps(line)}\n")
     for one in found:
         log.warning("from step %d on: %s", step, one)
+    if config.checkpoint.best_metric and any(one.name.startswith(JUDGING) for one in found):
+        log.warning(
+            "evaluations up to step %d are not comparable with later ones: the best by %s is chosen among the later ones",
+            step, config.checkpoint.best_metric,
+        )  # fmt: skip
 
 
-def changed(config: Config) -> set[str]:
-    """The knobs that were overridden in this run so far."""
+def changed(config: Config) -> list[set[str]]:
+    """The knobs that were changed in this run so far, by resume."""
     path = Path(config.run) / CHANGES
     lines = atomic.lines(path) if path.exists() else []
-    return {name for line in lines for name in json.loads(line)["changes"]}
+    return [set(json.loads(line)["changes"]) for line in lines]
+
+
+def evaluation(config: Config) -> int:
+    """How often knobs were changed without whose values two evaluations of this run cannot be compared."""
+    return sum(any(name.startswith(JUDGING) for name in names) for names in changed(config))
 
 
 def newest(config: Config) -> int:
@@ -173,7 +183,7 @@ def newest(config: Config) -> int:
 
 def identity(config: Config, data: str) -> dict[str, str]:
     """Settings that all checkpoints of a run share; `data` is the digest of its rows."""
-    fixed, overridden = changes.identity(config), changed(config)
+    fixed, overridden = changes.identity(config), set().union(*changed(config))
     knobs = {name: str(value) for name, value in fixed.items() if name not in overridden}
     return knobs | {"the digest of its rows": data}
 

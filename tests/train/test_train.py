@@ -179,8 +179,9 @@ def test_a_finished_run_is_made_longer_and_ends_as_one_that_was_so_from_the_star
     assert_equal(state_of(longer, 6), state_of(start, 6))
     assert completions(longer) == completions(start) and len(completions(start)) == 6
     assert configuration.read(tmp_path / "longer" / "config.yaml") == longer
-    assert not (tmp_path / "longer" / "changes.jsonl").exists(), (
-        "no change that changes.jsonl records"
+    (note,) = map(json.loads, (tmp_path / "longer" / "changes.jsonl").read_text().splitlines())
+    assert (note["step"], note["changes"]) == (4, {"eval.samples": [2, 1]}), (
+        "nothing else is recorded"
     )
 
 
@@ -585,8 +586,8 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
     assert [value for _, value in written["groups/zero_variance"]] == [1, 1]
 
 
-def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, monkeypatch):
-    measured = iter([0.1, 0.3, 0.9, 0.2, 0.4])
+def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, monkeypatch, caplog):
+    measured = iter([0.1, 0.3, 0.9, 0.2, 0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(
         Evaluator,
         "evaluate",
@@ -603,6 +604,21 @@ def test_the_best_checkpoint_is_kept_next_to_the_newest(configure, tmp_path, mon
     assert saved_steps(config) == [2, 4]
     with Store(config.run, 1, "eval/mean@2", create=False) as store:
         assert store.best() == 2
+
+    longer = replace(config, train=replace(config.train, steps=6))
+    longer = replace(longer, eval=replace(config.eval, temperature=0.5))
+    assert loop.train(longer) == cli.DONE
+    assert "from step 4 on: eval.temperature (1.0 there, 0.5 here)" in caplog.text
+    assert "evaluations up to step 4 are not comparable with later ones" in caplog.text
+    assert saved_steps(longer) == [5, 6], "0.3, the best since the change, and the newest"
+
+    longest = replace(
+        longer, train=replace(config.train, steps=7), eval=replace(longer.eval, every=7)
+    )
+    caplog.clear()
+    assert loop.train(longest) == cli.DONE
+    assert "from step 6 on: eval.every (1 there, 7 here)" in caplog.text
+    assert "not comparable" not in caplog.text and saved_steps(longest) == [5, 7]
 
 
 def test_the_exported_policy_is_the_last_state_and_evaluates_the_same(

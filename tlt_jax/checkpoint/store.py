@@ -34,6 +34,7 @@ from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 FOLDER = "checkpoints"
 # Folders next to the steps: checkpoints that are being deleted, and damaged ones.
 DELETED, DAMAGED = "deleted", "damaged"
+EVALUATION = "evaluation"  # key of an index
 ABANDON_S = 10.0  # seconds that a failed process waits for its saves
 POLL_S = 0.02  # seconds between two polls of a save
 
@@ -53,6 +54,8 @@ class Store:
     and the best one by `best_metric` (highest; the latest of equal ones). Deletes others at the next
     save, or when the store is closed, after the newer one is complete. Saving returns once the
     arrays are copied to the host; `restore` never finds an interrupted save or deletion.
+    `evaluation`: a number that grows when evaluations change, so that their metrics cannot be
+    compared: the best is one with the highest number, which older versions did not save (0).
     `identity`: values that all checkpoints of the run share, by name; a checkpoint with another value
     is not restored. Every process of the `job` makes a store and calls its methods in the same
     order: all are collectives, except those that only read an index. Raises CheckpointError when the
@@ -67,8 +70,9 @@ class Store:
         create: bool = True,
         identity: Mapping[str, str] | None = None,
         job: Job | None = None,
+        evaluation: int = 0,
     ):
-        self.identity, self.job = dict(identity or {}), job or Job()
+        self.identity, self.job, self.evaluation = dict(identity or {}), job or Job(), evaluation
         self.folder = Path(run).absolute() / FOLDER
         self.keep, self.best_metric, self.is_owner = keep, best_metric, create
         self._bytes = 0  # of the arrays in the running save
@@ -124,6 +128,7 @@ class Store:
             "items": {name: leaf_index(tree) for name, tree in items.items()},
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
             "meta": dict(meta or {}),
+            EVALUATION: self.evaluation,
         }
 
         self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(dict(items)))
@@ -177,25 +182,20 @@ class Store:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The saved step with the highest best_metric; None when no step has it.
+        """The saved step with the highest best_metric, of those with the latest kind of evaluation; None when none has it.
 
         Waits for the saves.
         """
         self.wait()
-        ranked = [(self._score(step), step) for step in self.steps()]
-        return max(
-            ((value, step) for value, step in ranked if value is not None), default=(None, None)
-        )[1]
+        ranked = [(score, step) for step in self.steps() if (score := self._score(step))]
+        return max(ranked, default=(None, None))[1]
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
-        """True when best_metric in `metrics` exceeds that of every saved step, which justifies an extra checkpoint."""
+        """True when best_metric in `metrics` exceeds that of every comparable step, which justifies an extra checkpoint."""
         if not self._is_ranked(metrics):
             return False
         best = self.best()
-        return (
-            best is None
-            or metrics[self.best_metric] > self.index(best)["metrics"][self.best_metric]
-        )
+        return best is None or (self.evaluation, metrics[self.best_metric]) > self._score(best)
 
     def index(self, step: int) -> dict[str, Any]:
         """The index of a checkpoint: format, step, identity, items, metrics, meta.
@@ -305,6 +305,7 @@ class Store:
         added = {
             "metrics": {name: float(value) for name, value in metrics.items()},
             "meta": dict(meta),
+            EVALUATION: self.evaluation,
         }
         if self.job.is_first:
             path = self.folder / str(step) / META / "metadata"
@@ -325,12 +326,14 @@ class Store:
         if self.is_owner and self.job.is_first:
             shutil.rmtree(self.folder / DELETED, ignore_errors=True)
 
-    def _score(self, step: int) -> float | None:
-        """The best_metric of a step; None when it is missing or unreadable."""
+    def _score(self, step: int) -> tuple[int, float] | None:
+        """The kind of evaluation of a step, and its best_metric; None when that is missing or unreadable."""
         try:
-            return self.index(step)["metrics"].get(self.best_metric)
+            described = self.index(step)
         except CheckpointError:
             return None
+        value = described["metrics"].get(self.best_metric)
+        return None if value is None else (described.get(EVALUATION, 0), value)
 
     def _remedy(self, step: int) -> str:
         others = [other for other in self.steps() if other != step]

@@ -22,6 +22,10 @@ OVERRIDABLE = ("optim.", "algorithm.", "reward.terms", "reward.timeout_s", "rewa
                "train.attention_block", "drafter_training.steps",
                "drafter_training.learning_rate")  # fmt: skip
 LENGTH = ("train.steps", "train.epochs")
+EVALUATION = "eval."  # knobs that may always change, and whose changes are named and recorded
+# Knobs without whose values two evaluations cannot be compared.
+JUDGING = ("eval.prompts", "eval.samples", "eval.temperature", "eval.top_", "eval.max_new_tokens", "eval.correct_at",
+           "reward.terms", "reward.timeout_s", "reward.failure_score", "rollout.max_new_tokens", "rollout.stop")  # fmt: skip
 SHOWN, WIDTH = 4, 60  # changes that an error names, and characters of a value
 
 
@@ -38,17 +42,18 @@ class Change(NamedTuple):
 
 def changes(ours: Config, theirs: Config) -> list[Change]:
     """The knobs with different values, except those that may always change."""
-    mine, other = parsing.flatten(ours), parsing.flatten(theirs)
     free = tuple(name for name in FREE if name not in LENGTH or not is_scheduled(ours, theirs))
-    return [
-        Change(name, other[name], mine[name])
-        for name in mine
-        if mine[name] != other[name] and not name.startswith(free)
-    ]
+    return [one for one in differences(ours, theirs) if not one.name.startswith(free)]
+
+
+def differences(ours: Config, theirs: Config) -> list[Change]:
+    """All knobs with different values."""
+    mine, other = parsing.flatten(ours), parsing.flatten(theirs)
+    return [Change(name, other[name], mine[name]) for name in mine if mine[name] != other[name]]
 
 
 def allowed(ours: Config, theirs: Config, run: str, path: str, step: int) -> list[Change]:
-    """The changes with which the run of a folder resumes from a step.
+    """The changes with which the run of a folder resumes from a step, those of evaluations among them.
 
     Raises ConfigError, with the old and new values, for knobs that may never change, and without
     --override for knobs that affect later steps.
@@ -69,7 +74,7 @@ def allowed(ours: Config, theirs: Config, run: str, path: str, step: int) -> lis
             f"{run} holds a run with other values of {listed(found)}{schedule}: use those of {path}, or --override to resume "
             f"with these from step {step}"
         )
-    return found
+    return found + [one for one in differences(ours, theirs) if one.name.startswith(EVALUATION)]
 
 
 def is_overridable(change: Change) -> bool:

@@ -43,7 +43,8 @@ class Checkpoint:
     )
     best_metric: str = knob(
         "",
-        "also keep the best checkpoint by this evaluation metric (for example eval/mean@1)",
+        "also keep the best checkpoint by this evaluation metric (for example eval/mean@1); it is chosen anew when a resumed "
+        "run changes its evaluations",
     )
     export: bool = knob(True, "write the final policy as an HF directory to <run>/hf")
 

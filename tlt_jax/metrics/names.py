@@ -115,7 +115,7 @@ ROWS = [
     ("timing_s/metrics", "scalar", "seconds to compute the step's metrics and to write those of the step before"),
     ("timing_s/other", "scalar", "seconds of the step outside all other phases"),
     ("perf/tokens_per_second", "scalar", "answer tokens per second of rollout, all data groups"),
-    ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step"),
+    ("perf/throughput", "scalar", "prompt and answer tokens per second of the whole step, without its evaluation"),
     ("perf/total_num_tokens", "scalar", "prompt and answer tokens of the step"),
     ("perf/idle_ratio", "scalar", "share of the data groups' rollout time without work and without waiting for compilations"),
     ("group/busy_s@{k}", "scalar", "seconds of the rollout in which data group k had work"),

@@ -48,6 +48,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
             config.checkpoint.best_metric,
             identity=run_folder.identity(config, setup.dataset.digest()),
             job=setup.job,
+            evaluation=run_folder.evaluation(config),
         ) as store,
         Scorer(config) as scorer,
     ):
