@@ -119,6 +119,10 @@ def test_what_cannot_be_compared_is_named(two, monkeypatch, capsys):
     evaluations.keep(other, 0, [*judged("w", True, split="train")])
     other.write_text("".join(line + "\n" for line in other.read_text().splitlines()[1:]))
     assert "share no row" in refused(monkeypatch, capsys, "--compare", two, other)
+    evaluations.keep(other, 0, [*judged("w", True), replace(judged("w", True)[0], prompt="?")])
+    assert "several prompts have the id eval w" in refused(
+        monkeypatch, capsys, "--compare", two, other
+    )
     other.write_text('{"uid": 1}\n')
     assert "other.jsonl:1 is no answer" in refused(monkeypatch, capsys, "--compare", two, other)
     assert "has evaluations of steps 0, 20" in refused(

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import pytest
 
-from tlt_jax.config import Config, load as configuration, parse
+from tlt_jax.config import Config, extension, load as configuration, parse
 from tlt_jax.data import dataset as datasets, files, generated, tasks
 from tlt_jax.data.dataset import DataError
 
@@ -383,6 +383,37 @@ def test_a_hub_that_does_not_answer_is_a_data_error(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("bench/*/test.jsonl", ["a/test", "b/test"]),
+        ("bench/*/*.jsonl", ["a/test", "b/more", "b/test"]),
+        ("bench/b/*.jsonl", ["more", "test"]),
+        ("bench/a/test.jsonl", ["test"]),
+        ("bench/a/*.jsonl", ["test"]),
+        ("bench/a*/test.jsonl", ["a/test"]),
+        ("bench:b/test", ["test"]),
+        ("plain", ["a/rows", "b/rows"]),
+        ("hf://datasets/someone/set/*/test.jsonl", ["a/test", "b/test"]),
+    ],
+)
+def test_rows_of_files_with_the_same_name_have_different_ids(source, names, tmp_path, monkeypatch):
+    """A row's default id is the file's path in the source, and the line."""
+    import huggingface_hub
+
+    for name in ("bench/a/test", "bench/b/test", "bench/b/more", "plain/a/rows", "plain/b/rows"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": 1}])
+    bench = str(tmp_path / "bench")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: bench)
+    for place in {source, source if source.startswith("hf:") else f"{tmp_path}/{source}"}:
+        monkeypatch.chdir(tmp_path)
+        loaded = datasets.load(make_config(place, eval_size=0), make_tokenizer())
+        assert ids(loaded.train) == [f"{name}.jsonl:1" for name in names]
+        for prompt, name in zip(loaded.train, names, strict=True):
+            assert prompt.text.endswith(name)
+
+
 def test_an_unset_variable_is_named(monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     message = failure(make_config("$NOT_THERE/train.jsonl"))
@@ -571,6 +602,19 @@ def test_a_task_that_does_not_fit_names_both_numbers():
     )
     short = replace(make_config(sft_steps=1), rollout=replace(Config().rollout, max_new_tokens=50))
     assert "solution (with EOS) has 77 tokens and rollout.max_new_tokens is 50" in failure(short)
+
+
+def test_rows_of_a_task_with_one_id_are_refused():
+    class Nameless(tasks.Fold):
+        def rows(self, *given):
+            return [replace(row, id="row") for row in super().rows(*given)]
+
+    config = make_config()
+    own = replace(config.data, task=extension.named("data.task", Nameless))
+    message = failure(replace(config, data=own))
+    assert (
+        "3 rows of the task '<local>:Nameless' have the id 'row': give each row its own" in message
+    )
 
 
 def test_the_tokenizer_is_the_tasks_own_or_that_of_a_directory(tmp_path):

@@ -118,7 +118,9 @@ class Data:
         "answer",
         "column with the reference answer. In every name of a column dots lead into nested objects: reward_model.ground_truth",
     )
-    id_column: str = knob("", "column with a unique id; empty: the row number")
+    id_column: str = knob(
+        "", "column with a unique id; empty: the file's path in the source, and the row's line"
+    )
     chat_template: bool = knob(False, "wrap the prompt with the tokenizer's chat template")
     chat_template_kwargs: dict[str, Any] = knob(
         {}, "keyword arguments of the chat template (for example enable_thinking)"

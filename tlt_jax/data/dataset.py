@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,6 +238,11 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
 
     rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
     held_out = _within_limit(encoder.prompts(rows), data)
+    counted = Counter(row["id"] for row in rows)
+    if repeated := [name for name, count in counted.items() if count > 1]:
+        raise DataError(
+            f"{counted[repeated[0]]} rows of the task {data.task!r} have the id {repeated[0]!r}: give each row its own"
+        )
     return Dataset(config, encoder, task, (), held_out, {"eval_rows": len(rows)})
 
 

@@ -5,9 +5,11 @@ Knows no meaning of columns, no tokenizer and no JAX.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 from tlt_jax.config.parse import HUB_ID
@@ -23,10 +25,14 @@ SHARD = re.compile(
 )
 HUB_SET = re.compile(rf"{HUB_ID.pattern}(?:@[\w./-]+)?(?::[\w./-]+)?")  # owner/name@revision:part
 HUB_URL = "hf://datasets/"
+WILD = frozenset("*?[")  # of a glob
 
 
-def locate(source: str, knob: str, problems: Problems) -> list[Path]:
+def locate(source: str, knob: str, problems: Problems) -> dict[Path, str]:
     """The files of a local path, folder, glob, or data set of the Hugging Face hub; from folders and data sets, one part.
+
+    Each with its name in the source: its path below the folder that the files share, of a glob below the last folder before
+    a wildcard (bench/*/test.jsonl has a/test.jsonl). No two have the same.
 
     A data set is owner/name, owner/name@REVISION, or hf://datasets/owner/name/PATTERN. Its parts are splits, possibly of
     subsets ("main/train", "test"), given by the names of its files: owner/name:main/train and folder:train select one.
@@ -34,7 +40,7 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
     """
     path = Path(source)
     if path.is_file():
-        return [path]
+        return _named([path], path.parent)
     if path.is_dir():
         return _in_folder(path, "", source, knob, problems)
     place, colon, part = source.rpartition(":")
@@ -46,11 +52,11 @@ def locate(source: str, knob: str, problems: Problems) -> list[Path]:
     if HUB_SET.fullmatch(source) and path.suffix not in SUFFIXES:
         name, _, part = source.partition(":")
         return _from_hub(name, "", part, source, knob, problems)
-    if any(c in source for c in "*?["):
-        found = _data_files(Path(path.anchor or "."), str(path.relative_to(path.anchor)))
+    if WILD & set(source):
+        found = _matching(Path(path.anchor or "."), str(path.relative_to(path.anchor)))
         return found or _none(source, knob, problems)
     problems.add(source, None, "no such file or folder", f"correct {knob}")
-    return []
+    return {}
 
 
 def part_of(name: PurePosixPath) -> str:
@@ -90,9 +96,27 @@ def _choose(
     return []
 
 
-def _in_folder(folder: Path, part: str, source: str, knob: str, problems: Problems) -> list[Path]:
+def _in_folder(
+    folder: Path, part: str, source: str, knob: str, problems: Problems
+) -> dict[Path, str]:
     names = [PurePosixPath(path.relative_to(folder)) for path in _data_files(folder, "**/*")]
-    return [folder / name for name in _choose(names, part, source, knob, problems)]
+    return _sharing([folder / name for name in _choose(names, part, source, knob, problems)])
+
+
+def _sharing(files: Sequence[Path]) -> dict[Path, str]:
+    """The files, with their paths below the folder that they share."""
+    parents = [path.parent for path in files]
+    return _named(files, Path(os.path.commonpath(parents))) if files else {}
+
+
+def _matching(folder: Path, pattern: str) -> dict[Path, str]:
+    """The data files that match a pattern, with their paths below its last folder before a wildcard."""
+    fixed = takewhile(lambda part: not WILD & set(part), PurePosixPath(pattern).parts[:-1])
+    return _named(_data_files(folder, pattern), folder.joinpath(*fixed))
+
+
+def _named(files: Sequence[Path], base: Path) -> dict[Path, str]:
+    return {path: path.relative_to(base).as_posix() for path in files}
 
 
 def _data_files(folder: Path, pattern: str) -> list[Path]:
@@ -104,14 +128,14 @@ def is_data(name: PurePosixPath) -> bool:
     return name.suffix in SUFFIXES and name.name not in DESCRIPTIONS
 
 
-def _none(source: str, knob: str, problems: Problems) -> list[Path]:
+def _none(source: str, knob: str, problems: Problems) -> dict[Path, str]:
     problems.add(source, None, f"no {KINDS} file there", f"correct {knob}")
-    return []
+    return {}
 
 
 def _from_hub(
     name: str, pattern: str, part: str, source: str, knob: str, problems: Problems
-) -> list[Path]:
+) -> dict[Path, str]:
     """The files of a data set (owner/name or owner/name@revision) that match a pattern, or of one part.
 
     Downloads only these.
@@ -124,7 +148,7 @@ def _from_hub(
     try:
         if pattern:
             folder = huggingface_hub.snapshot_download(repo, allow_patterns=[pattern], **where)
-            return _data_files(Path(folder), pattern) or _none(source, knob, problems)
+            return _matching(Path(folder), pattern) or _none(source, knob, problems)
         try:
             listed = huggingface_hub.list_repo_files(repo, **where)
         except (errors.HfHubHTTPError, errors.HFValidationError):
@@ -136,7 +160,7 @@ def _from_hub(
         names = [name for name in map(PurePosixPath, listed) if is_data(name)]
         chosen = list(map(str, _choose(names, part, source, knob, problems)))
         if not chosen:
-            return []
+            return {}
         folder = huggingface_hub.snapshot_download(repo, allow_patterns=chosen, **where)
     except (
         errors.HfHubHTTPError,
@@ -152,5 +176,5 @@ def _from_hub(
             f"correct {knob} or go online",
             reason,
         )
-        return []
-    return [Path(folder) / one for one in chosen]
+        return {}
+    return _sharing([Path(folder) / one for one in chosen])

@@ -51,8 +51,8 @@ def _sources(
     A folder with the module's name takes precedence.
     """
     if not extension.is_own(source) or Path(source.partition(":")[0]).is_dir():
-        for path in files.locate(source, knob, problems):
-            yield path.name, str(path), files.read(path, problems)
+        for path, name in files.locate(source, knob, problems).items():
+            yield name, str(path), files.read(path, problems)
         return
 
     found = extension.call(knob, source)

@@ -95,12 +95,12 @@ def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
     fix = (
         "text, or token ids of the policy" if has_tokenizer else "token ids, or set model.tokenizer"
     )
-    for path in files.locate(parse.expand(source, knob), knob, problems):
+    for path, name in files.locate(parse.expand(source, knob), knob, problems).items():
         for line, row in files.read(path, problems):
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size, has_tokenizer):
                     problems.add(str(path), line, f"column {column!r} {what}", f"use {fix}")
-            rows.append(row | {"id": f"{path.name}:{line}"})
+            rows.append(row | {"id": f"{name}:{line}"})
     problems.stop_if_any()
     prompts, responses = ([row[column] for row in rows] for column in ("prompt", "response"))
     texts = [row for row in rows if isinstance(row["prompt"], str)]

@@ -103,10 +103,16 @@ def find(name: str) -> Path:
 
 
 def by_row(answers: Sequence[Judged]) -> dict[Row, list[Judged]]:
-    """The answers to each row, by sample."""
+    """The answers to each row, by sample. Raises DataError for an id that several prompts have."""
     rows: dict[Row, list[Judged]] = defaultdict(list)
     for one in sorted(answers, key=lambda one: one.sample):
         rows[one.split, one.id].append(one)
+    for row, found in rows.items():
+        if len({one.prompt for one in found}) > 1:
+            raise DataError(
+                f"several prompts have the id {' '.join(row)}, as older versions gave it to rows of files with the same name: "
+                "evaluate again, with tlt eval --run RUN --step STEP"
+            )
     return dict(rows)
 
 
