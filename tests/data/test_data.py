@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config, extension, load as configuration, parse
-from tlt_jax.data import dataset as datasets, files, generated, tasks
+from tlt_jax.data import dataset as datasets, files, generated, questions, tasks
 from tlt_jax.data.dataset import DataError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -457,6 +457,97 @@ def test_all_mistakes_of_all_files_are_reported_at_once(tmp_path):
     ):
         assert part in message
     assert len(message.splitlines()) == 13
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("1e22", "10000000000000000000000"),
+        ("1.5e-7", "0.00000015"),
+        ("-2.50", "-2.5"),
+        ("3.0", "3.0"),
+        ("12345678901234567890123", "12345678901234567890123"),
+        ('"1e22"', "1e22"),
+        ('"nan"', "nan"),
+    ],
+)
+def test_a_reference_is_the_number_that_is_written(written, text, tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text(f'{{"prompt": "p", "answer": {written}}}')
+    (prompt,) = datasets.load(make_config(source, eval_size=0), make_tokenizer()).train
+    assert prompt.row["answer"] == text
+
+
+def test_numbers_of_a_float_column_have_no_exponent(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": f"p{n}", "answer": value} for n, value in enumerate((1e22, 0.5, 7.0))]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source := tmp_path / "a.parquet")
+    loaded = datasets.load(make_config(source, eval_size=0), make_tokenizer()).train
+    assert [prompt.row["answer"] for prompt in loaded] == ["1" + "0" * 22, "0.5", "7.0"]
+    raw = pyarrow.table(
+        {"prompt": pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())}
+    )
+    pyarrow.parquet.write_table(raw, other := tmp_path / "b.parquet")
+    assert f"{other}: not a readable Parquet file ('utf-8' codec" in failure(make_config(other))
+    rows[1]["answer"] = float("nan")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    assert f"{source}:2: column 'answer' holds NaN: write it as text" in failure(
+        make_config(source)
+    )
+
+
+def test_values_that_are_no_text_and_no_number_are_named(tmp_path):
+    source = tmp_path / "a.jsonl"
+    lines = [
+        ('"p"', "NaN", '"a"'),
+        ('"p"', "-Infinity", '"b"'),
+        ('"p"', "1e999", '"c"'),
+        ('"p"', "true", '"d"'),
+        (r'"half \ud83d of it"', "1", '"e"'),
+        ('"p"', r'"\udc00"', '"f"'),
+        ('"p"', "1", r'"\ud800"'),
+        (r'[{"role": "user", "content": "a\ud800"}]', "1", '"g"'),
+        (r'"whole \ud83d\ude00"', "1", '"h"'),
+        ('"p"', "1" * 5000, '"i"'),
+    ]
+    source.write_text(
+        "".join(f'{{"prompt": {p}, "answer": {a}, "id": {i}}}\n' for p, a, i in lines)
+    )
+    config = make_config(source, id_column="id", chat_template=True)
+    message = failure(config, make_tokenizer(TEMPLATE))
+    for part in (
+        "the data has 9 problems",
+        f"{source}:1: column 'answer' holds NaN: write it as text, or drop the row",
+        f"{source}:2: column 'answer' holds -Infinity",
+        f"{source}:3: column 'answer' holds Infinity",
+        f"{source}:4: column 'answer' holds true",
+        f"{source}:5: the prompt has a lone surrogate (\\ud83d at character 6): write whole",
+        f"{source}:6: the answer has a lone surrogate (\\udc00 at character 1)",
+        f"{source}:7: the id has a lone surrogate (\\ud800 at character 1)",
+        f"{source}:8: the prompt has a lone surrogate (\\ud800 at character 2)",
+        f"{source}:10: bad JSON (Exceeds the limit",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "part"),
+    [
+        ("a \ud800", "the prompt has a lone surrogate (\\ud800 at character 3): write whole"),
+        (
+            [("user", "\udfff")],
+            "the prompt has a lone surrogate (\\udfff at character 1): write whole",
+        ),
+    ],
+)
+def test_a_question_that_cannot_be_asked_names_its_place(prompt, part):
+    if isinstance(prompt, list):
+        prompt = [{"role": role, "content": content} for role, content in prompt]
+    with pytest.raises(DataError) as error:
+        questions.encode(prompt, make_config(), make_tokenizer(TEMPLATE), "p.jsonl:3")
+    assert f"p.jsonl:3: {part}" in str(error.value)
 
 
 def test_a_mistake_in_a_column_is_told_once_and_different_mistakes_20_times(tmp_path):

@@ -428,6 +428,7 @@ def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_pat
     rows = [
         {"prompt": [1]}, {"prompt": "", "response": "3"}, {"prompt": [1], "response": [15]},
         {"prompt": [1], "response": {"text": "3"}}, {"prompt": [1, -2], "response": "3"},
+        {"prompt": "3", "response": "\ud800"},
     ]  # fmt: skip
     with pytest.raises(DataError) as refused:
         corpus.read(
@@ -435,9 +436,10 @@ def test_everything_that_is_wrong_with_texts_is_named_at_once(configure, tmp_pat
         )
     text = str(refused.value)
     for part in (
-        "the data has 5 problems", ":1: column 'response' is missing", ":2: column 'prompt' is empty",
+        "the data has 6 problems", ":1: column 'response' is missing", ":2: column 'prompt' is empty",
         ":3: column 'response' has token 15, the policy has 15", ":4: column 'response' holds a dict",
         ":5: column 'prompt' has token -2",
+        ":6: column 'response' has a lone surrogate (\\ud800 at character 1): use text",
     ):  # fmt: skip
         assert part in text, text
 

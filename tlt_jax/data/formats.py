@@ -9,7 +9,9 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tlt_jax.data.problems import Problems
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 ABSENT = object()  # the value of a column that a row does not have
+LONE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: json.loads joins whole ones
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
@@ -44,6 +47,17 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             else:
                 found[name] = None
     return list(found)
+
+
+def text_of(value: Any) -> str:
+    """A value as text; a float without exponent: 1e+22 is 10000000000000000000000."""
+    return format(Decimal(str(value)), "f") if isinstance(value, float) else str(value)
+
+
+def lone_surrogate(text: str) -> str:
+    """The first lone surrogate of a text, which no tokenizer and no file takes, and its place; empty without one."""
+    found = LONE.search(text)
+    return f"\\u{ord(found[0]):x} at character {found.start() + 1}" if found else ""
 
 
 def read(path: Path, problems: Problems) -> list[tuple[int, dict[str, Any]]]:
@@ -81,8 +95,8 @@ def _read_jsonl(path: Path, data: bytes, problems: Problems) -> list[tuple[int, 
         except json.JSONDecodeError as error:
             detail = f"{error.msg} at column {error.colno}"
             problems.add(str(path), number, "bad JSON", fix, detail)
-        except RecursionError:
-            problems.add(str(path), number, "bad JSON", fix, "nested too deeply")
+        except (RecursionError, ValueError) as error:
+            problems.add(str(path), number, "bad JSON", fix, _why(error))
         else:
             rows.append((number, row))
 
@@ -97,14 +111,18 @@ def _read_json(path: Path, data: bytes, problems: Problems) -> list[tuple[int, d
         rows = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         problems.add(str(path), None, "not UTF-8", "save the file as UTF-8", str(error))
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        problems.add(str(path), None, "bad JSON", "write a list of JSON objects", what)
+    except (RecursionError, ValueError) as error:
+        problems.add(str(path), None, "bad JSON", "write a list of JSON objects", _why(error))
     else:
         if not rows:
             problems.add(str(path), None, "the file is empty", "write at least one row")
         return _objects(path, list(enumerate(rows, 1)), problems)
     return []
+
+
+def _why(error: Exception) -> str:
+    """Why JSON is not read: its form, its depth, or a number of too many digits."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _objects(
@@ -159,7 +177,7 @@ def _read_parquet(path: Path, problems: Problems) -> list[tuple[int, dict[str, A
 
     try:
         rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         problems.add(
             str(path),
             None,

@@ -39,6 +39,9 @@ def encode(prompt: Given, config: Config, tokenizer: Any, place: str) -> Questio
         raise DataError(f"{place}: the model has no chat template for messages: give a text")
     if not is_text:
         config = replace(config, data=replace(config.data, chat_template=True))
+    if wrong := rows.misfit(prompt):
+        what, fix, detail = wrong
+        raise DataError(f"{place}: {what}{f' ({detail})' if detail else ''}: {fix}")
     encoder = prompt_format.encoder(config, tokenizer)
     (found,) = encoder.prompts([{"id": place, "prompt": prompt}])
     if not len(found.tokens):

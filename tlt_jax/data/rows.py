@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, extension, parse
+from tlt_jax.config.inputs import Data
 from tlt_jax.data import files, formats
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError
+
+MESSAGE = ("role", "content")  # texts of a chat message
+LONE, WHOLE = "a lone surrogate", "write whole characters"
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
@@ -27,12 +33,12 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
     rows, first_seen = [], {}
     for name, path, found in _sources(parse.expand(source, knob), knob, problems):
         for role, column in mapping.items():
-            _check_column(found, role, column, data.chat_template, path, problems)
+            _check_column(found, role, column, data, path, problems)
         for line, raw in found:
             mapped = {role: formats.cell(raw, column) for role, column in mapping.items()}
             is_named = mapped.get("id") not in (None, formats.ABSENT)
             mapped = {"id": f"{name}:{line}"} | mapped
-            mapped |= {role: str(mapped[role]) for role in mapped if role != "prompt"}
+            mapped |= {role: formats.text_of(mapped[role]) for role in mapped if role != "prompt"}
             first = first_seen.setdefault(mapped["id"], (path, line))
             if first != (path, line) and is_named:
                 detail = f"{mapped['id']!r}, first at {first[0]}:{first[1]}"
@@ -75,7 +81,7 @@ def _check_column(
     found: list[tuple[int, dict]],
     role: str,
     column: str,
-    chat: bool,
+    data: Data,
     path: str,
     problems: Problems,
 ) -> None:
@@ -97,18 +103,31 @@ def _check_column(
             if not all(is_message(message) for message in value):
                 what = "the prompt is not a list of chat messages"
                 problems.add(path, line, what, "use {'role': text, 'content': text} objects")
-            elif not chat:
+            elif not data.chat_template:
                 what = "the prompt is a list of chat messages"
                 problems.add(path, line, what, "set data.chat_template true")
+            elif wrong := misfit(value):
+                problems.add(path, line, *wrong)
         elif not isinstance(value, str if role == "prompt" else (str, int, float)):
             what = f"column {column!r} holds a {type(value).__name__}"
             inner = [f"{column}.{name}" for name in value] if isinstance(value, dict) else []
             use = f"set {knob} to {' or '.join(inner)}" if inner else "use text"
             problems.add(path, line, what, use)
+        elif isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+            what = f"column {column!r} holds {json.dumps(value)}"
+            problems.add(path, line, what, "write it as text, or drop the row")
+        elif lone := formats.lone_surrogate(value if isinstance(value, str) else ""):
+            problems.add(path, line, f"the {role} has {LONE}", WHOLE, lone)
+
+
+def misfit(prompt: str | Sequence[Mapping[str, str]]) -> tuple[str, str, str] | None:
+    """What is wrong with a prompt, a text or chat messages; how to mend it; and a detail. None when nothing is."""
+    texts = [prompt] if isinstance(prompt, str) else [m[key] for m in prompt for key in MESSAGE]
+    if lone := next(filter(None, map(formats.lone_surrogate, texts)), ""):
+        return f"the prompt has {LONE}", WHOLE, lone
+    return None
 
 
 def is_message(value: Any) -> bool:
     """Whether it is a chat message: {"role": text, "content": text}."""
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in MESSAGE)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from tlt_jax import atomic, run_folder
 from tlt_jax.config import Config, parse
-from tlt_jax.data import dataset as datasets, files, packing
+from tlt_jax.data import dataset as datasets, files, formats, packing
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.packing import Example
@@ -124,6 +124,8 @@ def wrong(value: Any, vocab_size: int, has_tokenizer: bool) -> str:
         return "is missing"
     if isinstance(value, str | list) and not len(value):
         return "is empty"
+    if isinstance(value, str) and (lone := formats.lone_surrogate(value)):
+        return f"has a lone surrogate ({lone})"
     if isinstance(value, str):
         return "" if has_tokenizer else "is text, and the policy has no tokenizer"
     if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
