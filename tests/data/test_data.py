@@ -169,7 +169,8 @@ def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
         {"role": "x", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    rows = [{"prompt": "hi", "answer": "1"}, {"prompt": chat, "answer": "1"}]
+    tool = [chat[0], {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("hi", chat, tool)]
     source = write(tmp_path / "a.jsonl", rows)
     knobs = {
         "chat_template": True,
@@ -178,15 +179,35 @@ def test_the_chat_template_gets_system_suffix_and_its_own_arguments(tmp_path):
         "prompt_suffix": "?",
     }
     tokenizer = make_tokenizer(TEMPLATE)
-    config = make_config(source, prompts=2, shuffle=False, eval=str(source), **knobs)
+    config = make_config(source, prompts=3, shuffle=False, eval=str(source), **knobs)
     texts = [p.text for p in datasets.load(config, tokenizer).prompts(0)]
-    assert texts == ["[system]sys[user]hi?[a]!", "[system]sys[user]a[x]b[user]c?[a]!"]
+    assert texts == [
+        "[system]sys[user]hi?[a]!",
+        "[system]sys[user]a[x]b[user]c?[a]!",
+        "[system]sys[user]a?[assistant]b[tool]c[a]!",
+    ]
     assert "no chat template" in failure(config)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     assert "the chat template rejects row a.jsonl:1: roles must alternate" in failure(
         config, strict
     )
     assert "set data.chat_template true" in failure(make_config(source), tokenizer)
+
+
+def test_a_prompt_that_ends_with_an_answer_is_named_with_its_row(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": turns[: 1 + n % 2], "answer": "1"} for n in range(4)]
+    rows.append({"prompt": [{"role": "system", "content": "a"}], "answer": "1"})
+    source = write(tmp_path / "a.jsonl", rows)
+    tokenizer = make_tokenizer(TEMPLATE)
+    message = failure(make_config(source, chat_template=True, prompt_suffix="?"), tokenizer)
+    assert "the data has 2 problems" in message
+    assert f"{source}:2: the prompt ends with an assistant's message: remove it" in message
+    assert "[also in 4]" in message
+    assert f"{source}:5: the prompt has no message of the user for data.prompt_suffix" in message
+    write(source, [rows[0], rows[4]])
+    loaded = datasets.load(make_config(source, chat_template=True, eval_size=0), tokenizer)
+    assert [prompt.text for prompt in loaded.train] == ["[user]a[a]", "[system]a[a]"]
 
 
 def test_parquet_folder_glob_and_hub_give_the_rows_of_the_jsonl_file(tmp_path, monkeypatch):
@@ -537,6 +558,14 @@ def test_values_that_are_no_text_and_no_number_are_named(tmp_path):
     [
         ("a \ud800", "the prompt has a lone surrogate (\\ud800 at character 3): write whole"),
         (
+            [("user", "a"), ("assistant", "b")],
+            "the prompt ends with an assistant's message: remove it",
+        ),
+        (
+            [("system", "a")],
+            "the prompt has no message of the user for data.prompt_suffix: add one",
+        ),
+        (
             [("user", "\udfff")],
             "the prompt has a lone surrogate (\\udfff at character 1): write whole",
         ),
@@ -546,7 +575,8 @@ def test_a_question_that_cannot_be_asked_names_its_place(prompt, part):
     if isinstance(prompt, list):
         prompt = [{"role": role, "content": content} for role, content in prompt]
     with pytest.raises(DataError) as error:
-        questions.encode(prompt, make_config(), make_tokenizer(TEMPLATE), "p.jsonl:3")
+        config = make_config(prompt_suffix="?")
+        questions.encode(prompt, config, make_tokenizer(TEMPLATE), "p.jsonl:3")
     assert f"p.jsonl:3: {part}" in str(error.value)
 
 

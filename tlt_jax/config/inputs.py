@@ -113,7 +113,10 @@ class Data:
         or_own=True,
     )
     eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
-    prompt_column: str = knob("prompt", "column with the prompt: text, or a list of chat messages")
+    prompt_column: str = knob(
+        "prompt",
+        "column with the prompt: text, or a list of chat messages, which do not end with an assistant's",
+    )
     answer_column: str = knob(
         "answer",
         "column with the reference answer. In every name of a column dots lead into nested objects: reward_model.ground_truth",
@@ -126,7 +129,9 @@ class Data:
         {}, "keyword arguments of the chat template (for example enable_thinking)"
     )
     system: str = knob("", "system message, with the chat template")
-    prompt_suffix: str = knob("", "text appended to each prompt")
+    prompt_suffix: str = knob(
+        "", "text appended to each prompt; of chat messages to the last one of the user"
+    )
     max_prompt_tokens: int = knob(512, "longer prompts are dropped and counted", at_least=1)
     max_too_long: float = knob(
         0.2,

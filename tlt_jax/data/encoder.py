@@ -12,6 +12,8 @@ from jinja2.exceptions import TemplateError
 from tlt_jax.config import Config
 from tlt_jax.errors import DataError
 
+USER, ASSISTANT = "user", "assistant"  # roles of chat messages
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -35,17 +37,18 @@ class Encoder:
     tokenizer: Any
 
     def text(self, prompt: str | list[dict[str, str]]) -> str:
-        """The prompt with suffix, system message and chat template."""
+        """The prompt with suffix, system message and chat template; the suffix ends the last message of the user."""
         data = self.config.data
         if not data.chat_template:
             return prompt + data.prompt_suffix
 
         messages = (
-            [{"role": "user", "content": prompt}]
+            [{"role": USER, "content": prompt}]
             if isinstance(prompt, str)
             else [dict(m) for m in prompt]
         )
-        messages[-1]["content"] += data.prompt_suffix
+        for last in [one for one in messages if one["role"] == USER][-1:]:
+            last["content"] += data.prompt_suffix
         if data.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system})
 

@@ -39,7 +39,7 @@ def encode(prompt: Given, config: Config, tokenizer: Any, place: str) -> Questio
         raise DataError(f"{place}: the model has no chat template for messages: give a text")
     if not is_text:
         config = replace(config, data=replace(config.data, chat_template=True))
-    if wrong := rows.misfit(prompt):
+    if wrong := rows.misfit(prompt, config.data.prompt_suffix):
         what, fix, detail = wrong
         raise DataError(f"{place}: {what}{f' ({detail})' if detail else ''}: {fix}")
     encoder = prompt_format.encoder(config, tokenizer)

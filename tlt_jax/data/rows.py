@@ -11,6 +11,7 @@ from typing import Any
 from tlt_jax.config import Config, extension, parse
 from tlt_jax.config.inputs import Data
 from tlt_jax.data import files, formats
+from tlt_jax.data.encoder import ASSISTANT, USER
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError
 
@@ -106,7 +107,7 @@ def _check_column(
             elif not data.chat_template:
                 what = "the prompt is a list of chat messages"
                 problems.add(path, line, what, "set data.chat_template true")
-            elif wrong := misfit(value):
+            elif wrong := misfit(value, data.prompt_suffix):
                 problems.add(path, line, *wrong)
         elif not isinstance(value, str if role == "prompt" else (str, int, float)):
             what = f"column {column!r} holds a {type(value).__name__}"
@@ -120,11 +121,21 @@ def _check_column(
             problems.add(path, line, f"the {role} has {LONE}", WHOLE, lone)
 
 
-def misfit(prompt: str | Sequence[Mapping[str, str]]) -> tuple[str, str, str] | None:
-    """What is wrong with a prompt, a text or chat messages; how to mend it; and a detail. None when nothing is."""
+def misfit(prompt: str | Sequence[Mapping[str, str]], suffix: str) -> tuple[str, str, str] | None:
+    """What is wrong with a prompt, a text or chat messages; how to mend it; and a detail. None when nothing is.
+
+    `suffix`: data.prompt_suffix, which needs a message of the user.
+    """
     texts = [prompt] if isinstance(prompt, str) else [m[key] for m in prompt for key in MESSAGE]
     if lone := next(filter(None, map(formats.lone_surrogate, texts)), ""):
         return f"the prompt has {LONE}", WHOLE, lone
+    if isinstance(prompt, str):
+        return None
+    if prompt[-1]["role"] == ASSISTANT:
+        return "the prompt ends with an assistant's message", "remove it, the policy writes it", ""
+    if suffix and not any(message["role"] == USER for message in prompt):
+        what = "the prompt has no message of the user for data.prompt_suffix"
+        return what, "add one, or leave data.prompt_suffix empty", ""
     return None
 
 
