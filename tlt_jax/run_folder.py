@@ -124,6 +124,18 @@ def enter(config: Config) -> None:
         raise unwritable(config.run, error) from error
 
 
+def continued(config: Config) -> Config:
+    """The configuration with the evaluation split of the folder's run, if an older version, without data.split_seed, began it.
+
+    So the command that began it resumes it. Raises ConfigError when its configuration cannot be read.
+    """
+    is_there = (Path(config.run) / RESOLVED).exists() and has_begun(config)
+    if config.data.split_seed or not is_there:
+        return config
+    kept = min(0, read(config.run).data.split_seed)
+    return replace(config, data=replace(config.data, split_seed=kept))
+
+
 def unwritable(run: str, error: OSError) -> ConfigError:
     """The error of a folder that cannot be written."""
     return ConfigError(f"run {run!r} cannot be written ({error.strerror}): set another run folder")

@@ -9,10 +9,13 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
+import yaml
 
+from tlt_jax import run_folder
 from tlt_jax.config import Config, extension, load as configuration, parse
 from tlt_jax.data import dataset as datasets, files, generated, questions, tasks
 from tlt_jax.data.dataset import DataError
+from tlt_jax.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEMPLATE = (
@@ -111,15 +114,107 @@ def test_rows_keep_their_order_without_shuffling(tmp_path):
     assert ids(dataset.prompts(1)) == ["a.jsonl:4", "a.jsonl:5", "a.jsonl:1"]
 
 
-def test_the_split_is_a_function_of_the_seed_and_the_parts_are_disjoint(tmp_path):
-    source = write(tmp_path / "a.jsonl", number_rows(40))
-    first, second, other = (
-        datasets.load(make_config(source, seed=s), make_tokenizer()) for s in (0, 0, 1)
+def split_of(source: Path, **knobs) -> tuple[set[str], set[str]]:
+    """The prompts of training and of evaluation, in the source's column."""
+    loaded = datasets.load(make_config(source, **knobs), make_tokenizer(TEMPLATE))
+    column = knobs.get("prompt_column", "prompt")
+    parts = [[prompt.row[column] for prompt in part] for part in (loaded.train, loaded.eval)]
+    assert all(len(set(part)) == len(part) for part in parts)
+    return set(parts[0]), set(parts[1])
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"seed": 1},
+        {"seed": 12, "shuffle": False},
+        {"prompts": 7},
+        {"chat_template": True, "system": "s", "prompt_suffix": "?"},
+        {"answer_column": "solution", "id_column": "answer"},
+        {"duplicates": "drop"},
+        {"sft_steps": 1},
+    ],
+)
+def test_held_out_rows_depend_on_no_other_knob(knobs, tmp_path):
+    source = write(tmp_path / "a.jsonl", number_rows(200))
+    train, held_out = split_of(source, eval_size=20)
+    assert (len(train), len(held_out), train & held_out) == (180, 20, set())
+    assert split_of(source, **{"eval_size": 20} | knobs) == (train, held_out)
+
+
+def test_held_out_rows_depend_on_no_other_row(tmp_path):
+    """They keep their order, and stay when rows are moved or removed, and among more held-out rows."""
+    rows = number_rows(200)
+    source = write(tmp_path / "a.jsonl", rows)
+    train, held_out = split_of(source, eval_size=20)
+    loaded = datasets.load(make_config(source, eval_size=20), make_tokenizer())
+    for part in (loaded.train, loaded.eval):
+        lines = [int(name.partition(":")[2]) for name in ids(part)]
+        assert lines == sorted(lines)
+    assert held_out != {f"p{n}" for n in range(20)} and held_out < split_of(source, eval_size=30)[1]
+    moved = write(tmp_path / "b.jsonl", rows[::-1])
+    assert split_of(moved, eval_size=20) == (train, held_out)
+    fewer = write(
+        tmp_path / "c.jsonl",
+        [row for row in rows if row["prompt"] not in train or row["answer"] % 2],
     )
-    assert ids(first.eval_prompts()) == ids(second.eval_prompts()) != ids(other.eval_prompts())
-    assert len(first.eval_prompts()) == 3
-    assert not set(ids(first.eval_prompts())) & set(ids(first.train))
-    assert first.rows == 37
+    assert split_of(fewer, eval_size=20)[1] == held_out
+    other = [split_of(source, eval_size=20, split_seed=seed)[1] for seed in (1, 2)]
+    assert all(len(one & held_out) < 10 for one in other) and other[0] != other[1]
+
+
+@pytest.mark.parametrize("duplicates", ["keep", "drop"])
+def test_no_prompt_is_on_both_sides(duplicates, tmp_path):
+    rows = [{"prompt": f"p{n % 10}", "answer": n % 10} for n in range(50)]
+    source = write(tmp_path / "a.jsonl", rows)
+    for size in range(1, 8):
+        loaded = datasets.load(
+            make_config(source, eval_size=size, duplicates=duplicates), make_tokenizer()
+        )
+        texts = [{prompt.text for prompt in part} for part in (loaded.train, loaded.eval)]
+        assert len(loaded.eval) == size and not texts[0] & texts[1]
+        assert texts[0] | texts[1] == {f"p{n}" for n in range(10)}
+        kept = len(loaded.train) + len(loaded.eval)
+        assert kept == 10 if duplicates == "drop" else 46 <= kept <= 50
+        assert kept + loaded.dropped == 50
+    one = write(tmp_path / "b.jsonl", [{"prompt": "p", "answer": 1}] * 5)
+    assert "data.eval_size 2 leaves no other prompt: lower it" in failure(
+        make_config(one, eval_size=2, duplicates="keep")
+    )
+
+
+def test_rows_of_a_task_held_out_depend_on_no_training_seed():
+    def held_out(**knobs):
+        return [p.text for p in datasets.load(make_config(**knobs), make_tokenizer()).eval]
+
+    assert held_out() == held_out(seed=1) == held_out(seed=1, sft_steps=1, prompts=9)
+    assert held_out() != held_out(split_seed=1) == held_out(seed=7, split_seed=1)
+    assert held_out(seed=1, split_seed=-1) == held_out(split_seed=1), "as older versions drew them"
+
+
+def test_an_older_run_folder_keeps_its_held_out_rows(tmp_path):
+    """The same command and --run resume it with the rows that a permutation by train.seed held out."""
+    source = write(tmp_path / "a.jsonl", number_rows(40))
+    config = replace(make_config(source, seed=3, eval_size=5), run=str(tmp_path / "run"))
+    config = replace(config, model=replace(config.model, init={"hidden_size": 16}, tokenizer="t"))
+    tree = yaml.safe_load(configuration.to_yaml(config))
+    del tree["data"]["split_seed"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert run_folder.continued(config) == config, "it has not begun"
+
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    expected = np.random.default_rng(3).permutation(40)
+    for again in (run_folder.continued(config), run_folder.read(config.run)):
+        loaded = datasets.load(again, make_tokenizer())
+        assert ids(loaded.eval) == [f"a.jsonl:{n + 1}" for n in sorted(expected[:5])]
+        assert ids(loaded.train) == [f"a.jsonl:{n + 1}" for n in sorted(expected[5:])]
+        assert "5 of evaluation (drawn by train.seed: data.split_seed -1)" in loaded.describe()
+        run_folder.enter(again)
+    assert run_folder.continued(config).data.split_seed == -1, "as the first resume recorded it"
+    other = replace(config, data=replace(config.data, split_seed=4))
+    with pytest.raises(ConfigError, match="data.split_seed .-1 there, 4 here."):
+        run_folder.enter(run_folder.continued(other))
 
 
 def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):

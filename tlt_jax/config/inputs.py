@@ -10,6 +10,7 @@ from tlt_jax.config.knobs import knob, section
 DTYPES = ("float32", "float64", "bfloat16")
 REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
 DROP = "drop"  # value of data.duplicates
+OLDER = -1  # value of data.split_seed: the split of older versions
 AUTO_REMAT = "auto"  # value of model.remat
 # Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -113,6 +114,12 @@ class Data:
         or_own=True,
     )
     eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
+    split_seed: int = knob(
+        0,
+        "without data.eval, the rows with the smallest hashes of this and their prompt are held out (a generated task draws "
+        f"them with this seed), whatever train.seed is; {OLDER}: train.seed draws them, as in run folders of older versions",
+        at_least=OLDER,
+    )
     prompt_column: str = knob(
         "prompt",
         "column with the prompt: text, or a list of chat messages, which do not end with an assistant's",
@@ -141,7 +148,7 @@ class Data:
     )
     duplicates: str = knob(
         DROP,
-        "rows of data.train with a repeated prompt, or with an evaluation prompt. drop: dropped and counted | keep",
+        "rows of data.train with a repeated prompt, or with a prompt of data.eval. drop: dropped and counted | keep",
         one_of=(DROP, "keep"),
     )
     shuffle: bool = knob(True, "shuffle the rows in every epoch")

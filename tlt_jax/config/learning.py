@@ -95,7 +95,9 @@ class Optim:
 class Train:
     steps: int = knob(100, "RL steps; 0: train.epochs sets them", at_least=0)
     epochs: int = knob(0, "passes over the training rows, when train.steps is 0", at_least=0)
-    seed: int = knob(0, "seed of all random numbers", at_least=0, at_most=2**32 - 1)
+    seed: int = knob(
+        0, "seed of all random numbers but data.split_seed's", at_least=0, at_most=2**32 - 1
+    )
     row_tokens: int = knob(
         0,
         "tokens of a packed row; 0: the longest prompt + answer, rounded up to 128, and twice that when train.rows is 0",

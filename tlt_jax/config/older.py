@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import parse as parsing
+from tlt_jax.config.inputs import OLDER
 from tlt_jax.config.learning import AUTO, NONE, TOKEN
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
@@ -110,4 +111,6 @@ def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     # Importance weights were off by default, as auto still is in float32.
     is_narrow = updated.get("model", {}).get("compute_dtype") == "bfloat16"
     off = NONE if is_narrow else AUTO
-    return renamed(updated | {"algorithm": with_importance(updated.get("algorithm", {}), off)})
+    updated["algorithm"] = with_importance(updated.get("algorithm", {}), off)
+    updated["data"] = {"split_seed": OLDER, **updated.get("data", {})}
+    return renamed(updated)

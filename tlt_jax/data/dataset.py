@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from tlt_jax.config import Config, parse
-from tlt_jax.config.inputs import DROP, Data
+from tlt_jax.config.inputs import DROP, OLDER, Data
 from tlt_jax.data import adapter_files, prompt_format, rows as rows_of, tasks
 from tlt_jax.data.encoder import Encoder, Prompt
 from tlt_jax.data.problems import Problems
@@ -134,6 +134,8 @@ class Dataset:
         line = f"data: {counts['train_rows']:,} of {counts['rows']:,} rows"
         line += f" (dropped: {', '.join(found)})" if found else ""
         line += f", {counts['eval_rows']:,} of evaluation"
+        is_older = self.config.data.split_seed == OLDER and not self.config.data.eval
+        line += f" (drawn by train.seed: data.split_seed {OLDER})" if is_older else ""
         if counts["eval_too_long"]:
             line += f" ({counts['eval_too_long']:,} longer than data.max_prompt_tokens dropped)"
         if counts.get("solutions_too_long"):
@@ -236,7 +238,8 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
             "solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit
         )
 
-    rows = _task_rows(task, config.train.seed, range(data.eval_size), "eval")
+    seed = config.train.seed if data.split_seed == OLDER else data.split_seed
+    rows = _task_rows(task, seed, range(data.eval_size), EVAL)
     held_out = _within_limit(encoder.prompts(rows), data)
     counted = Counter(row["id"] for row in rows)
     if repeated := [name for name, count in counted.items() if count > 1]:
@@ -298,17 +301,19 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
             raise DataError(
                 f"data.eval_size {data.eval_size} is not below the {len(train)} different rows of data.train: lower it"
             )
-        order = np.random.default_rng(config.train.seed).permutation(len(train))
+        order = _split_order(config, train)
         held_out = [train[i] for i in sorted(order[: data.eval_size])]
         train = [train[i] for i in sorted(order[data.eval_size :])]
-    if data.duplicates == DROP:
+    if data.duplicates == DROP or not (data.eval or data.split_seed == OLDER):
         known = {prompt.text for prompt in held_out}
         new = [prompt for prompt in train if prompt.text not in known]
         counts["also_evaluation"] = len(train) - len(new)
-        if not new:
+        if not new and data.eval:
             raise DataError(
                 "every training prompt is an evaluation prompt too: use other rows for data.eval, or set data.duplicates keep"
             )
+        if not new:
+            raise DataError(f"data.eval_size {data.eval_size} leaves no other prompt: lower it")
         train = new
 
     train, too_long = _short_enough(train, data)
@@ -328,6 +333,21 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
             )
 
     return Dataset(config, encoder, None, train, held_out, counts, trainable)
+
+
+def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
+    """The positions of the prompts, those that are held out first: by a hash of data.split_seed and the prompt."""
+    seed = config.data.split_seed
+    if seed == OLDER:
+        return np.random.default_rng(config.train.seed).permutation(len(prompts)).tolist()
+
+    def place(position: int) -> bytes:
+        prompt = prompts[position].row["prompt"]
+        if not isinstance(prompt, str):
+            prompt = json.dumps([[message["role"], message["content"]] for message in prompt])
+        return hashlib.sha256(f"{seed} {prompt}".encode()).digest()
+
+    return sorted(range(len(prompts)), key=place)
 
 
 def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]:
