@@ -451,6 +451,8 @@ def test_prompts_that_do_not_fit_are_rejected():
         ([[1], [2]], [4, -1], "at most -1 tokens"), ([[1], [2], [3]], [4, 4], "2 answer limits for 3 prompts"),
         ([[1], [2, -3, 36, 5]], 4, "token -3 is outside the vocabulary of 37"),
         ([[1] * 60, [1]], [3, 64], "prompt of 1 tokens and an answer of 64 exceed the model's 64 .* at most 63 new"),
+        ([[1], [1] * 100], 4, "prompt 1 has 100 tokens, and the model 64 positions, .* drop it, or shorten it by 37 tokens"),
+        ([[1] * 64], 1, "prompt 0 has 64 tokens, .* shorten it by 1 tokens"), ([[1] * 63], 2, "at most 1 new tokens"),
         ([[1] * 60, [1]], [5, 62], "prompt of 60 tokens and an answer of 5 exceed the model's 64 .* at most 4 new"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):

@@ -47,6 +47,12 @@ def check(
     limits = np.broadcast_to(max_new_tokens, len(prompts)).tolist()
     if min(limits) < 1:
         raise ConfigError(f"an answer of at most {min(limits)} tokens: allow at least one")
+    lengths = [len(prompt) for prompt in prompts]
+    if max(lengths) >= positions:
+        raise ConfigError(
+            f"prompt {np.argmax(lengths)} has {max(lengths)} tokens, and the model {positions} positions, of which an answer "
+            f"needs one: drop it, or shorten it by {max(lengths) + 1 - positions} tokens"
+        )
     longest, limit = max(
         ((len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)), key=sum
     )
