@@ -57,7 +57,7 @@ def number_rows(count: int) -> list[dict]:
 
 
 def ids(prompts) -> list[str]:
-    return [prompt.row["id"] for prompt in prompts]
+    return [prompt.id for prompt in prompts]
 
 
 def failure(config: Config, tokenizer=None) -> str:
@@ -234,9 +234,26 @@ def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
         "key": 2,
         "level": "hard",
         "id": "2",
+        "tlt_id": "2",
         "prompt": "p2",
         "answer": "2.5",
     }
+
+
+@pytest.mark.parametrize("column", ["", "key", "id"])
+def test_a_row_keeps_the_id_of_the_data(column, tmp_path):
+    """A reward finds its own id in it; ours, by which files of the run name the row, is row["tlt_id"]."""
+    rows = [{"id": f"my-{n}", "key": n, "prompt": f"p{n}", "answer": n} for n in range(4)]
+    source = write(tmp_path / "a.jsonl", rows)
+    loaded = datasets.load(make_config(source, id_column=column, eval_size=1), make_tokenizer())
+    for prompt in (*loaded.train, *loaded.eval):
+        row, n = prompt.row, prompt.row["key"]
+        assert row["id"] == f"my-{n}"
+        assert (
+            prompt.id
+            == row["tlt_id"]
+            == {"": f"a.jsonl:{n + 1}", "key": f"{n}"}.get(column, row["id"])
+        )
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path):

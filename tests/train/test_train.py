@@ -115,7 +115,7 @@ def test_a_run_keeps_the_answers_of_its_evaluations(whole):
         answers = evaluations.read(evaluations.path_of(whole.run, step))
         found = [(one.id, one.prompt, one.reference, one.sample) for one in answers]
         assert found == [
-            (one.row["id"], one.text, one.row["answer"], n) for one in prompts for n in (0, 1)
+            (one.id, one.text, one.row["answer"], n) for one in prompts for n in (0, 1)
         ]
         rewards = [one.reward for one in answers]
         assert rewards == [toy_rewards.digest("", one.completion, {}) for one in answers]

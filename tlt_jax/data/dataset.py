@@ -19,7 +19,7 @@ import numpy as np
 from tlt_jax.config import Config, parse
 from tlt_jax.config.inputs import DROP, OLDER, Data
 from tlt_jax.data import adapter_files, prompt_format, rows as rows_of, tasks
-from tlt_jax.data.encoder import Encoder, Prompt
+from tlt_jax.data.encoder import ID, Encoder, Prompt
 from tlt_jax.data.problems import Problems
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.data.token_bytes import token_bytes
@@ -241,7 +241,7 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
     seed = config.train.seed if data.split_seed == OLDER else data.split_seed
     rows = _task_rows(task, seed, range(data.eval_size), EVAL)
     held_out = _within_limit(encoder.prompts(rows), data)
-    counted = Counter(row["id"] for row in rows)
+    counted = Counter(row[ID] for row in rows)
     if repeated := [name for name, count in counted.items() if count > 1]:
         raise DataError(
             f"{counted[repeated[0]]} rows of the task {data.task!r} have the id {repeated[0]!r}: give each row its own"
@@ -262,7 +262,7 @@ def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
     for prompt in prompts:
         if len(prompt.tokens) > data.max_prompt_tokens:
             raise DataError(
-                f"row {prompt.row['id']} of the task {data.task!r} has {len(prompt.tokens)} tokens, more than its longest_row "
+                f"row {prompt.id} of the task {data.task!r} has {len(prompt.tokens)} tokens, more than its longest_row "
                 f"and data.max_prompt_tokens {data.max_prompt_tokens}: raise it"
             )
     return prompts
@@ -271,7 +271,7 @@ def _within_limit(prompts: list[Prompt], data: Data) -> list[Prompt]:
 def _task_rows(
     task: tasks.Task, seed: int, indices: Sequence[int], split: str
 ) -> list[dict[str, Any]]:
-    return [vars(row) for row in task.rows(seed, indices, split)]
+    return [vars(row) | {ID: str(row.id)} for row in task.rows(seed, indices, split)]
 
 
 def _other_rows(config: Config, encoder: Encoder, source: str) -> list[Prompt]:
@@ -359,7 +359,7 @@ def _short_enough(prompts: list[Prompt], data: Data) -> tuple[list[Prompt], int]
     for prompt in prompts:
         if not len(prompt.tokens):
             problems.add(
-                prompt.row["id"],
+                prompt.id,
                 None,
                 "the prompt has no tokens",
                 "change the prompt or the tokenizer",

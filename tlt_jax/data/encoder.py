@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from tlt_jax.config import Config
 from tlt_jax.errors import DataError
 
+ID = "tlt_id"  # column that rows get: the id by which the files of a run name them
 USER, ASSISTANT = "user", "assistant"  # roles of chat messages
 
 
@@ -19,14 +20,19 @@ USER, ASSISTANT = "user", "assistant"  # roles of chat messages
 class Prompt:
     """A tokenized prompt: int32 `tokens` [T], and `text` with the chat template.
 
-    `row` has the columns of the source, and the mapped columns "id", "prompt", "answer" and, for a
-    warm start, "solution".
+    `row` has the columns of the source, and the mapped columns "prompt", "answer" and, for a warm start, "solution"; and its
+    id as ID, also as "id" where the source has no such column.
     """
 
     index: int
     tokens: np.ndarray
     row: dict[str, Any]
     text: str = ""
+
+    @property
+    def id(self) -> str:
+        """The id of the row."""
+        return self.row[ID]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Encoder:
             try:
                 texts.append(self.text(row["prompt"]))
             except TemplateError as error:
-                raise DataError(f"the chat template rejects row {row['id']}: {error}") from error
+                raise DataError(f"the chat template rejects row {row[ID]}: {error}") from error
         # The template adds the special tokens.
         tokens = self._tokens(texts, special=not self.config.data.chat_template)
         return [Prompt(i, *parts) for i, parts in enumerate(zip(tokens, rows, texts, strict=True))]

@@ -10,6 +10,7 @@ from typing import Any
 
 from tlt_jax.config import Config, changes
 from tlt_jax.data import adapter_files, files, prompt_format, rows
+from tlt_jax.data.encoder import ID
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError, DataError
 
@@ -43,7 +44,7 @@ def encode(prompt: Given, config: Config, tokenizer: Any, place: str) -> Questio
         what, fix, detail = wrong
         raise DataError(f"{place}: {what}{f' ({detail})' if detail else ''}: {fix}")
     encoder = prompt_format.encoder(config, tokenizer)
-    (found,) = encoder.prompts([{"id": place, "prompt": prompt}])
+    (found,) = encoder.prompts([{ID: place, "prompt": prompt}])
     if not len(found.tokens):
         raise DataError(f"{place}: the prompt is empty: give at least one token")
     return Question(found.tokens.tolist(), found.text)

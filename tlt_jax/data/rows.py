@@ -11,7 +11,7 @@ from typing import Any
 from tlt_jax.config import Config, extension, parse
 from tlt_jax.config.inputs import Data
 from tlt_jax.data import files, formats
-from tlt_jax.data.encoder import ASSISTANT, USER
+from tlt_jax.data.encoder import ASSISTANT, ID, USER
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError
 
@@ -20,7 +20,7 @@ LONE, WHOLE = "a lone surrogate", "write whole characters"
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
-    """The rows of a source with the mapped columns "id", "prompt" and "answer".
+    """The rows of a source with the mapped columns "prompt" and "answer", and their ids as ID, and as "id" if they have none.
 
     And "solution", when the run has a supervised warm start and the source is data.train.
     """
@@ -40,12 +40,13 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
             is_named = mapped.get("id") not in (None, formats.ABSENT)
             mapped = {"id": f"{name}:{line}"} | mapped
             mapped |= {role: formats.text_of(mapped[role]) for role in mapped if role != "prompt"}
-            first = first_seen.setdefault(mapped["id"], (path, line))
+            row_id = mapped.pop("id")
+            first = first_seen.setdefault(row_id, (path, line))
             if first != (path, line) and is_named:
-                detail = f"{mapped['id']!r}, first at {first[0]}:{first[1]}"
+                detail = f"{row_id!r}, first at {first[0]}:{first[1]}"
                 fix = "make data.id_column unique or leave it empty"
                 problems.add(path, line, "duplicate id", fix, detail)
-            rows.append(raw | mapped)
+            rows.append({"id": row_id} | raw | mapped | {ID: row_id})
 
     return rows
 

@@ -17,7 +17,7 @@ from tlt_jax import atomic, run_folder
 from tlt_jax.config import Config, parse
 from tlt_jax.data import dataset as datasets, files, formats, packing
 from tlt_jax.data.dataset import Dataset
-from tlt_jax.data.encoder import Encoder, Prompt
+from tlt_jax.data.encoder import ID, Encoder, Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import DataError, Interrupted
@@ -100,7 +100,7 @@ def read(source: str, encoder: Encoder, vocab_size: int) -> list[Example]:
             for column in ("prompt", "response"):
                 if what := wrong(row.get(column), vocab_size, has_tokenizer):
                     problems.add(str(path), line, f"column {column!r} {what}", f"use {fix}")
-            rows.append(row | {"id": f"{name}:{line}"})
+            rows.append(row | {ID: f"{name}:{line}"})
     problems.stop_if_any()
     prompts, responses = ([row[column] for row in rows] for column in ("prompt", "response"))
     texts = [row for row in rows if isinstance(row["prompt"], str)]

@@ -158,7 +158,7 @@ def judged(
     return [
         Judged(
             split=split,
-            id=str(prompts[answer.prompt].row["id"]),
+            id=prompts[answer.prompt].id,
             sample=answer.sample,
             prompt=prompts[answer.prompt].text,
             completion=texts[answer.uid],

@@ -219,7 +219,7 @@ def records(
             finish=answer.finish,
             parts=scores[answer.uid].parts,
             failure=scores[answer.uid].failure,
-            id=str(prompts[answer.prompt].row["id"]),
+            id=prompts[answer.prompt].id,
             group=answer.prompt,
             reference=str(prompts[answer.prompt].row["answer"]),
             advantage=float(advantage),
