@@ -829,6 +829,38 @@ def test_solutions_of_a_file_are_read_checked_and_repeated(tmp_path):
     assert "every solution is longer than rollout.max_new_tokens 2" in failure(short)
 
 
+def test_a_warm_start_learns_all_solutions_of_a_prompt(tmp_path):
+    """RL has each prompt once; a pair of prompt and solution is learned once, and none of a held-out prompt."""
+    pairs = [
+        ("a", "1"),
+        ("a", "2"),
+        ("b", "1"),
+        ("a", "1"),
+        ("c", "1"),
+        ("c", "3"),
+        ("b", "1"),
+        ("d", "9" * 8),
+    ]
+    rows = [{"prompt": p, "answer": "1", "solution": s} for p, s in pairs]
+    source = write(tmp_path / "a.jsonl", rows)
+    held_out = write(tmp_path / "b.jsonl", rows[4:5])
+    knobs = {"eval": str(held_out), "sft_steps": 1, "duplicates": "drop", "shuffle": False}
+    config, tokenizer = make_config(source, **knobs), make_tokenizer()
+    config = replace(config, rollout=replace(config.rollout, max_new_tokens=5))
+    loaded = datasets.load(config, tokenizer)
+    assert [prompt.text for prompt in loaded.train] == ["a", "b", "d"]
+    learned = [tuple(map(tokenizer.decode, pair)) for pair in loaded.trainable]
+    assert learned == [
+        (p, s + tokenizer.eos_token) for p, s in [("a", "1"), ("a", "2"), ("b", "1")]
+    ]
+    assert loaded.describe() == (
+        "data: 3 of 8 rows (dropped: 4 duplicates, 1 also in the evaluation), 1 of evaluation; "
+        "4 solutions for the warm start; 1 solutions longer than rollout.max_new_tokens are not trained on"
+    )
+    older = replace(config, data=replace(config.data, split_seed=-1))
+    assert len(datasets.load(older, tokenizer).trainable) == 2, "as the run began"
+
+
 def test_a_task_that_does_not_fit_names_both_numbers():
     assert "prompt has 13 tokens and data.max_prompt_tokens is 12" in failure(
         make_config(max_prompt_tokens=12)

@@ -148,7 +148,8 @@ class Data:
     )
     duplicates: str = knob(
         DROP,
-        "rows of data.train with a repeated prompt, or with a prompt of data.eval. drop: dropped and counted | keep",
+        "rows of data.train with a repeated prompt, or with a prompt of data.eval. drop: dropped and counted, but a warm start "
+        "learns every solution of a prompt | keep",
         one_of=(DROP, "keep"),
     )
     shuffle: bool = knob(True, "shuffle the rows in every epoch")

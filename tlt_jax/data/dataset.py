@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,8 @@ class Dataset:
         line += f" (drawn by train.seed: data.split_seed {OLDER})" if is_older else ""
         if counts["eval_too_long"]:
             line += f" ({counts['eval_too_long']:,} longer than data.max_prompt_tokens dropped)"
+        if counts.get("solutions", 0) > counts["train_rows"]:
+            line += f"; {counts['solutions']:,} solutions for the warm start"
         if counts.get("solutions_too_long"):
             line += f"; {counts['solutions_too_long']:,} solutions longer than rollout.max_new_tokens are not trained on"
         return line
@@ -287,13 +289,11 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     eval_rows = rows_of.read(config, "data.eval", data.eval, problems) if data.eval else []
     problems.stop_if_any()
 
-    train, counts = encoder.prompts(rows), {"rows": len(rows)}
+    every, counts = encoder.prompts(rows), {"rows": len(rows)}
+    train, known = every, set()
     if data.duplicates == DROP:
-        first: dict[str, Prompt] = {}
-        for prompt in train:
-            first.setdefault(prompt.text, prompt)
-        counts["duplicates"] = len(train) - len(first)
-        train = list(first.values())
+        train = _different(every, lambda prompt: prompt.text)
+        counts["duplicates"] = len(every) - len(train)
     if data.eval:
         held_out = encoder.prompts(eval_rows)
     else:
@@ -323,16 +323,30 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
 
     trainable: list[tuple[np.ndarray, np.ndarray]] = []
     if config.sft.steps:
-        solved = encoder.solutions([prompt.row for prompt in train])
+        pairs = train
+        if data.duplicates == DROP and data.split_seed != OLDER:
+            new = [
+                p for p in every if p.text not in known and len(p.tokens) <= data.max_prompt_tokens
+            ]
+            pairs = _different(new, lambda prompt: (prompt.text, prompt.row["solution"]))
+        solved = encoder.solutions([prompt.row for prompt in pairs])
         limit = config.rollout.max_new_tokens
-        trainable = [(p.tokens, s) for p, s in zip(train, solved, strict=True) if len(s) <= limit]
-        counts["solutions_too_long"] = len(train) - len(trainable)
+        trainable = [(p.tokens, s) for p, s in zip(pairs, solved, strict=True) if len(s) <= limit]
+        counts |= {"solutions": len(pairs), "solutions_too_long": len(pairs) - len(trainable)}
         if not trainable:
             raise DataError(
                 f"every solution is longer than rollout.max_new_tokens {limit} with EOS: raise it"
             )
 
     return Dataset(config, encoder, None, train, held_out, counts, trainable)
+
+
+def _different(prompts: list[Prompt], key: Callable[[Prompt], Hashable]) -> list[Prompt]:
+    """The first prompt of each key, in their order."""
+    first: dict[Hashable, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(key(prompt), prompt)
+    return list(first.values())
 
 
 def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
