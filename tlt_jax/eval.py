@@ -20,9 +20,8 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import evaluations
 from tlt_jax.metrics.evaluations import KINDS, Judged, Row
-from tlt_jax.models import from_config
+from tlt_jax.models import from_config, lora
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.low_rank import Lora
 from tlt_jax.rewards import Scorer
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.train import saved
@@ -120,7 +119,7 @@ def evaluate(config: Config, asked: Asked, scorer: Scorer) -> None:
     drafter, drafter_params = from_config.load_drafter(config, model, mesh)
     stops = datasets.stop_rules(config, tokenizer)
     # Of a step the adapters are those of the run; where a run starts they are merged.
-    adapters = Lora.of(config.model.lora) if asked.step else None
+    adapters = lora.chosen(config.model.lora) if asked.step else None
     engine = Engine(config, model, mesh, stops, drafter, lora=adapters)
     published = engine.publish(weights.params, drafter_params)
     evaluator = Evaluator(config, engine, dataset, tokenizer, scorer)

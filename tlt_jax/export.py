@@ -84,10 +84,10 @@ def export_adapter(
     Raises ConfigError also when the run trains all weights.
     """
     from tlt_jax.data import dataset as datasets, prompt_format
-    from tlt_jax.models import hf_adapter, lora, low_rank
+    from tlt_jax.models import hf_adapter, lora
     from tlt_jax.train import saved, start_policy
 
-    if not (chosen_lora := low_rank.Lora.of(config.model.lora)):
+    if not (chosen_lora := lora.chosen(config.model.lora)):
         raise ConfigError(
             f"--adapter: {run} trains all weights, its model.lora.rank is 0: export the policy, without --adapter"
         )

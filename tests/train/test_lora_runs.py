@@ -26,7 +26,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import CheckpointError, ConfigError, ModelError
-from tlt_jax.models import from_config, hf, low_rank
+from tlt_jax.models import from_config, hf, lora
 from tlt_jax.train import loop, step_metrics
 
 TARGETS = ["q_proj", "o_proj", "down_proj"]
@@ -157,7 +157,7 @@ def test_adapters_of_a_step_are_exported_and_start_another_run(configure, traine
     knobs = LORA | {"model.path": str(out), "train.steps": 1, "algorithm.kl_coef": 0.1}
     again = configure(tmp_path / "again", knobs)
     model, mesh = sizes(again)
-    found = low_rank.Lora.of(again.model.lora)
+    found = lora.chosen(again.model.lora)
     assert_equal(from_config.start_adapters(again, found, model, mesh), saved)
     assert loop.train(again) == cli.DONE
     assert events(again)["actor/kl"][0][1] > 1e-5

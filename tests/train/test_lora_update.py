@@ -357,10 +357,10 @@ def test_new_adapters_start_as_peft_starts_them():
 
 
 def test_the_knobs_name_matrices_as_peft_does():
-    assert Lora.of(inputs.Lora()) is None
-    every = Lora.of(inputs.Lora(rank=8))
+    assert lora.chosen(inputs.Lora()) is None
+    every = lora.chosen(inputs.Lora(rank=8))
     assert every == Lora(8, 16.0, LORA_TARGETS) and every.scale == 2.0
-    some = Lora.of(inputs.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"]))
+    some = lora.chosen(inputs.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"]))
     assert some == Lora(4, 2.0, ("q_proj", "v_proj")) and some.scale == 0.5
 
 

@@ -213,6 +213,13 @@ def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> La
     )
 
 
+def with_factors(matrix: Weight, rank: int, scale: float, stack: int = 0) -> LowRank:
+    """The Weights of a matrix with an adapter, whose factors lie on its axes; `stack`: leading axes of layers."""
+    (*outs, inner), (*out_axes, in_axis) = matrix.shape, matrix.axes
+    a = Weight((*outs[:stack], rank, inner), (*out_axes[:stack], None, in_axis), "kaiming")
+    return LowRank(matrix, a, Weight((*outs, rank), (*out_axes, None), "zeros"), scale)
+
+
 def rollout_kv_heads(config: ModelConfig, model_axis: int) -> int:
     """KV heads of the rollout's weights and cache: repeated when there are fewer than the `model` axis has devices."""
     return max(config.num_kv_heads, model_axis)
@@ -246,7 +253,7 @@ def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = Non
     for name, members in parts.items():
         if lora and (count := len(set(members) & set(lora.fields))):
             matrix = getattr(layer, name)
-            changed[name] = low_rank.described(matrix, count * lora.rank, lora.scale)
+            changed[name] = with_factors(matrix, count * lora.rank, lora.scale)
     return layer.replace(**changed)
 
 

@@ -10,10 +10,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.models import architecture, low_rank, params as trees
+from tlt_jax.config.inputs import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
+from tlt_jax.models import architecture, params as trees
 from tlt_jax.models.architecture import Layer, ModelConfig, Params
-from tlt_jax.models.low_rank import FIELDS, Lora, LowRank, is_low_rank, merged
+from tlt_jax.models.low_rank import Lora, LowRank, is_low_rank, merged
 from tlt_jax.models.params import Weight
+
+NAMES = tuple(target.removesuffix("_proj") for target in LORA_TARGETS)  # fields of a layer
 
 
 @struct.dataclass
@@ -40,13 +43,22 @@ class Adapters:
     @property
     def present(self) -> dict[str, Adapter]:
         """The adapters that exist, by the field of Layer."""
-        values = {name: getattr(self, name) for name in FIELDS.values()}
+        values = {name: getattr(self, name) for name in NAMES}
         return {name: one for name, one in values.items() if one is not None}
 
     @classmethod
     def made(cls, parts: dict[str, Adapter], scale: float) -> Adapters:
         """Those of these fields of Layer."""
-        return cls(**{name: parts.get(name) for name in FIELDS.values()}, scale=scale)
+        return cls(**{name: parts.get(name) for name in NAMES}, scale=scale)
+
+
+def chosen(knobs: Knobs) -> Lora | None:
+    """The adapters of the section model.lora; None when it is off."""
+    if not knobs.rank:
+        return None
+    names = LORA_TARGETS if ALL_LINEAR in knobs.targets else knobs.targets
+    targets = tuple(one for one in LORA_TARGETS if one in names)
+    return Lora(knobs.rank, knobs.alpha, targets)
 
 
 def weights(lora: Lora, model: ModelConfig, model_axis: int) -> Adapters:
@@ -58,7 +70,7 @@ def of_layer(lora: Lora, layer: Layer) -> Adapters:
     """A Weight for every factor of this layer of Weights, or of stacked ones; factors lie on the axes of their matrix."""
 
     def adapter(matrix: Weight) -> Adapter:
-        node = low_rank.described(matrix, lora.rank, lora.scale, len(matrix.shape) - 2)
+        node = architecture.with_factors(matrix, lora.rank, lora.scale, len(matrix.shape) - 2)
         return Adapter(node.a, node.b)
 
     found = {name: adapter(getattr(layer, name)) for name in lora.fields}

@@ -12,14 +12,9 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.config.inputs import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
 from tlt_jax.kernels.numerics import widen
-from tlt_jax.models.params import Weight
 
 PyTree = Any
-
-# peft's name of a target -> the field of a layer: `q_proj` -> `q`.
-FIELDS = {target: target.removesuffix("_proj") for target in LORA_TARGETS}
 
 
 @dataclass(frozen=True)
@@ -36,16 +31,8 @@ class Lora:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of a layer that have an adapter."""
-        return tuple(FIELDS[target] for target in self.targets)
-
-    @classmethod
-    def of(cls, knobs: Knobs) -> Lora | None:
-        """The adapters of the section model.lora; None when it is off."""
-        if not knobs.rank:
-            return None
-        chosen = LORA_TARGETS if ALL_LINEAR in knobs.targets else knobs.targets
-        return cls(knobs.rank, knobs.alpha, tuple(one for one in LORA_TARGETS if one in chosen))
+        """The fields of a layer that have an adapter: of `q_proj` it is `q`."""
+        return tuple(target.removesuffix("_proj") for target in self.targets)
 
 
 @struct.dataclass
@@ -78,13 +65,6 @@ def kept_apart(lora: Lora | None, dtype: DTypeLike) -> Lora | None:
     A dtype narrower than float32 would round most of a change away, since the base lies exactly on its grid.
     """
     return lora if jnp.finfo(dtype).bits < 32 else None
-
-
-def described(matrix: Weight, rank: int, scale: float, stack: int = 0) -> LowRank:
-    """The Weights of a matrix and its factors, which lie on the axes of the matrix; `stack`: its leading axes of layers."""
-    (*outs, inner), (*out_axes, in_axis) = matrix.shape, matrix.axes
-    a = Weight((*outs[:stack], rank, inner), (*out_axes[:stack], None, in_axis), "kaiming")
-    return LowRank(matrix, a, Weight((*outs, rank), (*out_axes, None), "zeros"), scale)
 
 
 def joined(

@@ -10,6 +10,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.algorithms import importance
 from tlt_jax.config.learning import LOSS
 from tlt_jax.data import packing
+from tlt_jax.models import lora
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.models.remat import Remat
@@ -51,5 +52,5 @@ class Recipe:
             model, mesh, Adam.of(config, total_steps), objective,
             config.model.param_dtype, config.model.compute_dtype, (config.model.remat,) * model.num_layers,
             config.train.logits_chunk, config.train.attention_block, packing.longest(config),
-            Lora.of(config.model.lora),
+            lora.chosen(config.model.lora),
         )  # fmt: skip

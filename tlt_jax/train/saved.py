@@ -47,7 +47,7 @@ def policy_or_export(
     Raises ConfigError or CheckpointError.
     """
     exported, newest = exported_step(config), run_folder.newest(config)
-    if low_rank.kept_apart(low_rank.Lora.of(config.model.lora), config.model.compute_dtype):
+    if low_rank.kept_apart(lora.chosen(config.model.lora), config.model.compute_dtype):
         exported = None  # adapters are merged there, and rounded with the base in a rollout
     if exported is not None and (step == str(exported) or step in LATEST and exported >= newest):
         directory = run_folder.export(config)
