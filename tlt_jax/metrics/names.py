@@ -84,8 +84,8 @@ ROWS = [
     ("actor/empty_updates", "scalar",
      "optimizer steps that were left out, because algorithm.overlong filtered left none of their answers"),
     ("actor/packed_ratio", "scalar", "share of the packed rows' slots that hold tokens instead of padding"),
-    ("actor/rollout_logprob_diff_mean", "scalar", "mean |log-prob in the rollout - log-prob in the update|"),
-    ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - log-prob in the update|"),
+    ("actor/rollout_logprob_diff_mean", "scalar", "mean over tokens of |log-prob in the rollout - old log-prob|"),
+    ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - old log-prob|"),
     # importance weights between rollout and update: algorithm.importance
     ("rollout_corr/kl", "scalar",
      "mean of log-prob in the rollout - old log-prob; with importance weights, as all rollout_corr"),

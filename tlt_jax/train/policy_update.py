@@ -167,20 +167,19 @@ def group_loss(
     if objective.is_supervised:
         return jnp.sum(rows.weights * -logprobs, axis=-1), ({}, {})
 
+    tokens = tokens_of(rows, logprobs)
     pg_loss, totals, maxima = jnp.zeros_like(logprobs), {}, {}
     if grads is None:
-        pg_loss, totals, maxima = policy_loss.policy_loss(objective, tokens_of(rows, logprobs))
+        pg_loss, totals, maxima = policy_loss.policy_loss(objective, tokens)
     token_loss = pg_loss - objective.entropy_coef * entropy
     totals |= {"tokens": mask, "entropy": entropy}
 
     if rows.reference is not None:
         totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, rows.reference, 0))
         token_loss += objective.kl_coef * kl
-    if rows.recorded is not None:
-        totals["rollout_logprob_diff_mean"] = difference = jnp.abs(
-            logprobs - jnp.where(mask, rows.recorded, 0)
-        )
-        maxima["rollout_logprob_diff_max"] = difference
+    if tokens.recorded is not None:
+        difference = jnp.abs(tokens.old_logprobs - tokens.recorded)
+        totals["rollout_logprob_diff_mean"] = maxima["rollout_logprob_diff_max"] = difference
 
     sums = policy_loss.summed(mask, totals, token_loss.dtype)
     loss = jnp.sum(rows.weights * token_loss, axis=-1)
