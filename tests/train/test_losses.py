@@ -120,6 +120,20 @@ def test_clipped_loss_is_that_worked_by_hand_and_clipped_tokens_have_no_gradient
     np.testing.assert_allclose(gradient, [0.0, 1.5, -0.5, 0.0, -2.2, 4.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("limits", [(0.0, 0.0), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0, 3.0)])
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_at_ratio_1_the_gradient_is_that_of_reinforce_whatever_the_limits(name, limits):
+    """A limit of 0 puts the bound on the ratio: there a token is not clipped, as in torch (clamp 1, halves of minimum)."""
+    one, advantages = np.full((1, 4), 0.1), np.array([[1.0, -1.0, 2.5, -0.3]])
+    given = tokens_of(one, one, advantages)._replace(
+        segments=jnp.ones((1, 4), int), mask=jnp.ones((1, 4), bool)
+    )
+    found, gradient = value_and_slope(lambda new: losses.BUILT_IN[name](new, *limits), given)
+    np.testing.assert_array_equal(gradient, -given.advantages)
+    np.testing.assert_array_equal(found.loss, -given.advantages)
+    assert not (found.clipped_low | found.clipped_high).any()
+
+
 def test_the_dual_clip_bounds_the_loss_of_negative_advantages_alone():
     tokens = tokens_of(**RATIO_TOKENS)
     found, gradient = value_and_slope(lambda one: losses.policy_loss(one, 0.2, 0.3, 3.0), tokens)

@@ -70,15 +70,16 @@ def clipped_loss(
     clip_high: float,
     clip_dual: float = 0.0,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
+    """PPO's clipped surrogate: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); a ratio at a limit is not clipped.
 
     Schulman et al. 2017, arXiv 1707.06347, eq. 7, with separate limits as in DAPO, arXiv 2503.14476. With `clip_dual` c,
     the loss of a negative advantage is at most -c A (Ye et al. 2020, arXiv 1912.09729).
     """
-    clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = -jnp.minimum(ratio * advantages, clipped * advantages)
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
+    # Chosen, because the gradients of clip and minimum are halved where two values are equal: at a limit.
+    used = jnp.where(low, 1 - clip_low, jnp.where(high, 1 + clip_high, ratio))
+    loss = -(used * advantages)
     if not clip_dual:
         return PolicyLoss(loss, low, high)
     most = -clip_dual * advantages
