@@ -13,7 +13,7 @@ from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import RUNNING, TRUNCATED
+from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, TRUNCATED
 
 PLACES = ("host", "device")
 SAMPLES, ROWS, T = 2, 2, 32
@@ -35,17 +35,19 @@ def request_of(texts) -> SimpleNamespace:
     return SimpleNamespace(prompts=tuple(prompt for prompt, _ in texts.values()), samples=SAMPLES)
 
 
-def feed(replay: Replay, texts, features, states, together=3, junk=np.nan, order=1) -> None:
+def feed(
+    replay: Replay, texts, features, states, together=3, junk=np.nan, order=1, broken=()
+) -> None:
     """The polls of a group in which these sequences finish; values behind the known positions are junk.
 
     `features`, `states`: [n, S, ...] of the texts. The values of `together` windows and a row of padding arrive at once,
-    in this order or (-1) the last first.
+    in this order or (-1) the last first. `broken`: uids whose logits were not finite at the end.
     """
     where = sharding(replay.mesh, ("batch", None, "features"), "rollout")
     found, windows = [], []
     for row, (uid, (prompt, answer)) in enumerate(texts.items()):
         length, half = len(prompt) + len(answer), len(answer) // 2
-        parts = (answer[:half], RUNNING), (answer[half:], TRUNCATED)
+        parts = (answer[:half], RUNNING), (answer[half:], BROKEN if uid in broken else TRUNCATED)
         found += [Emitted(uid, part, np.zeros(len(part)), finish) for part, finish in parts]
         found.append(Ended(uid, row, length))
         windows += [(uid, start, row, length) for start in replay.wanted(uid, length)]

@@ -115,6 +115,19 @@ def test_states_that_are_not_captured_are_the_features():
 # What is stored
 
 
+def test_a_sequence_whose_logits_were_not_finite_is_not_stored():
+    texts, kept = texts_of(), {0, 4, 6}
+    whole, replay = replay_of("host", width=10), replay_of("host", width=10)
+    replay.begin(0, request_of(texts))
+    feed(replay, texts, *numbers(texts), broken=texts.keys() - kept)
+    whole.begin(0, request_of(texts))
+    feed(whole, texts, *numbers(texts))
+    places = [sorted((one.uid, one.start) for one in each.held) for each in (whole, replay)]
+    assert {uid for uid, _ in places[0]} == texts.keys()
+    assert [place for place in places[0] if place[0] in kept] == places[1]
+    assert set(replay.answers[0]) == kept and not replay.parts
+
+
 def test_the_previous_step_stands_in_for_answers_that_are_not_finished():
     texts = texts_of(((3, 4), (3, 30), (3, 12), (3, 20)))
     replay = filled(texts=texts, step=4, width=40)

@@ -55,6 +55,9 @@ def test_reinforce_pp_whitens_the_rewards_of_all_tokens():
     expected = (rewards - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert not answer_advantages(np.full((2, 1), 0.1), np.array([[3], [4]]), "reinforce_pp").any()
+    broken = np.array([[3, 1], [0, 4]])  # an answer that does not count has no token
+    found = answer_advantages(np.array([[1.0, 0.0], [9.0, 0.0]]), broken, "reinforce_pp")
+    np.testing.assert_allclose(found[0], (np.array([1.0, 0.0]) - 3 / 8) / (15 / 56) ** 0.5)
     one_each = answer_advantages(np.array([[1.0], [0.0]]), np.array([[2], [2]]), "reinforce_pp")
     np.testing.assert_allclose(one_each, [[0.75**0.5], [-(0.75**0.5)]], rtol=1e-6)
 

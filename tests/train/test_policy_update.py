@@ -13,13 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.config import Config
-from tlt_jax.config.learning import Optim
+from tlt_jax.config.learning import Algorithm, Optim, Train
 from tlt_jax.data import packing
+from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import architecture, token_logprobs as scoring, transformer
 from tlt_jax.optimizer import Adam
-from tlt_jax.train import losses, policy_batch, policy_update
+from tlt_jax.rollout.recorder import Completion
+from tlt_jax.train import losses, minibatches, policy_batch, policy_update
 from tlt_jax.train.advantages import answer_weights
 from tlt_jax.train.objective import Objective
 from tlt_jax.train.policy_batch import Batch, Rows
@@ -481,6 +483,46 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
             )
             for ours, theirs in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-9)  # the rate is float32
+
+
+@pytest.mark.parametrize("overlong", ["kept", "filtered"])
+def test_an_answer_whose_logits_were_not_finite_reaches_neither_the_policy_nor_the_drafter(
+    overlong, x64
+):
+    """A token has a NaN embedding: the answers in which it ended are left out, and others in their row learn as ever."""
+    model, poison = replace(MODEL, tied=False), 7
+    recipe = replace(recipe_of(), model=model)
+    config = Config(
+        algorithm=Algorithm(overlong=overlong, aggregation="sequence_mean"),
+        train=Train(row_tokens=32, rows=1),
+    )
+    random, broken = np.random.default_rng(0), (1, 4)
+    prompts = [Prompt(0, np.array([1, 2]), {})]
+    answers = [
+        Completion(uid, 0, uid, random.integers(0, 7, 3 + uid), np.full(3 + uid, -1.0), "stop")
+        for uid in range(6)
+    ]
+    for uid in broken:
+        answers[uid].tokens[1:] = poison
+        answers[uid] = replace(answers[uid], finish="nonfinite", logprobs=np.full(3 + uid, np.nan))
+    rollout, advantages = SimpleNamespace(completions=answers), random.normal(size=6)
+    batch, packed = minibatches.make_batch(
+        config, recipe, prompts, rollout, advantages, np.arange(6)
+    )
+    sound = [uid for uid in range(6) if uid not in broken]
+    assert sum(int(rows.is_answer.sum()) for rows in batch) == sum(3 + uid for uid in sound)
+
+    def learned(batch: Batch, value: float) -> architecture.Params:
+        """The weights after an update with the embedding `value`, without it."""
+        params = params_of(recipe)
+        params = params.replace(embed=params.embed.at[poison].set(value))
+        state, _ = update(recipe, policy_update.create(params, recipe), batch)
+        assert int(state.skipped) == 0
+        return state.params.replace(embed=state.params.embed.at[poison].set(0))
+
+    alone, _ = minibatches.make_batch(config, recipe, prompts, rollout, advantages, np.array(sound))
+    assert_same(learned(batch, np.nan), learned(batch, 0.0))
+    assert_same(learned(batch, np.nan), learned(alone, 0.0), rtol=1e-9, atol=1e-12)
 
 
 def test_supervised_update_minimizes_the_negative_log_likelihood_of_the_answers(x64):

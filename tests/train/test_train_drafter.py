@@ -404,6 +404,17 @@ def test_the_command_trains_and_prints_where_the_drafter_is_and_what_does_not_lo
 # Texts
 
 
+def test_answers_whose_logits_were_not_finite_are_no_texts(tmp_path):
+    prompts = [SimpleNamespace(tokens=np.array([5, 6]))]
+    answers = [
+        SimpleNamespace(prompt=0, tokens=np.array([one]), finish=finish)
+        for one, finish in enumerate(("stop", "nonfinite", "length"))
+    ]
+    corpus.write(tmp_path / "one.jsonl", prompts, answers)
+    found = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert [one["response"] for one in found] == [[0], [2]]
+
+
 def encoder_of(configure, tmp_path: Path) -> Encoder:
     config = configure(tmp_path)
     return Encoder(config, datasets.tokenizer(config))

@@ -24,6 +24,7 @@ from tlt_jax.errors import DataError, Interrupted
 from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.engine import Engine
+from tlt_jax.rollout.recorder import NONFINITE
 from tlt_jax.spec_decode.decoding_params import Sampling
 
 BLOCK = 4096  # examples that are packed together
@@ -77,10 +78,11 @@ def answer(
 
 
 def write(path: Path, prompts: Sequence[Prompt], completions: Sequence[Any]) -> None:
-    """Writes prompts and responses as token ids, atomically."""
+    """Writes prompts and responses as token ids, atomically; without answers whose logits were not finite."""
     rows = (
         {"prompt": prompts[one.prompt].tokens.tolist(), "response": one.tokens.tolist()}
         for one in completions
+        if one.finish != NONFINITE
     )
     atomic.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 

@@ -19,6 +19,7 @@ from tlt_jax.drafter.windows import Piece, Window
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.spec_decode.harvest import Features
+from tlt_jax.spec_decode.stopping import BROKEN
 
 WINDOWS, DRAWS = 0, 1  # random streams: which windows are stored, what is drawn
 
@@ -61,6 +62,7 @@ class Replay:
         self.store: WindowStore = STORES[config.place]()
         self.step, self.request = 0, None  # of the current rollout
         self.parts: dict[int, list[np.ndarray]] = {}  # of answers so far, by uid
+        self.broken: set[int] = set()  # uids of answers whose logits were not finite
         self.answers: dict[int, dict[int, int]] = {}  # tokens of finished answers: step -> uid -> n
         self.awaited: dict[tuple[int, int], Window] = {}  # by uid and first position
         self.held: dict[Window, int] = {}  # bytes of each
@@ -69,7 +71,7 @@ class Replay:
     def begin(self, step: int, request: RolloutRequest) -> None:
         """Starts an RL step, which decodes the request; of earlier steps only the previous one stays."""
         self.step, self.request = step, request
-        self.parts, self.awaited, self.drawn, self.aged = {}, {}, 0, 0
+        self.parts, self.broken, self.awaited, self.drawn, self.aged = {}, set(), {}, 0, 0
         self.answers = {step - 1: self.answers.get(step - 1, {}), step: {}}
         self.drop([window for window in self.held if window.step != step - 1])
 
@@ -89,15 +91,20 @@ class Replay:
             return
         for event in look.events:
             match event:
-                case Emitted(uid, tokens):
+                case Emitted(uid, tokens, _, finish):
                     self.parts.setdefault(uid, []).append(tokens)
+                    if finish == BROKEN:
+                        self.broken.add(uid)
                 case Ended(uid, _, length):
                     self.end(uid, length)
                 case Harvested(windows, values):
                     self.keep(windows, values)
 
     def end(self, uid: int, length: int) -> None:
-        """The sequence is finished: its windows are awaited."""
+        """The sequence is finished: its windows are awaited, unless its logits were not finite."""
+        if uid in self.broken:
+            del self.parts[uid]
+            return
         prompt = self.prompt(uid)
         text = np.concatenate([prompt, *self.parts.pop(uid)]).astype(np.int32)
         if len(text) != length:

@@ -56,7 +56,8 @@ ROWS = [
     ("response_length/p90", "scalar", "90th percentile of the answer length"),
     ("response_length/p99", "scalar", "99th percentile of the answer length"),
     ("response_length/clip_ratio", "scalar", "share of answers cut at rollout.max_new_tokens"),
-    ("response_length/nonfinite", "scalar", "answers that ended because the policy's logits were not finite"),
+    ("response_length/nonfinite", "scalar",
+     "answers that ended because the policy's logits were not finite; the loss leaves them out"),
     ("response_length/histogram", "histogram", "answer lengths of the step"),
     # policy update
     ("actor/loss", "scalar", "loss of the policy update, all terms"),

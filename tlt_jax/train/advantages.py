@@ -62,16 +62,22 @@ def check_finite(rewards: np.ndarray) -> None:
         )
 
 
+def are_equal(rewards: np.ndarray, lengths: np.ndarray) -> bool:
+    """Whether the rewards of all answers that count, with `lengths` above 0, are equal: reinforce_pp learns nothing then."""
+    counted = rewards[lengths > 0]
+    return not counted.size or counted.max() == counted.min()
+
+
 def whitened_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Advantages float64[P, G] of REINFORCE++ (Hu 2025, arXiv 2501.03262) of rewards [P, G], without a KL in the reward.
 
     (reward - mean) / sqrt(variance + 1e-8), of the rewards at all answer tokens: an answer counts by its `lengths` [P, G] in
-    tokens. The variance is the unbiased one, of n - 1. Exactly 0 when all rewards are equal. Raises ValueError for rewards
-    that are not finite.
+    tokens, 0 for one that does not. The variance is the unbiased one, of n - 1. Exactly 0 when all rewards `are_equal`.
+    Raises ValueError for rewards that are not finite.
     """
     rewards, lengths = np.asarray(rewards, np.float64), np.asarray(lengths, np.float64)
     check_finite(rewards)
-    if rewards.max() == rewards.min():
+    if are_equal(rewards, lengths):
         return np.zeros(rewards.shape)
     tokens = lengths.sum()
     centered = rewards - np.sum(lengths * rewards) / tokens

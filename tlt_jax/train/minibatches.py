@@ -17,7 +17,7 @@ from tlt_jax.data.packing import Example, Packed
 from tlt_jax.models import lora
 from tlt_jax.models.architecture import Params
 from tlt_jax.rewards import Score
-from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
+from tlt_jax.rollout.recorder import LENGTH, NONFINITE, Completion, RolloutResult
 from tlt_jax.train import kl_rewards, policy_batch, policy_update
 from tlt_jax.train.accounts import Stopwatch
 from tlt_jax.train.advantages import answer_advantages, answer_weights
@@ -146,7 +146,8 @@ def first_advantages(config: Config, rollout: RolloutResult, rewards: np.ndarray
     if config.algorithm.kl_in == REWARD:
         return rewards
     lengths = np.array([len(answer.tokens) for answer in rollout.completions])
-    return answer_advantages(rewards, lengths.reshape(rewards.shape), config.algorithm.advantage)
+    counted = (lengths * is_finite(rollout.completions)).reshape(rewards.shape)
+    return answer_advantages(rewards, counted, config.algorithm.advantage)
 
 
 def split(config: Config, answers: Sequence[Completion]) -> list[np.ndarray]:
@@ -172,8 +173,14 @@ def needed(
 
 
 def example(prompts: Sequence[Prompt], answer: Completion) -> Example:
-    """An answer with its prompt, as input of packing."""
-    return Example(answer.uid, prompts[answer.prompt].tokens, answer.tokens)
+    """An answer with its prompt, as input of packing; of an answer that is not finite only the lengths, with tokens of 0.
+
+    So values that are not finite reach no other example of its row, as 0 times them would.
+    """
+    prompt, tokens = prompts[answer.prompt].tokens, answer.tokens
+    if answer.finish == NONFINITE:
+        prompt, tokens = np.zeros_like(prompt), np.zeros_like(tokens)
+    return Example(answer.uid, prompt, tokens)
 
 
 def is_filtering(config: Config) -> bool:
@@ -181,9 +188,15 @@ def is_filtering(config: Config) -> bool:
     return config.algorithm.overlong == FILTERED
 
 
+def is_finite(answers: Sequence[Completion]) -> np.ndarray:
+    """bool[answers]: whether the policy's logits were finite to the end: policy and drafter learn from no other answer."""
+    return np.array([one.finish != NONFINITE for one in answers])
+
+
 def is_kept(config: Config, answers: Sequence[Completion]) -> np.ndarray:
     """bool[answers]: whether the loss counts an answer."""
-    return np.array([not is_filtering(config) or one.finish != LENGTH for one in answers])
+    left_out = {NONFINITE, LENGTH} if is_filtering(config) else {NONFINITE}
+    return np.array([one.finish not in left_out for one in answers])
 
 
 def make_batch(
@@ -214,7 +227,7 @@ def make_batch(
         weights,
         advantages[part],
         recorded,
-        marks_answers=is_filtering(config),
+        is_answer=is_finite(answers) if is_filtering(config) else None,
     ), packed
 
 

@@ -26,7 +26,7 @@ class Rows:
     Per-token values are at the position of the target, 0 elsewhere; `weights` > 0 exactly at
     targets that the loss counts. Log-probs: `recorded` of the sampler; `old` of the policy before the first minibatch
     (None: those of the update itself, so ratios are 1); `reference` of the frozen initial policy.
-    `answers`: 1 at all targets, also those that the loss leaves out; None: it counts all.
+    `answers`: 1 at all targets of finite answers, also those that the loss leaves out; None: it counts all of these.
     """
 
     tokens: Int32[Array, "R T"]
@@ -61,12 +61,12 @@ def make_batch(
     weights: np.ndarray,
     advantages: np.ndarray,
     recorded: list[np.ndarray] | None = None,
-    marks_answers: bool = False,
+    is_answer: np.ndarray | None = None,
 ) -> Batch:
     """The batch on the mesh.
 
-    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token; `marks_answers`: with
-    `Rows.answers`, for weights of 0. Raises
+    weights[n] and advantages[n] are per example, `recorded` log-probs per answer token; `is_answer` bool[n]: the examples of
+    `Rows.answers`, where some have weights of 0. Raises
     ValueError for an example longer than `longest` tokens (the recipe's limit), and for a row with more
     examples than attention supports.
     """
@@ -85,8 +85,8 @@ def make_batch(
     fields |= {"weights": packed.spread(weights), "advantages": packed.spread(advantages)}
     if recorded is not None:
         fields["recorded"] = packed.place(recorded)
-    if marks_answers:
-        fields["answers"] = packed.spread(np.ones(len(packed.answer_lengths)))
+    if is_answer is not None:
+        fields["answers"] = packed.spread(is_answer)
     steps = [Rows(**{name: array[step] for name, array in fields.items()})
              for step in range(len(packed.tokens))]  # fmt: skip
     return put(steps, rows_sharding(mesh))
