@@ -360,20 +360,33 @@ def test_sums_over_answers_are_those_of_a_loop_and_stay_in_their_answer(x64):
 # A KL in the reward
 
 
+def penalized(advantage: str, kl_coef: float, known: list[Answer], rewards: np.ndarray, left=()):
+    """`kl_rewards.penalized` of the answers in two minibatches on two data groups, and how these are packed.
+
+    `left`: answers that do not count.
+    """
+    mesh, half = make_mesh(2, 1), len(known) // 2
+    known = [one._replace(advantage=r) for one, r in zip(known, rewards.flat, strict=True)]
+    given, batches, counts = [], [], np.ones(len(known), bool)
+    counts[list(left)] = False
+    for first in (0, half):
+        part, counted = known[first : first + half], counts[first : first + half]
+        given.append(packed_of(part, 2, 2))
+        batch = batch_of(recipe_of(PLAIN, 2, 1), part, 2)
+        assert len(given[-1].tokens) == len(batch) > 1
+        kept = given[-1].spread(counted)
+        batches.append(
+            [rows.replace(weights=rows.weights * kept[step]) for step, rows in enumerate(batch)]
+        )
+    algorithm = Algorithm(advantage=advantage, kl_in="reward", kl_coef=kl_coef)
+    return kl_rewards.penalized(algorithm, mesh, batches, given, rewards, counts), given
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
 def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
     """In two minibatches of several accumulation steps on two data groups; against loops over answers and tokens."""
-    mesh, halves = make_mesh(2, 1), (known[: COUNT // 2], known[COUNT // 2 :])
     rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
-    given = [packed_of(part, 2, 2) for part in halves]
-    batches = []
-    for part, one, scores in zip(halves, given, rewards, strict=True):
-        part = [answer._replace(advantage=r) for answer, r in zip(part, scores, strict=True)]
-        batches.append(batch_of(recipe_of(PLAIN, 2, 1), part, 2))
-        assert len(one.tokens) == len(batches[-1]) > 1
-    algorithm = Algorithm(advantage=advantage, kl_in="reward", kl_coef=0.3)
-    found = kl_rewards.penalized(algorithm, mesh, batches, given, rewards)
-
+    found, given = penalized(advantage, 0.3, known, rewards)
     kl = [one.old - one.reference for one in known]
     assert found.kl == pytest.approx(np.mean([one.mean() for one in kl]), rel=1e-10)
     less = rewards - 0.3 * np.array([one.sum() for one in kl]).reshape(rewards.shape)
@@ -394,3 +407,77 @@ def test_a_kl_in_the_reward_is_that_of_verl(advantage, known, x64):
     for batch, one, first in zip(found.batches, given, (0, COUNT // 2), strict=True):
         placed = one.place(expected[first : first + COUNT // 2])
         np.testing.assert_allclose([rows.advantages for rows in batch], placed, atol=1e-10)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo"])
+def test_a_group_without_a_difference_in_reward_gets_nothing_from_the_kl(advantage, known, x64):
+    """Rewards of 1 each less 0.001 of the KL would give advantages of unit size, whatever the coefficient."""
+    rewards = np.ones((2, COUNT // 2))
+    rewards[1, ::2] = 0
+    found, given = penalized(advantage, 0.001, known, rewards)
+    alone, _ = penalized(advantage, 0.001, known, np.stack([rewards[1]] * 2))
+    assert not found.advantages[: COUNT // 2].any() and found.kl != 0
+    assert not any(np.asarray(rows.advantages).any() for rows in found.batches[0])
+    assert found.advantages[COUNT // 2 :].all()
+    np.testing.assert_array_equal(found.advantages[COUNT // 2 :], alone.advantages[COUNT // 2 :])
+
+
+def test_a_step_without_a_difference_in_reward_gets_nothing_from_the_kl(known, x64):
+    """With reinforce_pp, which compares all answers of the step, also of one sample each."""
+    for rewards in (np.full((2, COUNT // 2), 0.7), np.full((COUNT, 1), 0.7)):
+        found, _ = penalized("reinforce_pp", 0.001, known, rewards)
+        assert not found.advantages.any()
+        for rows in (rows for batch in found.batches for rows in batch):
+            assert not np.asarray(rows.advantages).any()
+    rewards[0] = 0
+    assert penalized("reinforce_pp", 0.001, known, rewards)[0].advantages.all()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
+def test_answers_that_do_not_count_have_no_kl(advantage, known, x64):
+    """Their log-probs may be anything; of groups their rewards count, as those of other answers."""
+    rewards, out = np.random.default_rng(3).normal(size=(2, COUNT // 2)), (1, 9)
+    moved = [one._replace(old=one.old + np.nan) if i in out else one for i, one in enumerate(known)]
+    found, _ = penalized(advantage, 0.3, moved, rewards, out)
+    kl = np.array([np.sum(one.old - one.reference) for one in known])
+    each = np.array([len(one.old) for one in known])
+    counted = np.delete(np.arange(COUNT), out)
+    assert found.kl == pytest.approx(np.mean((kl / each)[counted]), rel=1e-10)
+    if advantage == "grpo":
+        less = rewards - 0.3 * np.where(np.isin(np.arange(COUNT), out), 0, kl).reshape(2, -1)
+        spread = less.std(axis=1, ddof=1, keepdims=True) + 1e-6
+        expected = ((less - less.mean(axis=1, keepdims=True)) / spread).reshape(-1)
+        np.testing.assert_allclose(found.advantages, expected, atol=1e-10)
+        return
+    kept = [known[i] for i in counted]
+    returns = [
+        r - 0.3 * np.cumsum((one.old - one.reference)[::-1])[::-1]
+        for r, one in zip(rewards.flat[counted], kept, strict=True)
+    ]
+    tokens = np.concatenate(returns)
+    expected = [
+        ((one - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)).mean() for one in returns
+    ]
+    np.testing.assert_allclose(found.advantages[counted], expected, atol=1e-10)
+    assert not found.advantages[list(out)].any()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_log_probs_that_are_not_finite_make_the_update_one_that_is_skipped(
+    value, advantage, known, shallow, x64
+):
+    """No error blames the rewards; those that are not finite themselves are refused as ever."""
+    rewards = np.random.default_rng(3).normal(size=(2, COUNT // 2))
+    moved = [known[0]._replace(old=known[0].old + value), *known[1:]]
+    found, _ = penalized(advantage, 0.3, moved, rewards)
+    recipe = recipe_of(Objective(), 2, 1)
+    state = policy_update.create(params_of(recipe), recipe)
+    skips = []
+    for batch in found.batches:
+        rows = [one.replace(old=None, reference=None) for one in batch]
+        state, metrics = policy_update.update(policy_update.programs(recipe), state, rows, 0)
+        skips.append(int(state.skips))
+    assert skips == ([1, 0] if advantage == "grpo" else [1, 2])
+    with pytest.raises(ValueError, match="1 of 14 rewards are not finite"):
+        penalized(advantage, 0.3, known, np.where(rewards == rewards[0, 0], value, rewards))

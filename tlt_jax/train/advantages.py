@@ -39,11 +39,13 @@ def dr_grpo_advantages(rewards: np.ndarray) -> np.ndarray:
 ADVANTAGES = {"grpo": grpo_advantages, "rloo": rloo_advantages, "dr_grpo": dr_grpo_advantages}
 
 
-def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages float64[P, G] of rewards [P, G]; exactly 0 in groups of equal rewards.
+def group_advantages(
+    rewards: np.ndarray, kind: str, penalty: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Advantages float64[P, G] of rewards less `penalty` [P, G]; exactly 0 in groups of equal rewards.
 
-    `kind`: a key of ADVANTAGES. Raises ValueError for fewer than 2 answers per prompt, or rewards
-    that are not finite.
+    `kind`: a key of ADVANTAGES. Groups with a penalty that is not finite have advantages that are not. Raises ValueError for
+    fewer than 2 answers per prompt, or rewards that are not finite.
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
@@ -51,7 +53,9 @@ def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
             f"rewards have shape {rewards.shape}: advantages need [prompts, samples], at least 2 samples"
         )
     check_finite(rewards)
-    return np.where(zero_variance(rewards)[:, None], 0.0, ADVANTAGES[kind](rewards))
+    with np.errstate(invalid="ignore"):
+        found = ADVANTAGES[kind](rewards - penalty)
+    return np.where(zero_variance(rewards)[:, None], 0.0, found)
 
 
 def check_finite(rewards: np.ndarray) -> None:

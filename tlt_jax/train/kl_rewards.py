@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from tlt_jax.config.learning import REINFORCE_PP, Algorithm
 from tlt_jax.data.packing import Packed
 from tlt_jax.train import policy_batch
-from tlt_jax.train.advantages import VARIANCE_FLOOR, group_advantages
+from tlt_jax.train.advantages import VARIANCE_FLOOR, are_equal, check_finite, group_advantages
 from tlt_jax.train.answers import segment_sums
 from tlt_jax.train.policy_batch import Batch, Rows
 
@@ -26,8 +26,8 @@ from tlt_jax.train.policy_batch import Batch, Rows
 class Penalized(NamedTuple):
     """Minibatches with the advantages of rewards from which the KL was subtracted, and these in numbers.
 
-    `advantages` float[answers]: of an answer the mean over its tokens. `kl`: mean over answers of the mean over their tokens
-    of log-prob - reference.
+    `advantages` float[answers]: of an answer the mean over its tokens. `kl`: mean over the answers that count of the mean
+    over their tokens of log-prob - reference.
     """
 
     batches: list[Batch]
@@ -41,25 +41,34 @@ def penalized(
     batches: Sequence[Batch],
     packed: Sequence[Packed],
     rewards: np.ndarray,
+    counts: np.ndarray,
 ) -> Penalized:
     """Advantages of rewards less `kl_coef` times the KL to the reference, as verl's use_kl_in_reward.
 
     The KL of a token is estimated as log-prob - reference (k1), both before the first optimizer step. Group advantages are
     those of reward - kl_coef * sum of the answer's KL. With reinforce_pp a token's return is the reward less kl_coef times
-    the KL of it and of the later tokens of its answer; all returns are whitened together (`whitened`).
+    the KL of it and of the later tokens of its answer; all returns are whitened together (`whitened`). Where the rewards
+    that are compared, of a group or with reinforce_pp of the step, are all equal, advantages are 0: the KL alone, scaled to
+    unit size, would be a gradient that does not depend on kl_coef. A KL that is not finite gives advantages that are not.
 
     `batches`: the minibatches of a rollout in order, with old and reference log-probs, and rewards in the place of
-    advantages; `rewards` float[prompts, samples]. A collective of all processes, which all get the same result.
+    advantages; `rewards` float[prompts, samples]; `counts` bool[answers]: answers that are not finite do not, and have no
+    KL. A collective of all processes, which all get the same result. Raises ValueError for rewards that are not finite.
     """
-    run, lengths = programs(mesh), np.concatenate([one.answer_lengths for one in packed])
+    check_finite(rewards)
+    run, lengths = programs(mesh), np.concatenate([one.answer_lengths for one in packed]) * counts
+    divisors = np.maximum(lengths, 1)
     kl = by_answer(run.kl, batches, packed)
-    mean_kl = float(np.mean(kl / lengths))
+    mean_kl = float(np.sum(kl / divisors) / max(counts.sum(), 1))
     if algorithm.advantage == REINFORCE_PP:
-        batches = whitened(run, algorithm.kl_coef, batches, int(lengths.sum()))
-        return Penalized(batches, by_answer(run.advantages, batches, packed) / lengths, mean_kl)
+        if are_equal(rewards.reshape(-1), lengths):
+            batches = [[run.scaled(rows, 0.0, 0.0) for rows in batch] for batch in batches]
+        else:
+            batches = whitened(run, algorithm.kl_coef, batches, int(lengths.sum()))
+        return Penalized(batches, by_answer(run.advantages, batches, packed) / divisors, mean_kl)
 
-    less = rewards - algorithm.kl_coef * kl.reshape(rewards.shape)
-    advantages = group_advantages(less, algorithm.advantage).reshape(-1)
+    penalty = algorithm.kl_coef * kl.reshape(rewards.shape)
+    advantages = group_advantages(rewards, algorithm.advantage, penalty).reshape(-1)
     parts = np.split(advantages, np.cumsum([len(one.answer_lengths) for one in packed])[:-1])
     batches = [
         policy_batch.with_advantages(*given, mesh)

@@ -87,7 +87,7 @@ class PolicyTraining:
 
         with self.watch.phase("old_log_prob"):
             batches, advantages, measured = self.with_logprobs(
-                self.weights(state), batches, packed, rewards, given
+                self.weights(state), batches, packed, rewards, given, is_finite(rollout.completions)
             )
 
         if teach:
@@ -108,11 +108,12 @@ class PolicyTraining:
         packed: Sequence[Packed],
         rewards: np.ndarray,
         advantages: np.ndarray,
+        counts: np.ndarray,
     ) -> tuple[Sequence[Batch], np.ndarray, dict[str, float]]:
         """The batches with the log-probs that the update reads, the advantages of all answers, and metrics.
 
-        With a KL in the reward, the advantages of the batches are those of rewards less the KL. Raises ValueError
-        without the start policy that a KL needs.
+        With a KL in the reward, the advantages of the batches are those of rewards less the KL of the answers that count.
+        Raises ValueError without the start policy that a KL needs.
         """
         algorithm, measured = self.config.algorithm, {}
         is_single, in_reward = len(batches) == 1, algorithm.kl_in == REWARD
@@ -126,7 +127,7 @@ class PolicyTraining:
             batches = [scored(self.programs, self.start, batch, "reference") for batch in batches]
         if in_reward:
             batches, advantages, kl = kl_rewards.penalized(
-                algorithm, self.recipe.mesh, batches, packed, rewards
+                algorithm, self.recipe.mesh, batches, packed, rewards, counts
             )
             unread = {"reference": None} | ({"old": None} if is_single else {})
             batches = [[rows.replace(**unread) for rows in batch] for batch in batches]
