@@ -66,7 +66,7 @@ def nothing_learned(self, state, prompts, rollout, *_):
     """In place of PolicyTraining.update: the same policy."""
     count = len(rollout.completions)
     return state, minibatches.Learned(
-        [{"empty_updates": 0, "loss": 0.0, "grad_norm": 0.0}],
+        [{"empty_updates": 0, "tokens": 1, "loss": 0.0, "grad_norm": 0.0}],
         np.zeros((1, count)),
         np.zeros(count),
         1.0,

@@ -248,7 +248,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
         "lr": 1e-2, "nonfinite": 0, "entropy": entropy[mask].mean(), "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(), "pg_clipfrac": (low | high).mean(), "pg_clipfrac_low": low.mean(),
         "pg_clipfrac_high": high.mean(), "rollout_logprob_diff_mean": difference.mean(),
-        "rollout_logprob_diff_max": difference.max(), "empty_updates": 0, "ppo_kl": -np.log(ratio).mean(),
+        "rollout_logprob_diff_max": difference.max(), "empty_updates": 0, "tokens": mask.sum(), "ppo_kl": -np.log(ratio).mean(),
         "rollout_corr/rollout_is_mean": weight.mean(), "rollout_corr/rollout_is_max": weight.max(),
         "rollout_corr/rollout_is_ratio_fraction_high": (weight > 1.5).mean(), "rollout_corr/kl": -np.log(weight).mean(),
     }  # fmt: skip
@@ -483,6 +483,36 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
             )
             for ours, theirs in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-9)  # the rate is float32
+
+
+@pytest.mark.parametrize("what", ["equal rewards", "all masked", "a KL of 0"])
+def test_update_without_a_gradient_changes_nothing_as_one_without_targets(what, x64):
+    """Momentum and decay would move the weights. Its metrics are those of its tokens."""
+    objective = {
+        "equal rewards": Objective(),
+        "all masked": Objective(importance="sequence", importance_mask=1.1),
+        "a KL of 0": Objective(kl_coef=0.1),
+    }[what]
+    recipe = recipe_of(objective)
+    batch = batch_of(recipe)
+    state, _ = update(recipe_of(Objective()), state_of(recipe), batch)
+    assert (int(state.step), int(state.skipped)) == (1, 0)
+    scores = logprobs_of(recipe, state.params, batch)
+    still = [rows.replace(reference=logp) for rows, logp in zip(batch, scores, strict=True)]
+    if what == "all masked":
+        still = [rows.replace(recorded=rows.recorded + 3.0) for rows in still]
+    else:
+        still = [rows.replace(advantages=0 * rows.advantages) for rows in still]
+    before = jax.device_get(state)
+    state, metrics = update(recipe, state, still)
+    assert_same(state, before)
+    assert (float(metrics["grad_norm"]), float(metrics["empty_updates"])) == (0, 1)
+    assert float(metrics["ratio_mean"]) == pytest.approx(1)
+    assert float(metrics["tokens"]) == sum(int(rows.is_answer.sum()) for rows in batch)
+    if what != "a KL of 0":  # an entropy term has a gradient
+        recipe = recipe_of(replace(objective, entropy_coef=0.01))
+        state, metrics = update(recipe, state, still)
+        assert (int(state.step), float(metrics["empty_updates"])) == (2, 0)
 
 
 @pytest.mark.parametrize("overlong", ["kept", "filtered"])

@@ -271,7 +271,12 @@ def check_metrics(objective, known, logps, metrics) -> None:
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
     others = {"pg_loss", "entropy", "kl", "rollout_logprob_diff_mean", "rollout_logprob_diff_max"}
-    assert set(metrics) == set(expected) | others
+    divisors = {"tokens": len(tokens)}
+    if objective.needs_answers:
+        divisors["answers"] = len(known)
+    for name, value in divisors.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name
+    assert set(metrics) == set(expected) | others | set(divisors)
 
 
 def test_on_policy_a_sequence_loss_is_reinforce(known, shallow, x64):

@@ -159,6 +159,29 @@ def test_of_a_thousand_groups_the_scalars_are_ten():
         names.find(name, "scalar")
 
 
+def test_means_over_several_minibatches_are_weighted_by_what_they_are_means_of():
+    """Of 30 and 10 tokens in 2 and 6 answers; the third minibatch counts no token."""
+    steps = [
+        {"tokens": 30, "answers": 2, "entropy": 1.0, "ratio_max": 3.0, "loss": 2.0, "empty_updates": 0},
+        {"tokens": 10, "answers": 6, "entropy": 5.0, "ratio_max": 2.0, "loss": 8.0, "empty_updates": 1},
+        {"tokens": 0, "answers": 0, "entropy": 0.0, "ratio_max": 0.0, "loss": 0.0, "empty_updates": 1},
+    ]  # fmt: skip
+    more = {"rollout_corr/rollout_is_mean": (1.0, 2.0, 0.0), "sequence_ratio_mean": (1.0, 3.0, 0.0)}
+    for name, values in more.items():
+        for step, value in zip(steps, values, strict=True):
+            step[name] = value
+    rewards, advantages = np.zeros((1, 2)), np.zeros(2)
+    found = step_metrics.of_update(steps, rewards, advantages, 1.0)
+    expected = {
+        "actor/entropy": 2.0, "actor/ratio_max": 3.0, "actor/loss": 5.0, "actor/empty_updates": 2,
+        "rollout_corr/rollout_is_mean": 1.25, "actor/sequence_ratio_mean": 2.5,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert "actor/tokens" not in found and "actor/answers" not in found
+    alone = step_metrics.of_update(steps[2:], rewards, advantages, 1.0)
+    assert alone["actor/entropy"] == 0 and alone["actor/empty_updates"] == 1
+
+
 def test_what_is_compiled_is_that_of_the_process_that_took_longest_for_it():
     laps = [
         {"timing_s/rollout": 3.0, "perf/compiles": 2, "perf/compile_s": 0.5, "perf/compile_s/update": 0.5},

@@ -60,7 +60,7 @@ ROWS = [
      "answers that ended because the policy's logits were not finite; the loss leaves them out"),
     ("response_length/histogram", "histogram", "answer lengths of the step"),
     # policy update
-    ("actor/loss", "scalar", "loss of the policy update, all terms"),
+    ("actor/loss", "scalar", "loss of the policy update, all terms; it, pg_loss and grad_norm: means over minibatches"),
     ("actor/pg_loss", "scalar", "policy-gradient term of the loss"),
     ("actor/kl", "scalar", "k3 estimate of KL(policy, reference) per token; only with a reference"),
     ("actor/entropy", "scalar", "mean entropy of the policy per token"),
@@ -83,7 +83,7 @@ ROWS = [
     ("actor/lr", "scalar", "learning rate"),
     ("actor/nonfinite", "scalar", "non-finite updates skipped since the start of the run"),
     ("actor/empty_updates", "scalar",
-     "optimizer steps that were left out, because algorithm.overlong filtered left none of their answers"),
+     "optimizer steps that changed nothing: no answer counts in the loss, or its gradient is 0"),
     ("actor/packed_ratio", "scalar", "share of the packed rows' slots that hold tokens instead of padding"),
     ("actor/rollout_logprob_diff_mean", "scalar", "mean over tokens of |log-prob in the rollout - old log-prob|"),
     ("actor/rollout_logprob_diff_max", "scalar", "largest |log-prob in the rollout - old log-prob|"),

@@ -12,6 +12,7 @@ from tlt_jax.metrics.run import Series
 from tlt_jax.optimizer import MAX_NONFINITE
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import NONFINITE, RolloutResult
+from tlt_jax.train.policy_loss import TOKENS
 from tlt_jax.train.policy_update import EMPTY
 
 MAX_FAILED = 3  # steps in a row in which every reward failed end a run
@@ -124,11 +125,15 @@ def remarks(metrics: Mapping[str, Series], applied: int, skips: int) -> list[str
 
 
 def left_out(updates: Sequence[Mapping[str, float]]) -> str:
-    """Number of optimizer steps of a step that had no answer to learn from, and why; empty when all had one."""
-    empty = sum(bool(update[EMPTY]) for update in updates)
-    if not empty:
-        return ""
-    return (
-        f"{empty} of {len(updates)} updates were left out: all of their answers were cut at rollout.max_new_tokens "
-        "(algorithm.overlong filtered)"
+    """Number of optimizer steps of a step that had nothing to learn from, and why; empty when all had something."""
+    empty = [update for update in updates if update[EMPTY]]
+    without = sum(not update[TOKENS] for update in empty)
+    why = {
+        "all of their answers were cut at rollout.max_new_tokens (algorithm.overlong filtered) or not finite": without,
+        "their gradient is 0, as where the rewards of every group are equal": len(empty) - without,
+    }
+    return "; ".join(
+        f"{count} of {len(updates)} updates were left out: {reason}"
+        for reason, count in why.items()
+        if count
     )

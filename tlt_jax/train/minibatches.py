@@ -129,8 +129,8 @@ class PolicyTraining:
             batches, advantages, kl = kl_rewards.penalized(
                 algorithm, self.recipe.mesh, batches, packed, rewards, counts
             )
-            unread = {"reference": None} | ({"old": None} if is_single else {})
-            batches = [[rows.replace(**unread) for rows in batch] for batch in batches]
+            if is_single:  # the update has the same log-probs
+                batches = [[rows.replace(old=None) for rows in batch] for batch in batches]
             measured = {"reward_kl_penalty": kl}
         return batches, advantages, measured
 
@@ -236,7 +236,7 @@ def abstract_rows(config: Config, recipe: Recipe) -> Rows:
     """ShapeDtypeStructs with shardings of the rows of an accumulation step, for compilation."""
     is_given = {
         "recorded": True,
-        "reference": recipe.objective.kl_coef != 0,
+        "reference": config.algorithm.kl_coef != 0,
         "old": config.algorithm.minibatches > 1,
         "answers": is_filtering(config),
     }

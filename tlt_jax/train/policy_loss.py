@@ -17,7 +17,7 @@ from tlt_jax.train.answers import answer_mean, answer_sum
 from tlt_jax.train.losses import Tokens
 from tlt_jax.train.objective import Objective
 
-SKIPPED = ("tokens", "answers")  # totals that are the divisors of means, and no metrics
+TOKENS, ANSWERS = "tokens", "answers"  # totals that are the divisors of means
 # Totals that are means over answers; the others, but pg_loss, are means over targets.
 OF_ANSWERS = (
     "sequence_ratio_mean",
@@ -100,8 +100,8 @@ def slope(objective: Objective, tokens: Tokens, weights: Float[Array, "R T"]) ->
         token_loss, totals, maxima = policy_loss(objective, tokens._replace(logprobs=logprobs))
         count = answer_sum(mask, tokens.segments, mask)
         share = (1 / jnp.maximum(count, 1)).astype(token_loss.dtype)
-        totals["answers"] = jnp.ones_like(share)
-        for name in (*OF_ANSWERS, "answers"):
+        totals[ANSWERS] = jnp.ones_like(share)
+        for name in (*OF_ANSWERS, ANSWERS):
             if name in totals:
                 totals[name] = totals[name] * share
         sums, peaks = summed(mask, totals, token_loss.dtype), largest(mask, maxima)
@@ -129,12 +129,16 @@ def largest(mask: Bool[Array, "G t"], maxima: dict[str, Array]) -> dict[str, Flo
 
 
 def means(totals: dict[str, Array]) -> dict[str, Array]:
-    """The metrics of totals: means over targets or over answers, 0 without any, and pg_loss itself."""
+    """The metrics of totals: means over targets or over answers, 0 without any; pg_loss and the divisors themselves."""
 
     def of(name: str) -> Array:
-        if name == "pg_loss":
+        if name in ("pg_loss", TOKENS, ANSWERS):
             return totals[name]
-        count = totals["answers" if name in OF_ANSWERS else "tokens"]
-        return totals[name] / jnp.maximum(count, 1)
+        return totals[name] / jnp.maximum(totals[divisor(name)], 1)
 
-    return {name: of(name) for name in totals if name not in SKIPPED}
+    return {name: of(name) for name in totals}
+
+
+def divisor(name: str) -> str:
+    """The total that the mean of this name is divided by."""
+    return ANSWERS if name in OF_ANSWERS else TOKENS

@@ -32,7 +32,7 @@ from tlt_jax.train.recipe import Recipe
 
 # Most accumulation steps in flight on accelerators.
 IN_FLIGHT = 8
-EMPTY = "empty_updates"  # metric: 1 when a batch had no targets
+EMPTY = "empty_updates"  # metric: 1 when a batch had no targets or no gradient
 
 
 PolicyState = TrainState  # with params of what is trained
@@ -176,7 +176,8 @@ def group_loss(
 
     if rows.reference is not None:
         totals["kl"] = kl = losses.kl_k3(logprobs, jnp.where(mask, rows.reference, 0))
-        token_loss += objective.kl_coef * kl
+        if objective.kl_coef:
+            token_loss += objective.kl_coef * kl
     if tokens.recorded is not None:
         difference = jnp.abs(tokens.old_logprobs - tokens.recorded)
         totals["rollout_logprob_diff_mean"] = maxima["rollout_logprob_diff_max"] = difference
@@ -236,17 +237,21 @@ def apply(
 ) -> tuple[PolicyState, dict[str, Array]]:
     """The state after one optimizer step on the gradients of a whole batch, and its metrics; `step`: of the schedule.
 
-    A non-finite update leaves weights and moments unchanged; a batch without targets the whole state. Metrics are means or
-    maxima over targets, 0 without any.
+    A non-finite update leaves weights and moments unchanged; a batch without targets, or whose gradient is 0, the whole
+    state. Metrics are means or maxima over targets, 0 without any, and the divisors of the means: numbers of tokens, and of
+    answers.
     """
     norm = optax.tree.norm(sums.grads)
     is_finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     tokens = sums.totals.get("tokens")
-    has_targets = tokens is None or tokens > 0
-    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, has_targets, step)
+    # A gradient of 0 moves no weight either, as moments and decay would.
+    learns = (norm > 0) | ~is_finite
+    if tokens is not None:
+        learns &= tokens > 0
+    state, rate = optimizer.advance(state, sums.grads, is_finite, recipe.adam, learns, step)
     means = policy_loss.means(sums.totals)
     if tokens is not None:
-        means[EMPTY] = (tokens == 0).astype(jnp.int32)
+        means[EMPTY] = (~learns).astype(jnp.int32)
     return state, {
         "loss": sums.loss,
         "grad_norm": norm,

@@ -25,9 +25,13 @@ from tlt_jax.metrics import (
 )
 from tlt_jax.rewards import Score
 from tlt_jax.rollout.recorder import LENGTH, NONFINITE, RolloutResult
+from tlt_jax.train import policy_loss
 from tlt_jax.train.accounts import OTHER, Stopwatch
 from tlt_jax.train.advantages import zero_variance
 from tlt_jax.train.policy_update import EMPTY
+
+# Of an optimizer step, and not of its tokens or answers.
+OF_STEPS = ("loss", "pg_loss", "grad_norm", "reward_kl_penalty")
 
 
 def of_rollout(
@@ -97,16 +101,23 @@ def of_update(
 ) -> dict[str, float]:
     """Metrics of the optimizer steps on one rollout; `fill`: filled share of the packed rows.
 
-    Means over the steps that had targets, but the maximum of maxima, and the last counter and learning rate.
+    Means over tokens or answers are over those of all steps. Of the steps that had targets: means of OF_STEPS, the maximum
+    of maxima, and the last counter and learning rate.
     """
-    merge = {"nonfinite": last, "lr": last}
-    learned = [update for update in updates if not update[EMPTY]] or updates
-    merged = {
-        name: merge.get(name, max if name.endswith("_max") else mean)(
-            [float(update[name]) for update in learned]
-        )
-        for name in updates[0]
-    }
+    learned = [update for update in updates if update[policy_loss.TOKENS]] or updates
+
+    def merge(name: str) -> float:
+        values = [float(update[name]) for update in learned]
+        if name in ("nonfinite", "lr"):
+            return values[-1]
+        if name.endswith("_max"):
+            return max(values)
+        counts = [float(update[policy_loss.divisor(name)]) for update in learned]
+        is_weighted = name not in OF_STEPS and any(counts)
+        return float(np.average(values, weights=counts if is_weighted else None))
+
+    counts = (policy_loss.TOKENS, policy_loss.ANSWERS, EMPTY)
+    merged = {name: merge(name) for name in updates[0] if name not in counts}
     return {
         **{name if "/" in name else f"actor/{name}": value for name, value in merged.items()},
         f"actor/{EMPTY}": sum(bool(update[EMPTY]) for update in updates),
@@ -255,11 +266,3 @@ def peak_memory() -> int:
         return memory["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
-
-
-def last(values: Sequence[float]) -> float:
-    return values[-1]
