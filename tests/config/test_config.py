@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -351,6 +352,28 @@ def test_importance_weights_of_an_older_run_folder_stay_as_they_were(
     )
 
 
+@pytest.mark.parametrize(
+    ("level", "mask", "veto"), [("token", 0.0, 3.0), ("auto", 0.0, 3.0), ("sequence", 3.0, 0.0)]
+)
+def test_a_mask_of_an_older_run_folder_stays_a_veto_by_one_token(
+    write, tmp_path, level, mask, veto
+):
+    """There importance_mask left out a whole answer at level token, too, and there was no importance_veto."""
+    given = ["--model.compute_dtype", "bfloat16", "--algorithm.importance", level]
+    got = parse([*write(), *given, "--algorithm.importance_mask", "3"])
+    tree, path = yaml.safe_load(to_yaml(got)), tmp_path / "resolved.yaml"
+    path.write_text(to_yaml(got))
+    assert read_resolved(path) == got
+    del tree["algorithm"]["importance_veto"]
+    path.write_text(yaml.safe_dump(tree))
+    read = read_resolved(path)
+    assert (read.algorithm.importance_mask, read.algorithm.importance_veto) == (mask, veto)
+    with nullcontext() if level == "sequence" else pytest.raises(
+        ConfigError, match=r"importance_mask \(0.0 there, 3.0 here\), algorithm.importance_veto \(3.0 there, 0.0 here\)"
+    ):  # fmt: skip
+        changes.allowed(got, read, "run", "config.yaml", 1)
+
+
 def test_a_cap_of_an_older_file_is_read_with_its_meaning(write):
     arguments = write()
     file = Path(arguments[-1])
@@ -486,6 +509,11 @@ WRONG = [
     ("--algorithm.clip_dual 1", "algorithm.clip_dual 1 is not above 1: use a larger one"),
     ("--algorithm.importance_cap 0", "is below 1: use at least 1, or algorithm.importance none"),
     ("--algorithm.importance_mask 1", "algorithm.importance_mask 1 is not above 1"),
+    ("--algorithm.importance_veto 1", "algorithm.importance_veto 1 is not above 1"),
+    (
+        "--algorithm.importance_veto 2",
+        "algorithm.importance_veto 2 with algorithm.importance none (auto, in model.compute_dtype float32) has no effect: set",
+    ),
     (
         "--algorithm.importance_mask 2",
         "algorithm.importance none (auto, in model.compute_dtype float32) has no effect: set",

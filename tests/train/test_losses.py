@@ -185,6 +185,29 @@ def test_k3_is_that_worked_by_hand_and_its_mean_is_the_divergence():
     )
 
 
+@pytest.mark.parametrize("ratio", [3.5, 1 / 3.5])
+def test_a_token_mask_leaves_the_other_tokens_and_a_veto_none(ratio):
+    """An answer of 100 tokens of which one is beyond 3, and one of 2 that is not."""
+    recorded = np.full((1, 102), 0.25)
+    recorded[0, 40] /= ratio
+    old = np.full((1, 102), 0.25)
+    segments = jnp.asarray([[1] * 100 + [2] * 2])
+    tokens = tokens_of(old, old, np.ones((1, 102)), recorded)._replace(
+        segments=segments, mask=jnp.ones((1, 102), bool)
+    )
+
+    def left(level: str, **limits: float) -> list[int]:
+        found = losses.importance(tokens, level, 4.0, **limits)
+        assert ((found.weight > 0) == ~found.is_masked).all()
+        return [int((found.weight > 0)[segments == answer].sum()) for answer in (1, 2)]
+
+    assert left("token", most=3.0) == [99, 2]
+    assert left("token", veto=3.0) == [0, 2]
+    assert left("sequence", most=3.0) == [0, 2]
+    assert left("sequence", veto=3.0) == left("sequence", most=4.0, veto=3.0) == [0, 2]
+    assert left("token", most=3.6) == left("sequence", most=3.6, veto=3.6) == [100, 2]
+
+
 def test_importance_weights_are_truncated_and_carry_no_gradient():
     tokens = tokens_of([0.5, 0.5], [0.5, 0.2], [1.0, 1.0], recorded=[0.1, 0.4])
 

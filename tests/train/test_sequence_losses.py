@@ -38,9 +38,10 @@ CASES = [
         ("ppo", "none", {"clip_dual": 1.6}),
         ("ppo", "token", {}),
         ("ppo", "token", {"importance_mask": 1.3}),
+        ("ppo", "token", {"importance_veto": 1.3}),
         ("ppo", "sequence", {"importance_mask": 1.4}),
         ("gspo", "none", {"clip_dual": 1.6}),
-        ("gspo", "token", {"importance_mask": 1.3}),
+        ("gspo", "token", {"importance_mask": 1.2, "importance_veto": 1.3}),
         ("gspo", "sequence", {}),
         ("cispo", "none", {}),
         ("cispo", "token", {}),
@@ -140,16 +141,19 @@ def ratio_of(objective: Objective, logp: np.ndarray, old: np.ndarray) -> np.ndar
     return np.exp(np.full_like(logp, log_ratio.mean()) if objective.loss == "gspo" else log_ratio)
 
 
-def importance_of(objective: Objective, one: Answer) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Weights of the tokens, their ratios, and whether the answer is masked (verl's rollout_is, rollout_rs)."""
+def importance_of(objective: Objective, one: Answer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weights of the tokens, their ratios, and which are masked (verl's rollout_is; its token_k1, seq_sum_k1, seq_max_k2)."""
     ratio = np.exp(one.old - one.recorded)
     if objective.importance == "none":
-        return np.ones_like(ratio), ratio, False
+        return np.ones_like(ratio), ratio, np.zeros(ratio.shape, bool)
+    most, veto = (
+        limit or np.inf for limit in (objective.importance_mask, objective.importance_veto)
+    )
+    is_vetoed = np.max(0.5 * np.log(ratio) ** 2) > 0.5 * np.log(veto) ** 2
     if objective.importance == "sequence":
         ratio = np.full_like(ratio, np.prod(ratio))
-    most = objective.importance_mask or np.inf
-    is_masked = bool(np.any((ratio > most) | (ratio < 1 / most)))
-    return np.minimum(ratio, objective.importance_cap) * (not is_masked), ratio, is_masked
+    is_masked = (ratio > most) | (ratio < 1 / most) | is_vetoed
+    return np.minimum(ratio, objective.importance_cap) * ~is_masked, ratio, is_masked
 
 
 def loss_of(objective: Objective, one: Answer, logp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +191,10 @@ def reference(objective: Objective, known, spans, logp, entropy, weights):
 def named(objective: Objective) -> str:
     words = [objective.loss, objective.importance]
     return " ".join(
-        words + ["dual"] * bool(objective.clip_dual) + ["mask"] * bool(objective.importance_mask)
+        words
+        + ["dual"] * bool(objective.clip_dual)
+        + ["mask"] * bool(objective.importance_mask)
+        + ["veto"] * bool(objective.importance_veto)
     )
 
 
@@ -253,7 +260,6 @@ def check_metrics(objective, known, logps, metrics) -> None:
     if objective.importance != "none":
         _, weights, masked = zip(*(importance_of(objective, one) for one in known), strict=True)
         each, whole = np.concatenate(weights), np.array([one.mean() for one in weights])
-        counted = np.repeat(masked, [len(one.old) for one in known])
         corrected = {
             "rollout_is_mean": each.mean(), "rollout_is_max": each.max(),
             "rollout_is_ratio_fraction_high": (each > objective.importance_cap).mean(),
@@ -261,12 +267,14 @@ def check_metrics(objective, known, logps, metrics) -> None:
         }  # fmt: skip
         if objective.needs_answers:
             corrected |= {"rollout_is_seq_mean": whole.mean(), "rollout_is_seq_max": whole.max()}
-        if objective.importance_mask:
-            assert 0 < sum(masked) < len(masked)
-            corrected |= {
-                "rollout_rs_masked_fraction": counted.mean(),
-                "rollout_rs_seq_masked_fraction": np.mean(masked),
-            }
+        if objective.importance_mask or objective.importance_veto:
+            some = [one.any() for one in masked]
+            assert 0 < sum(some) < len(some)
+            is_partial = any(one.any() and not one.all() for one in masked)
+            assert is_partial == (objective.importance == "token" and objective.importance_mask > 0)
+            corrected["rollout_rs_masked_fraction"] = np.concatenate(masked).mean()
+            if objective.needs_answers:
+                corrected["rollout_rs_seq_masked_fraction"] = np.mean(some)
         expected |= {f"rollout_corr/{name}": value for name, value in corrected.items()}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-9), name

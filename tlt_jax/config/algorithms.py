@@ -67,20 +67,22 @@ def validate_clipping(algorithm: Algorithm) -> None:
 def validate_importance(algorithm: Algorithm, compute_dtype: str) -> None:
     """Raises ConfigError for importance limits out of range, or without importance weights."""
     level = importance(algorithm, compute_dtype)
-    cap, mask = algorithm.importance_cap, algorithm.importance_mask
+    cap = algorithm.importance_cap
+    limits = {"mask": algorithm.importance_mask, "veto": algorithm.importance_veto}
     if cap < 1:
         raise ConfigError(
             f"algorithm.importance_cap {cap:g} is below 1: use at least 1, or algorithm.importance none for no importance "
             "weights"
         )
-    if mask and mask <= 1:
-        raise ConfigError(
-            f"algorithm.importance_mask {mask:g} is not above 1, so that every answer would be masked: use for example 2, or "
-            "0 to mask none"
-        )
+    for name, limit in limits.items():
+        if limit and limit <= 1:
+            raise ConfigError(
+                f"algorithm.importance_{name} {limit:g} is not above 1, so that nothing would be left: use for example 2, or 0 "
+                "for none"
+            )
     is_auto = algorithm.importance == AUTO
     why = f" (auto, in model.compute_dtype {compute_dtype})" * is_auto
-    given = {"mask": mask, "cap": cap if is_auto and cap != Algorithm.importance_cap else 0}
+    given = limits | {"cap": cap if is_auto and cap != Algorithm.importance_cap else 0}
     for name, value in given.items():
         if value and level == NONE:
             raise ConfigError(

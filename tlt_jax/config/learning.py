@@ -69,8 +69,14 @@ class Algorithm:
     importance_cap: float = knob(2.0, "upper bound of the importance weights, at least 1")
     importance_mask: float = knob(
         0.0,
-        "an answer gets no policy gradient when its importance ratio, with importance token that of any of its tokens, is "
+        "a token (importance token) or an answer (importance sequence) gets no policy gradient when its importance ratio is "
         "above this or below its inverse (above 1); 0: off",
+        at_least=0,
+    )
+    importance_veto: float = knob(
+        0.0,
+        "an answer gets no policy gradient when the importance ratio of any of its tokens is above this or below its inverse "
+        "(above 1); 0: off",
         at_least=0,
     )
 

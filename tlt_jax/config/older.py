@@ -8,7 +8,7 @@ from typing import Any
 
 from tlt_jax.config import parse as parsing
 from tlt_jax.config.inputs import OLDER
-from tlt_jax.config.learning import AUTO, NONE, TOKEN
+from tlt_jax.config.learning import AUTO, NONE, SEQUENCE, TOKEN
 from tlt_jax.config.schema import Config
 from tlt_jax.errors import ConfigError
 
@@ -83,6 +83,14 @@ def with_importance(algorithm: Mapping[str, Any], default: str = NONE) -> dict[s
     return {**others, "importance": TOKEN if cap else default, **cap}
 
 
+def with_veto(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """The section algorithm with the knob importance_veto. In older versions importance_mask was one, but at level sequence."""
+    mask = algorithm.get("importance_mask")
+    if "importance_veto" in algorithm or not mask or algorithm.get("importance") == SEQUENCE:
+        return dict(algorithm)
+    return {**algorithm, "importance_mask": 0.0, "importance_veto": mask}
+
+
 def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     """The mapping of an older run folder's config.yaml with the names and values of this version, without constants.
 
@@ -111,6 +119,6 @@ def update(tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     # Importance weights were off by default, as auto still is in float32.
     is_narrow = updated.get("model", {}).get("compute_dtype") == "bfloat16"
     off = NONE if is_narrow else AUTO
-    updated["algorithm"] = with_importance(updated.get("algorithm", {}), off)
+    updated["algorithm"] = with_veto(with_importance(updated.get("algorithm", {}), off))
     updated["data"] = {"split_seed": OLDER, **updated.get("data", {})}
     return renamed(updated)

@@ -99,8 +99,9 @@ ROWS = [
      "mean over answers of the mean ratio; it and the next only where the loss needs whole answers"),
     ("rollout_corr/rollout_is_seq_max", "scalar", "largest mean ratio of an answer"),
     ("rollout_corr/rollout_rs_masked_fraction", "scalar",
-     "share of tokens in masked answers; it and the next only with algorithm.importance_mask"),
-    ("rollout_corr/rollout_rs_seq_masked_fraction", "scalar", "share of masked answers"),
+     "share of masked tokens; it and the next only with algorithm.importance_mask or importance_veto"),
+    ("rollout_corr/rollout_rs_seq_masked_fraction", "scalar",
+     "share of answers with a masked token; only where the loss needs whole answers"),
     # time and speed
     ("timing_s/step", "scalar",
      "seconds of the step, from the metrics of the step before to its own; the sum of the other timing_s"),

@@ -6,7 +6,7 @@ Shapes: *T tokens, of whole packed rows [R, T] where a loss depends on whole ans
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -50,7 +50,7 @@ class PolicyLoss(NamedTuple):
 
 
 class Importance(NamedTuple):
-    """Per token, without a gradient: weight of its loss, ratio before it is capped, and whether its answer is masked."""
+    """Per token, without a gradient: weight of its loss, ratio before it is capped, and whether it is masked."""
 
     weight: Float[Array, "*T"]
     ratio: Float[Array, "*T"]
@@ -178,20 +178,33 @@ def kl_k3(logprobs: Float[Array, "*T"], reference: Float[Array, "*T"]) -> Float[
 
 
 @shaped
-def importance(tokens: Tokens, level: str, cap: float, most: float = 0.0) -> Importance:
-    """Truncated importance weights of the trainer's policy over the sampler's, at most `cap`; 0 for masked answers.
+def importance(
+    tokens: Tokens, level: str, cap: float, most: float = 0.0, veto: float = 0.0
+) -> Importance:
+    """Truncated importance weights of the trainer's policy over the sampler's, at most `cap`; 0 for masked tokens.
 
-    `level`: token, or sequence for the product over the answer. With `most` m, an answer is masked when a ratio of it is
-    above m or below 1 / m. With either, `tokens` are whole rows. Yao et al. 2025, Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training; the levels and masks are those of verl's rollout_is and rollout_rs.
+    `level`: token, or sequence for the product over the answer. With `most` m, a token is masked when its ratio, that of the
+    level, is above m or below 1 / m; with `veto` v an answer when the ratio of one of its tokens is above v or below 1 / v.
+    At level sequence and with `veto`, `tokens` are whole rows. Yao et al. 2025, Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL Training; the levels are those of verl's rollout_is, the masks its token_k1, seq_sum_k1, seq_max_k2.
     """
     log_ratio = jax.lax.stop_gradient(tokens.old_logprobs - tokens.recorded)
+    masks = []
+    if veto:
+        is_outlier = is_beyond(exp_ratio(log_ratio), veto)
+        masks.append(answer_sum(is_outlier, tokens.segments, tokens.mask) > 0)
     if level == SEQUENCE:
         log_ratio = answer_sum(log_ratio, tokens.segments, tokens.mask)
     ratio = exp_ratio(log_ratio)
+    if most:
+        masks.append(is_beyond(ratio, most))
     weight = jnp.minimum(ratio, cap)
-    if not most:
+    if not masks:
         return Importance(weight, ratio)
-    is_beyond = (ratio > most) | (ratio < 1 / most)
-    is_masked = answer_sum(is_beyond, tokens.segments, tokens.mask) > 0
+    is_masked = reduce(jnp.logical_or, masks)
     return Importance(jnp.where(is_masked, 0, weight), ratio, is_masked)
+
+
+def is_beyond(ratio: Float[Array, "*T"], most: float) -> Bool[Array, "*T"]:
+    """Whether a ratio is above `most` or below its inverse."""
+    return (ratio > most) | (ratio < 1 / most)

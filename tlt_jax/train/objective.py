@@ -13,8 +13,8 @@ class Objective:
 
     The policy gradient of `loss` (ppo, gspo, cispo, or the user's), with KL and entropy terms (GRPO, arXiv 2402.03300), or
     with `is_supervised` the negative log-likelihood of the answers. `clip_dual` 0: no dual clip. `importance`: none, token
-    or sequence; `importance_cap` bounds its weights, and `importance_mask` masks answers (0: none). `kl_coef`: of the KL in
-    the loss.
+    or sequence; `importance_cap` bounds its weights; `importance_mask` masks tokens or answers by their ratio, and
+    `importance_veto` answers by that of one of their tokens (0: none). `kl_coef`: of the KL in the loss.
     """
 
     clip_low: float = 0.2
@@ -28,9 +28,10 @@ class Objective:
     clip_dual: float = 0.0
     importance: str = NONE
     importance_mask: float = 0.0
+    importance_veto: float = 0.0
 
     @property
     def needs_answers(self) -> bool:
         """Whether the loss of a token depends on other tokens of its answer. Else it is computed some tokens at a time."""
         is_own = self.loss not in (PPO, CISPO)
-        return is_own or self.importance == SEQUENCE or self.importance_mask > 0
+        return is_own or self.importance == SEQUENCE or self.importance_veto > 0

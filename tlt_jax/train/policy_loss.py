@@ -70,8 +70,8 @@ def loss_of(objective: Objective, tokens: Tokens) -> tuple[Float[Array, "*T"], d
 
 def importance(objective: Objective, tokens: Tokens) -> tuple[Float[Array, "*T"], dict, dict]:
     """The weight of each token's loss between rollout and update, and its metrics, named as verl's rollout_corr."""
-    cap, most = objective.importance_cap, objective.importance_mask
-    weight, ratio, is_masked = losses.importance(tokens, objective.importance, cap, most)
+    cap, masks = objective.importance_cap, (objective.importance_mask, objective.importance_veto)
+    weight, ratio, is_masked = losses.importance(tokens, objective.importance, cap, *masks)
     totals = {
         "rollout_corr/rollout_is_mean": ratio,
         "rollout_corr/rollout_is_ratio_fraction_high": ratio > cap,
@@ -85,7 +85,9 @@ def importance(objective: Objective, tokens: Tokens) -> tuple[Float[Array, "*T"]
         )
     if is_masked is not None:
         totals["rollout_corr/rollout_rs_masked_fraction"] = is_masked
-        totals["rollout_corr/rollout_rs_seq_masked_fraction"] = is_masked
+        if objective.needs_answers:
+            some = answer_sum(is_masked, tokens.segments, tokens.mask) > 0
+            totals["rollout_corr/rollout_rs_seq_masked_fraction"] = some
     return weight, totals, maxima
 
 

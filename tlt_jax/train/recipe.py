@@ -46,7 +46,7 @@ class Recipe:
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef if algorithm.kl_in == LOSS else 0.0,
             algorithm.entropy_coef, algorithm.importance_cap, config.rollout.temperature, loss=algorithm.loss,
             clip_dual=algorithm.clip_dual, importance=importance(algorithm, config.model.compute_dtype),
-            importance_mask=algorithm.importance_mask,
+            importance_mask=algorithm.importance_mask, importance_veto=algorithm.importance_veto,
         )  # fmt: skip
         return cls(
             model, mesh, Adam.of(config, total_steps), objective,
