@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import loop_mutants
 import observed
@@ -20,11 +22,12 @@ from observed import Run
 from pairwise import marked
 
 from tlt_jax import optimizer
+from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.packing import Packed
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout import engine
-from tlt_jax.train import evaluation, minibatches, policy_batch
+from tlt_jax.train import evaluation, health, minibatches, policy_batch
 from tlt_jax.train.evaluation import Evaluator
 from tlt_jax.train.minibatches import PolicyTraining
 from tlt_jax.train.recipe import Recipe
@@ -69,6 +72,19 @@ def replay(run, tmp_path) -> Callable[..., Run]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_run_is_what_its_configuration_says(run, check, x64):
     check(run)
+
+
+def test_a_run_that_filters_tokens_says_what_its_log_probs_are_over(run):
+    said = (Path(run.config.run) / "log.txt").read_text()
+    assert (
+        said.count(
+            "rollout.top_k 7, rollout.top_p 0.9: tokens are drawn from the likeliest alone, and log-probs"
+        )
+        == 1
+    )
+    assert health.filtered(Config()) == ""
+    nucleus = Config(rollout=replace(Config().rollout, top_p=0.5))
+    assert health.filtered(nucleus).startswith("rollout.top_p 0.5: tokens")
 
 
 def test_the_run_has_what_the_checks_are_about(run):

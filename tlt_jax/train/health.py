@@ -86,6 +86,19 @@ class Health:
         )
 
 
+def filtered(config: Config) -> str:
+    """What a run learns from whose rollout filters tokens; empty when it draws from all."""
+    rollout = config.rollout
+    knobs = [f"rollout.top_k {rollout.top_k}"] * (rollout.top_k > 0)
+    knobs += [f"rollout.top_p {rollout.top_p:g}"] * (rollout.top_p < 1)
+    if not knobs:
+        return ""
+    return (
+        f"{', '.join(knobs)}: tokens are drawn from the likeliest alone, and log-probs, importance weights, KL and entropy "
+        "are over the whole vocabulary"
+    )
+
+
 def failures(scores: Mapping[int, Score]) -> str:
     """Number of failed rewards of a step, and why the first failed; empty when none failed."""
     failed = [score for _, score in sorted(scores.items()) if score.failure]

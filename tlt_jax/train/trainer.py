@@ -38,7 +38,7 @@ from tlt_jax.train.drafter_learning import DrafterLearning, Taught
 from tlt_jax.train.drafting_words import DraftingWords
 from tlt_jax.train.dynamic_sampling import DynamicSampling
 from tlt_jax.train.evaluation import Evaluator
-from tlt_jax.train.health import Health, failures, left_out, skipped
+from tlt_jax.train.health import Health, failures, filtered, left_out, skipped
 from tlt_jax.train.minibatches import Learned, PolicyTraining
 from tlt_jax.train.request import training_request
 from tlt_jax.train.run_state import RunState
@@ -97,6 +97,8 @@ class Trainer:
         )
         self.health, self.drafting_words = Health(config), DraftingWords(self.steps)
         self.sampling = DynamicSampling(config, self.scorer)
+        if words := filtered(config):
+            self.writer.say(words)
 
     def step(self) -> int | None:
         """One RL step; the exit code when the run ends instead: it is done, was interrupted, or diverged."""
