@@ -143,6 +143,33 @@ def test_a_minibatch_of_filtered_answers_is_left_out(run, replay, x64):
     assert all(np.isfinite(value) for value in found.values() if isinstance(value, float))
 
 
+def test_a_run_goes_on_without_the_answers_that_are_not_finite(run, replay, x64):
+    """With a KL in the reward, which has all of their log-probs, and beside answers that are cut."""
+    first, out = run.rollouts[1], (0, 5, 11)
+    answers = [
+        replace(one, finish="nonfinite", logprobs=np.full(len(one.tokens), np.nan))
+        if i in out
+        else one
+        for i, one in enumerate(first.result.completions)
+    ]
+    rollouts = [*run.rollouts]
+    rollouts[1] = replace(first, result=replace(first.result, completions=answers))
+    again = replay({"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1}, rollouts)
+    for update, part in zip(again.updates, (answers[:8], answers[8:]), strict=False):
+        finite = [len(one.tokens) for one in part if one.finish != "nonfinite"]
+        kept = [len(one.tokens) for one in part if one.finish == "stop"]
+        batch = update.batch
+        assert (int((batch.answers > 0).sum()), int((batch.weights > 0).sum())) == (
+            sum(finite),
+            sum(kept),
+        )
+        np.testing.assert_allclose(np.unique(batch.weights), [0, 1 / sum(kept)])
+    found = scalars(again, 1)
+    assert found["response_length/nonfinite"] == 3 and found["actor/nonfinite"] == 0
+    assert found["actor/kl"] > 0 and found["actor/reward_kl_penalty"] is not None
+    assert all(np.isfinite(one["advantage"]) for one in lines(again, 1))
+
+
 def test_a_step_of_filtered_answers_changes_nothing_and_has_metrics(run, replay, x64, capsys):
     again = replay({"algorithm.overlong": "filtered"}, all_cut(run.rollouts, 0, 16))
     start, end = again.updates[0].before, again.updates[1].after
