@@ -130,7 +130,7 @@ def share(directory: Path, data: Path, steps: int) -> list[tuple]:
                     )
                 )
                 print(*found[-1], flush=True)
-        state, _ = policy_update.update(programs, state, batch, base)
+        state, _ = policy_update.update(programs, state, batch, step, base)
     return found
 
 

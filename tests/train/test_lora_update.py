@@ -321,7 +321,7 @@ def test_the_rollout_samples_the_policy_that_is_trained(adapters, dtype, x64):
     for step in range(STEPS[-1] + 1):
         if step in STEPS:
             seen[step] = scores()
-        state, _ = policy_update.update(programs, state, batch, base)
+        state, _ = policy_update.update(programs, state, batch, step, base)
 
     for name in ("nodes", "prompts"):
         differences = {step: np.abs(at[name] - at["update"]).mean() for step, at in seen.items()}
