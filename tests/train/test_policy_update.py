@@ -473,8 +473,8 @@ def test_all_optimizer_steps_of_an_rl_step_have_its_learning_rate(x64):
     broken = [rows.replace(advantages=rows.advantages * jnp.nan) for rows in batch]
     empty = [rows.replace(weights=jnp.zeros_like(rows.weights)) for rows in batch]
     state = state_of(recipe)
-    for step, minibatches in enumerate(([batch] * 3, [broken, empty], [broken, batch], [batch])):
-        for given in minibatches:
+    for step, parts in enumerate(([batch] * 3, [broken, empty], [broken, batch], [batch])):
+        for given in parts:
             before, still = jax.device_get(state), replace(recipe, adam=Adam(rates[step], 6))
             state, metrics = update(recipe, state, given, step)
             assert float(metrics["lr"]) == pytest.approx(rates[step])
