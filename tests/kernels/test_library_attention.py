@@ -74,6 +74,16 @@ def test_splash_attention_has_the_values_and_gradients_of_that_in_blocks(
     assert_same(slopes(library, given, segments), expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("attend", [blocks, partial(splash_attention.attend, interpret=True)])
+def test_keys_of_nan_reach_the_tokens_that_see_them_and_no_other(attend):
+    segments, (q, k, v) = jnp.asarray(segments_of([[100, 150, 40], [300]])), operands(2, 64)
+    whole, found = (attend(q, one, v, segments) for one in (k, k.at[:, 130:250].set(jnp.nan)))
+    rows, columns = np.mgrid[:2, :300]
+    sees = (columns >= 130) & ((rows == 1) | (columns < 250))
+    np.testing.assert_array_equal(np.isnan(found).all((2, 3, 4))[segments > 0], sees[segments > 0])
+    np.testing.assert_array_equal(found[~sees & (segments > 0)], whole[~sees & (segments > 0)])
+
+
 # cuDNN
 
 

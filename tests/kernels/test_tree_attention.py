@@ -114,6 +114,44 @@ def test_a_node_that_sees_nothing_is_finite():
     assert all(np.isfinite(result).all() for result in results)
 
 
+# Case, what of node 1 is not finite, and the number there and in all keys past a row's length.
+SPOILED = [
+    (CASES[1], "k", np.nan), (CASES[1], "v", np.inf), (CASES[5], "k", np.nan), (CASES[5], "v", np.nan),
+    (CASES[5], "v", -np.inf),
+]  # fmt: skip
+
+
+def spoil(case: Case, name: str, number: float) -> tuple[Arguments, Arguments]:
+    """The case, and that with these numbers."""
+    given, bad = arguments(case), arguments(case)
+    for row, length in enumerate(case.lengths):
+        bad.keys[row, :, :, length:] = number
+    node = bad.k[:, :, :, 1] if name == "k" else bad.v[:, :, 1]
+    node[..., 3] = number
+    return given, bad
+
+
+def check_spoiled(given: Arguments, whole: np.ndarray, found: np.ndarray) -> None:
+    """Nodes that see node 1 are NaN; the others have the bits that they have without."""
+    sees = np.broadcast_to(given.ancestors[:, None, None, :, 1], whole.shape[:-1])
+    assert 0 < sees.sum() < sees.size
+    assert np.isnan(found[sees].astype(np.float32)).all()
+    assert found[~sees].tobytes() == whole[~sees].tobytes()
+
+
+@pytest.mark.parametrize(("case", "name", "number"), SPOILED, ids=str)
+def test_a_node_that_is_not_finite_makes_those_that_see_it_nan_and_no_other(case, name, number):
+    given, bad = spoil(case, name, number)
+    check_spoiled(given, xla(given), xla(bad))
+
+
+def test_so_it_does_in_the_kernel():
+    pairs = [(spoil(*one), rule(one[0])) for one in SPOILED]
+    results = interpreted([(given, sizes) for pair, sizes in pairs for given in pair])
+    for (pair, _), whole, found in zip(pairs, results[::2], results[1::2], strict=True):
+        check_spoiled(pair[0], whole, found)
+
+
 def test_slots_that_do_not_divide_into_tiles_are_refused():
     pytest.importorskip("jax_triton", reason=triton_runs.REASON)
     from tlt_jax.kernels import tree_attention_triton

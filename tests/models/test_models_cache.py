@@ -123,3 +123,70 @@ def test_prefill_beyond_the_cache_is_refused_by_its_shape():
     )
     with pytest.raises(ValueError, match="4 slots.*2"):
         kv_cache.insert(cache, prefill, jnp.array([0]), jnp.array([0]))
+
+
+@pytest.mark.parametrize("slots_last", [False, True])
+@pytest.mark.parametrize("written", ["commit", "write", "insert"])
+def test_all_that_is_written_but_keys_is_finite(written, slots_last):
+    config = hf.new_config(model_cases.SMALL, 37, ())
+    cache = kv_cache.abstract(config, 3, 6, 2, "float32", meshes.make_mesh(1, 1), True)
+    if slots_last:
+        turned = jax.ShapeDtypeStruct((3, 2, 8, 6), jnp.float32)
+        cache = cache.replace(values=(turned,) * 3, slots_last=True)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+    random = np.random.default_rng(0)
+
+    def spoiled(*shape: int) -> np.ndarray:
+        numbers = random.choice([np.nan, np.inf, -np.inf], shape)
+        return np.where(random.random(shape) < 0.3, numbers, random.normal(size=shape))
+
+    shapes = (3, 2, 8, 4), (3, 2, 4, 8), (3, 4, 2), (3, 4, cache.states.shape[-1])
+    keys, values, features, states = (jnp.asarray(spoiled(*shape), "float32") for shape in shapes)
+    scratch = Scratch((keys,) * 3, (values,) * 3, features, states)
+    rows, zeros = jnp.arange(3), jnp.zeros(3, jnp.int32)
+    if written == "commit":
+        found = kv_cache.commit(cache, scratch, jnp.tile(jnp.arange(4), (3, 1)), zeros)
+    else:
+        found = getattr(kv_cache, written)(
+            cache, scratch, rows, zeros if written == "write" else rows
+        )
+    np.testing.assert_array_equal(found.keys[1][..., :4], keys)
+    stored = jnp.swapaxes(found.values[1], 2, 3) if slots_last else found.values[1]
+    for new, given in (
+        (stored[:, :, :4], values),
+        (found.features[:, :4], features),
+        (found.states[:, :4], states),
+    ):
+        assert not np.isfinite(given).all()
+        np.testing.assert_array_equal(new, np.where(np.isfinite(given), given, 0))
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_prompt_that_is_not_finite_keeps_keys_of_nan_where_its_values_were_not(number):
+    """Its padding is finite, though the embedding of the token there is not, and so are other prompts."""
+    config = hf.new_config(model_cases.SMALL | {"tie_word_embeddings": False}, 37, ())
+    params = architecture.init(config, meshes.make_mesh(1, 1), jax.random.key(0), "float32")
+    params = architecture.to_rollout(params, config, meshes.make_mesh(1, 1), "float32")
+    spoiled = params.replace(embed=params.embed.at[jnp.array([0, 5])].set(number))
+    prefill = jax.jit(lambda params, *given: transformer.prefill(params, config, *given))
+    prompts, lengths = jnp.array([[3, 4, 0, 0, 0], [7, 8, 5, 9, 0]]), jnp.array([2, 4])
+    clean, found = (prefill(one, prompts, lengths) for one in (params, spoiled))
+    for k, v, other_k, other_v in zip(
+        found.keys, found.values, clean.keys, clean.values, strict=True
+    ):
+        np.testing.assert_array_equal(k[0, :, :, :2], other_k[0, :, :, :2])
+        np.testing.assert_array_equal(v[0, :, :2], other_v[0, :, :2])
+        assert (
+            np.isfinite(v).all() and np.isfinite(k[0]).all() and np.isfinite(k[1, :, :, 4:]).all()
+        )
+        assert np.isnan(k[1, :, :, 2]).all()
+    assert np.isnan(found.keys[1][1, :, :, 2:4]).all(), "a token that sees it is not finite either"
+
+    bias = params.layers[1].qkv_bias.at[1, -1, 3].set(number)  # of the values of one head
+    layers = list(params.layers)
+    layers[1] = layers[1].replace(qkv_bias=bias)
+    found = prefill(params.replace(layers=tuple(layers)), prompts, lengths)
+    assert np.isfinite(found.keys[1][:, 0]).all() and np.isfinite(found.values[1]).all()
+    assert (
+        np.isnan(found.keys[1][0, 1, :, :2]).all() and np.isfinite(found.keys[1][0, 1, :, 2:]).all()
+    )

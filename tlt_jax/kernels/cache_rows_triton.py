@@ -46,7 +46,7 @@ def write_head(
     K: tl.constexpr, E: tl.constexpr, S: tl.constexpr, N: tl.constexpr, M: tl.constexpr, HAS_PATH: tl.constexpr,
     ROW_STARTS: tl.constexpr, WIDTH: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """All nodes of one head; starts are clamped so that they fit, as in XLA's dynamic_update_slice."""
+    """All nodes of one head, 0 for values that are not finite; starts are clamped as in XLA's dynamic_update_slice."""
     head = tl.program_id(0).to(tl.int64)
     sequence = head // K
     start = tl.minimum(tl.maximum(tl.load(starts + sequence * ROW_STARTS), 0), S - M)
@@ -61,4 +61,5 @@ def write_head(
         tl.store(keys + (head * E + e)[:, None] * S + (start + place)[None, :], tile, mask=within)
         within = (place < M)[:, None] & (e < E)[None, :]
         tile = tl.load(v + (head * N + node)[:, None] * E + e[None, :], mask=within, other=0)
+        tile = tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), tile, 0)
         tl.store(values + (head * S + start + place)[:, None] * E + e[None, :], tile, mask=within)

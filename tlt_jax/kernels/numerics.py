@@ -35,3 +35,13 @@ def contract(subscripts: str, a: Float[Array, ...], b: Float[Array, ...]) -> Flo
 def masked(scores: Float[Array, "*A"], visible: Bool[Array, ...]) -> Float[Array, "*A"]:
     """Scores where visible, the lowest number elsewhere."""
     return jnp.where(visible, scores, jnp.finfo(scores.dtype).min)
+
+
+def finite(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
+    """x, with 0 for NaN and infinities: a value that no query sees enters its mix with weight 0, and 0 * NaN is NaN."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def sound(v: Float[Array, "*A E"]) -> Bool[Array, "*A"]:
+    """Whether a token's values are finite; if not, the scores of its keys are NaN, so that all who see it are too."""
+    return jnp.all(jnp.isfinite(v), axis=-1)

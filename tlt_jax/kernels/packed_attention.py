@@ -36,7 +36,8 @@ def attend(
 
     Memory grows linearly with T. No segment has more than `longest` tokens (None: T), so keys further back are not read.
     `own`: J more keys and values of every token, visible to that token only. `mesh`: where it runs, rows over `data` and
-    heads over `model`; None: the default device, in blocks. `form` chooses the implementation; `block`: number of queries
+    heads over `model`; None: the default device, in blocks. A key of NaN reaches the queries that see it, a value that is not
+    finite perhaps all of its row. `form` chooses the implementation; `block`: number of queries
     in a block of BLOCKS. CUDNN needs segments numbered from 1 in order, at most data.segments.most_segments(T) a row, and
     padding last.
     """

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import device_kind, partition
 from tlt_jax.kernels import attention_sizes, triton_support
-from tlt_jax.kernels.numerics import contract, masked
+from tlt_jax.kernels.numerics import contract, finite, masked, sound
 from tlt_jax.shapes import shaped
 
 DTYPES = (jnp.bfloat16, jnp.float32)  # that the kernel takes
@@ -37,6 +37,9 @@ def attend(
     `ancestors`: a node sees itself. `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. `mesh`: where it
     runs; None: the default device. On GPUs with Triton, in bfloat16 and float32, it is one kernel, whose counters are the
     second result: `arrivals` of the next call with the same shapes, which else fills its own. None elsewhere.
+
+    `values` are finite in all slots. Keys, and values of nodes, need not be: they make the queries that see them NaN, and no
+    other.
     """
     capability = None if mesh is None else triton_support.capability(mesh)
     if capability is None or slots_last or q.dtype not in DTYPES:
@@ -78,7 +81,8 @@ def attend_in_xla(
     # Without the barrier XLA fuses both products into one, and copies all keys to concatenate the nodes' keys to them.
     apart = jax.lax.optimization_barrier(flat)
     new = contract("bkqe,bkem->bkqm", apart, k).reshape(B, K, G, N, M)
-    old, new = masked(scale * old, committed), masked(scale * new, ancestors[:, None, None])
+    new = jnp.where(sound(v)[:, :, None, None], scale * new, jnp.nan)
+    old, new = masked(scale * old, committed), masked(new, ancestors[:, None, None])
     top = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
     old, new = jnp.exp(old - top), jnp.exp(new - top)
     total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
@@ -87,5 +91,7 @@ def attend_in_xla(
         weights = weights.reshape(B, K, G * N, -1).astype(values.dtype)
         return contract(f"bkqs,{subscripts}->bkqe", weights, values).reshape(q.shape)
 
-    mixed = mix(old, values, "bkes" if slots_last else "bkse") + mix(new, v, "bkse")
+    mixed = mix(old, values, "bkes" if slots_last else "bkse")
+    # Nodes last, as the projections of nodes make them: XLA takes them without a transpose.
+    mixed += mix(new, finite(jnp.swapaxes(v, 2, 3)), "bkes")
     return (mixed / total).astype(q.dtype)

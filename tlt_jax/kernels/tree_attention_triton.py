@@ -118,9 +118,9 @@ def attend_tile(
         tile_k = tl.load(keys + e[:, None] * S + slot[None, :], (e < E)[:, None], 0)
         within = committed[:, None] & (e < E)[None, :]
         tile_v = tl.load(values + slot[:, None] * E + e[None, :], within, other=0)
-        top, total, result = absorb(
-            queries, tile_k, tile_v, committed[None, :], top, total, result, SCALE
-        )
+        scores = tl.dot(queries, tile_k, input_precision="ieee")
+        scores = tl.where(committed[None, :], scores, LOWEST)
+        top, total, result = absorb(scores, tile_v, top, total, result, SCALE)
 
     if split == splits - 1:
         for first in range(0, M, NODES):
@@ -133,7 +133,13 @@ def attend_tile(
             tile_k = tl.load(k + e[:, None] * M + node[None, :], within, other=0)
             within = (node < M)[:, None] & (e < E)[None, :]
             tile_v = tl.load(v + node[:, None] * E + e[None, :], within, other=0)
-            top, total, result = absorb(queries, tile_k, tile_v, seen, top, total, result, SCALE)
+            scores = tl.dot(queries, tile_k, input_precision="ieee")
+            # A value that is not finite makes the queries that see its node NaN, and no other.
+            is_finite = tl.abs(tile_v.to(tl.float32)) < float("inf")
+            sound = tl.min(is_finite.to(tl.int32), axis=1) > 0
+            scores = tl.where(sound[None, :], scores, float("nan"))
+            scores, tile_v = tl.where(seen, scores, LOWEST), tl.where(is_finite, tile_v, 0)
+            top, total, result = absorb(scores, tile_v, top, total, result, SCALE)
 
     result = (result / total[:, None]).to(mixed.dtype.element_ty)
     target = mixed + (row % N * K * (R // N) + row // N)[:, None] * E + e[None, :]
@@ -160,9 +166,8 @@ def attend_tile(
 
 
 @triton.jit
-def absorb(queries, tile_k, tile_v, seen, top, total, result, SCALE: tl.constexpr):
+def absorb(scores, tile_v, top, total, result, SCALE: tl.constexpr):
     """Adds one more tile to the largest score, the sum of weights and the weighted values; SCALE times a score is to base 2."""
-    scores = tl.where(seen, tl.dot(queries, tile_k, input_precision="ieee"), LOWEST)
     higher = tl.maximum(top, tl.max(scores, axis=1))
     weights = tl.exp2(scores * SCALE - (higher * SCALE)[:, None])
     kept = tl.exp2((top - higher) * SCALE)

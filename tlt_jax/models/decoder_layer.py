@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
+from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
 from tlt_jax.models.low_rank import LowRank, is_low_rank
@@ -210,9 +211,17 @@ def packed_layer(
     block: int,
     longest: int | None = None,
     mesh: Mesh | None = None,
+    for_cache: bool = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K E"], Float[Array, "B T K E"]]:
-    """The layer's output, and its keys and values."""
+    """The layer's output, and its keys and values.
+
+    `for_cache`: values are finite, and keys NaN where values were not: tokens that see them are NaN, no others. At padding
+    both are finite. Without it, a token that is not finite may make its whole row so; such an update is skipped.
+    """
     q, k, v = qkv(layer, config, x, *angles, axis=-1)
+    if for_cache:
+        k = jnp.where(sound(v)[..., None], k, jnp.nan)
+        k, v = jnp.where((segments > 0)[:, :, None, None], k, 0), finite(v)
     q = q.reshape(*k.shape[:3], -1, config.head_dim)
     attended = packed_attention.attend(q, k, v, segments, block, longest, mesh=mesh)
     return finish(layer, config, x, attended.reshape(*x.shape[:2], -1), axis=-1), k, v

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from tlt_jax.distributed.mesh import is_tpu, sharding
 from tlt_jax.kernels import cache_rows
+from tlt_jax.kernels.numerics import finite
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
 
@@ -27,8 +28,11 @@ class KVCache:
 
     Keys have slots on their last axis, so products with them read the cache in order. Values do so on TPUs only: there,
     heads narrower than 128 lanes would be padded, with a copy of the cache in every chunk. Elsewhere values are [B, K, S,
-    E], which a CPU reads 3 times faster. Slots past a sequence's length are undefined. S is the bucket plus the widest
-    path that `commit` writes. `states`: the normed last hidden states; None when not captured.
+    E], which a CPU reads 3 times faster. S is the bucket plus the widest path that `commit` writes. `states`: the normed last
+    hidden states; None when not captured.
+
+    Slots past a sequence's length are undefined, but finite: whatever is written, 0 stands for values, features and states
+    that are NaN or infinite. Attention gives them the weight 0, and 0 * NaN is NaN. Keys may be NaN: their scores are masked.
     """
 
     keys: tuple[Float[Array, "B K E S"], ...]
@@ -58,15 +62,16 @@ class Scratch:
 
 
 def each(function: Callable[..., Array], cache: KVCache, *others: Scratch) -> KVCache:
-    """The cache with function(name, its leaf, the leaves of the others in its layout) for every leaf."""
+    """The cache with function(name, its leaf, the leaves of the others as it stores them) for every leaf."""
 
-    def turned(name: str, leaf: Array) -> Array:
+    def stored(name: str, leaf: Array) -> Array:
+        leaf = leaf if name == "keys" else finite(leaf)
         return jnp.swapaxes(leaf, 2, 3) if cache.slots_last and name == "values" else leaf
 
     def of(name: str) -> Any:
         leaves = [getattr(other, name) for other in others]
         return jax.tree.map(
-            lambda old, *leaf: function(name, old, *(turned(name, one) for one in leaf)),
+            lambda old, *leaf: function(name, old, *(stored(name, one) for one in leaf)),
             getattr(cache, name),
             *leaves,
         )
@@ -190,7 +195,7 @@ def insert(
 
 @shaped
 def resize(cache: KVCache, rows: Int[Array, " B2"], slots: int) -> KVCache:
-    """The cache of the sequences `rows` (-1: undefined values), cut or padded to this many slots."""
+    """The cache of the sequences `rows` (-1: those of any row), cut or padded to this many slots."""
 
     def fit(name: str, array: Array) -> Array:
         axis = cache.slot_axis(name)

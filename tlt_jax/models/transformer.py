@@ -118,7 +118,7 @@ def prefill(
 ) -> Scratch:
     """Keys, values, features and states of whole prompts; those past a prompt's length are undefined.
 
-    `params`: "rollout" layout.
+    Values are finite, and keys NaN where they were not; past a prompt's length both are finite. `params`: "rollout" layout.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -127,7 +127,9 @@ def prefill(
     angles = decoder_layer.packed_angles(config, positions, x.dtype)
     keys, values, states = [], [], [x]
     for layer in params.layers:
-        x, k, v = decoder_layer.packed_layer(layer, config, x, angles, segments, block, mesh=mesh)
+        x, k, v = decoder_layer.packed_layer(
+            layer, config, x, angles, segments, block, mesh=mesh, for_cache=True
+        )
         keys.append(jnp.moveaxis(k, 1, 3))
         values.append(jnp.moveaxis(v, 1, 2))
         states.append(x)
