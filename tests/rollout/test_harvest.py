@@ -16,6 +16,7 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.rollout.events import (
     Decided,
     Dispatched,
+    Emitted,
     Ended,
     Event,
     Harvested,
@@ -26,8 +27,9 @@ from tlt_jax.rollout.events import (
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.scheduler import driver, group as machine, harvest as reaper
 from tlt_jax.rollout.scheduler.harvest import Harvest
-from tlt_jax.rollout.scheduler.state import InFlight
+from tlt_jax.rollout.scheduler.state import InFlight, Running
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, SAMPLES, WIDTH = 12, 3, 7
@@ -411,3 +413,10 @@ def test_a_planted_mistake_of_the_harvest_is_detected(monkeypatch, late, mutant,
     assert checks(played()) == (True, True, True)
     mutant(monkeypatch)
     assert checks(played()) == found
+
+
+def test_nothing_is_harvested_of_a_sequence_whose_logits_were_not_finite():
+    rows, nothing = [Running(uid, 9, 20) for uid in range(4)], np.zeros(1)
+    finishes = RUNNING, STOPPED, BROKEN, TRUNCATED
+    news = {uid: Emitted(uid, nothing, nothing, finish) for uid, finish in enumerate(finishes)}
+    assert [end.uid for end in reaper.ended(rows, news)] == [1, 3]

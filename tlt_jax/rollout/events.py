@@ -99,7 +99,7 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Ended:
-    """A sequence has ended; emitted only with a harvester.
+    """A sequence has ended, and not with logits that are not finite; emitted only with a harvester.
 
     `row`: its current row; `length`: its tokens, with the prompt's. It has features of positions 0
     to length - 2.

@@ -27,7 +27,7 @@ from tlt_jax.rollout.scheduler.state import (
 from tlt_jax.spec_decode import harvest as on_device
 from tlt_jax.spec_decode.decode_state import DecodeState
 from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import RUNNING
+from tlt_jax.spec_decode.stopping import BROKEN, RUNNING
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Harvest:
 
 
 def ended(rows: Sequence[Running | None], news: Mapping[int, Emitted]) -> list[Ended]:
-    """The sequences that end with these tokens, with their current rows."""
+    """The sequences that end with these tokens, with their current rows; not those whose logits were not finite."""
     return [
         Ended(running.uid, row, running.tokens + len(news[running.uid].tokens))
         for row, running in enumerate(rows)
-        if running and running.uid in news and news[running.uid].finish != RUNNING
+        if running and running.uid in news and news[running.uid].finish not in (RUNNING, BROKEN)
     ]
 
 
