@@ -692,6 +692,32 @@ def test_a_question_that_cannot_be_asked_names_its_place(prompt, part):
     assert f"p.jsonl:3: {part}" in str(error.value)
 
 
+def test_gsm8k_wants_one_number_in_every_reference(tmp_path):
+    rows = [
+        "#### 1/2",
+        "10:30",
+        "1e+22",
+        "2^10",
+        "1 or 3",
+        "The long way. #### $1,234",
+        "12 bananas",
+        7.5,
+        "\\frac{3}{4}",
+    ]
+    source = write(
+        tmp_path / "a.jsonl", [{"prompt": f"{n}", "answer": one} for n, one in enumerate(rows)]
+    )
+    config = make_config(source, eval_size=1)
+    for terms in ({"gsm8k": 1.0}, {"gsm8k_flexible": 0.5, "format": 0.1}):
+        message = failure(replace(config, reward=replace(config.reward, terms=terms)))
+        assert message.splitlines()[0] == "the data has 4 problems"
+        for line, text in ((2, "10:30"), (4, "2^10"), (5, "1 or 3"), (7, "12 bananas")):
+            place = f"{source}:{line}: the reference answer is not one number ({text!r}): "
+            assert f"{place}correct it, or use the reward math" in message
+    config = replace(config, reward=replace(config.reward, terms={"math": 1.0}))
+    assert datasets.load(config, make_tokenizer()).rows == len(rows) - 1
+
+
 def test_a_mistake_in_a_column_is_told_once_and_different_mistakes_20_times(tmp_path):
     rows = [{"question": "p", "answer": "1"} | ({"level": 1} if n % 2 else {}) for n in range(500)]
     source = write(tmp_path / "a.jsonl", rows)

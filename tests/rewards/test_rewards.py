@@ -15,7 +15,6 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.config.inputs import REWARDS
-from tlt_jax.data import answers
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
 from tlt_jax.train import health
@@ -412,6 +411,7 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
         for line in (Path(folder) / f"{name}.jsonl").open(encoding="utf-8")
     ]
     assert len(lines) == 8792
+    formulas = terms.math_reward()
     for i, line in enumerate(lines):
         row = json.loads(line)
         solution, _, gold = row["answer"].rpartition("####")
@@ -424,13 +424,9 @@ def test_gold_answers_score_one_and_perturbed_ones_zero():
             form = f"The answer is {given:,}.00 dollars."
             assert terms.gsm8k_flexible("", form, row) == score, (form, row)
             assert terms.gsm8k("", form, row) == 0.0
+            assert i % 8 or formulas("", f"{solution}#### {given:,}", row) == score, row
         assert terms.gsm8k("", row["answer"], row) == 1.0
-
-
-def test_boxed_content_needs_balanced_braces():
-    assert answers.boxed("a \\boxed{\\frac{1}{2}} b") == "\\frac{1}{2}"
-    assert answers.boxed("\\boxed{1} then \\boxed{2") == "1"
-    assert answers.boxed("boxed{1}") is None
+        assert terms.gsm8k("", f"\\boxed{{{gold}}}", {"answer": gold.strip()}) == 1.0
 
 
 @pytest.mark.parametrize(

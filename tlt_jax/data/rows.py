@@ -10,13 +10,15 @@ from typing import Any
 
 from tlt_jax.config import Config, extension, parse
 from tlt_jax.config.inputs import Data
-from tlt_jax.data import files, formats
+from tlt_jax.data import answers, files, formats
 from tlt_jax.data.encoder import ASSISTANT, ID, USER
 from tlt_jax.data.problems import Problems
 from tlt_jax.errors import ConfigError
 
 MESSAGE = ("role", "content")  # texts of a chat message
 LONE, WHOLE = "a lone surrogate", "write whole characters"
+NUMBERS = {"gsm8k", "gsm8k_flexible"}  # rewards that compare numbers
+SHOWN = 40  # last characters of a reference that a problem shows
 
 
 def read(config: Config, knob: str, source: str, problems: Problems) -> list[dict[str, Any]]:
@@ -35,6 +37,8 @@ def read(config: Config, knob: str, source: str, problems: Problems) -> list[dic
     for name, path, found in _sources(parse.expand(source, knob), knob, problems):
         for role, column in mapping.items():
             _check_column(found, role, column, data, path, problems)
+        if NUMBERS & set(config.reward.terms):
+            _check_numbers(found, data.answer_column, path, problems)
         for line, raw in found:
             mapped = {role: formats.cell(raw, column) for role, column in mapping.items()}
             is_named = mapped.get("id") not in (None, formats.ABSENT)
@@ -138,6 +142,21 @@ def misfit(prompt: str | Sequence[Mapping[str, str]], suffix: str) -> tuple[str,
         what = "the prompt has no message of the user for data.prompt_suffix"
         return what, "add one, or leave data.prompt_suffix empty", ""
     return None
+
+
+def _check_numbers(
+    found: list[tuple[int, dict]], column: str, path: str, problems: Problems
+) -> None:
+    """Records the references that are no number, which the rewards of NUMBERS compare with; no other problem of the column."""
+    for line, raw in found:
+        value = formats.cell(raw, column)
+        is_odd = isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value))
+        if is_odd or not isinstance(value, str | int | float) or not str(value).strip():
+            continue
+        if answers.reference(text := formats.text_of(value)) is None:
+            fix = "correct it, or use the reward math (reward.terms), which compares formulas"
+            what = "the reference answer is not one number"
+            problems.add(path, line, what, fix, repr(text[-SHOWN:]))
 
 
 def is_message(value: Any) -> bool:

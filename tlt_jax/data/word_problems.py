@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from fractions import Fraction
 from itertools import count
 
 import numpy as np
@@ -85,7 +85,7 @@ class WordProblems:
 
     def verify(self, completion: str, answer: str) -> float:
         """Reward: 1 when the final number of a completion, after its reasoning, is the answer, else 0."""
-        return float(answers.final_number(answers.after_thoughts(completion)) == Decimal(answer))
+        return float(answers.final_number(answers.after_thoughts(completion)) == Fraction(answer))
 
     def longest_row(self) -> Row:
         """A row with the longest prompt and the longest solution of the task, in characters."""

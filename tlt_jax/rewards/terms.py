@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from tlt_jax.config import Config, extension
@@ -15,10 +14,19 @@ from tlt_jax.errors import ConfigError
 Reward = Callable[[str, str, dict[str, Any]], Any]
 ANSWER_IS = re.compile(r"(?i)answer\W{0,4}(?:is\b|:|=)")
 WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-# A number with a unit in words; words that are no unit, since they change the value.
-AMOUNT = re.compile(r"([$€£¥]?\s*-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*%?((?:\s+[A-Za-z]{2,})*)")
-VALUES = frozenset(
-    "hundred thousand million billion trillion dozen half pi sqrt log ln sin cos tan or and".split()
+# A formula in a text; its length is bounded, so that reading many that are never closed stays cheap.
+FORMULA = re.compile(
+    r"(?s)(?<!\\)\$\$?([^$]{1,500})(?<!\\)\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]"
+)
+# Words around the number of an answer: those that say nothing, and those that would change its value.
+IDLE = frozenset(
+    "the final answer is total of in all a an are there so has have per each left number".split()
+)
+CHANGING = frozenset(
+    """not no never wrong incorrect or and than least most over under below above between about almost nearly minus plus
+    negative half third thirds quarter quarters fourth fourths fifth fifths twice double triple pair pairs dozen dozens
+    hundred hundreds thousand thousands million millions billion billions trillion squared cubed square cube root power
+    factorial divided multiplied one two three four five six seven eight nine ten eleven twelve""".split()
 )
 KEY = re.compile(r"[\w./-]+")  # keys of a reward's dict: they become names of metrics
 LARGEST = 1e6  # limit of a score: advantages and losses stay finite in float32
@@ -28,25 +36,31 @@ PLAIN_ANSWER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?")
 def gsm8k(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the completion marks one number as its answer, equal to that of the reference ("... #### 1,234").
 
-    The marked answer is the rest of the line after the last "####", else the last \\boxed{...}. Marks inside reasoning do not
-    count, nor any in unclosed reasoning. Raises ValueError for a reference without a number.
+    The marked answer: see answers.marked. It may have a known unit, and words of the question. Marks inside reasoning do not
+    count, nor any in unclosed reasoning. Raises ValueError for a reference that is not one number.
     """
-    return float(answers.marked_number(answers.visible(prompt, completion)) == _number_of(row))
+    given = answers.marked(answers.visible(prompt, completion)) or ""
+    amount = answers.amount(given)
+    if amount is None and answers.NUMBER.search(given):
+        question = {word.lower() for word in answers.WORD.findall(prompt)}
+        amount = answers.amount(given, (question | IDLE) - CHANGING)
+    return float(amount is not None and answers.same(_number_of(row), amount))
 
 
 def gsm8k_flexible(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """1 when the final number of the completion, marked or not, is that of the reference.
 
     For evaluating models that do not mark their answers; in training it rewards a guess at the end. Raises ValueError
-    for a reference without a number.
+    for a reference that is not one number.
     """
-    return float(answers.final_number(answers.after_thoughts(completion)) == _number_of(row))
+    given: Fraction | None = answers.final_number(answers.after_thoughts(completion))
+    return float(given is not None and answers.stands_for(_number_of(row), given))
 
 
-def _number_of(row: dict[str, Any]) -> Decimal:
-    wanted = answers.final_number(row["answer"])
+def _number_of(row: dict[str, Any]) -> answers.Amount:
+    wanted = answers.reference(row["answer"])
     if wanted is None:
-        raise ValueError(f"the reference answer {row['answer']!r} has no number")
+        raise ValueError(f"the reference answer {row['answer']!r} is not one number")
     return wanted
 
 
@@ -73,8 +87,7 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
     is_thought = bool(is_open and is_closed and is_once and thoughts.strip())
 
     tail = answer if is_closed else completion
-    _, mark, marked = tail.rpartition(answers.MARK)
-    is_marked = bool((answers.boxed(tail) or "").strip() or (mark and marked.strip()))
+    is_marked = bool((answers.marked(tail) or "").strip())
 
     return {
         "score": (is_thought + is_marked) / 2,
@@ -84,78 +97,48 @@ def tagged(prompt: str, completion: str, row: dict[str, Any]) -> dict[str, float
 
 
 def math_reward(is_flexible: bool = False) -> Reward:
-    """The reward 1 when math-verify finds the answer equal to the reference.
+    """The reward 1 when the answer equals the reference as text, amount or formula (formulas.equal).
 
-    The answer is the last \\boxed{...} outside of reasoning, else the rest of the line after "####"; if `is_flexible`,
-    see `_final`. Only math-verify's LaTeX grammar is used: sympy's parse_expr, which reads its plain expressions,
-    evaluates text as Python.
+    The answer is the marked one (answers.marked) outside of reasoning; if `is_flexible`, see `_final`. The reference is
+    read alike.
     """
-    import math_verify
+    from tlt_jax.rewards import formulas  # imports SymPy
 
-    # It warns that its timeouts are off; the scorer has its own.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    grammar = [math_verify.LatexExtractionConfig()]
-
-    def parse(latex: str) -> list[Any]:
-        return math_verify.parse(latex, grammar, parsing_timeout=None)
+    formulas.equal(
+        "x^2", "(x+1)^2"
+    )  # reads the tables of the parser, before the first answer waits for it
 
     def score(prompt: str, completion: str, row: dict[str, Any]) -> float:
-        wanted = parse(_reference(row["answer"]))
-        if not wanted:
-            raise ValueError(f"math-verify reads no answer from the reference {row['answer']!r}")
+        wanted = answers.marked(row["answer"]) or row["answer"]
+        if not answers.cleaned(wanted):
+            raise ValueError(f"the reference answer {row['answer']!r} is empty")
         if is_flexible:
-            given = parse(_final(answers.after_thoughts(completion)))
+            given = _final(answers.after_thoughts(completion))
         else:
-            given = parse(_formula(_marked(answers.visible(prompt, completion)) or ""))
-        return float(math_verify.verify(wanted, given, timeout_seconds=None))
+            given = answers.marked(answers.visible(prompt, completion)) or ""
+        return float(formulas.equal(wanted, given))
 
     return score
 
 
-def _reference(text: str) -> str:
-    """A reference answer as LaTeX: its \\boxed{...}, else the text after "####", else all of it."""
-    return _formula(_marked(text) or text)
-
-
 def _final(text: str) -> str:
-    """The final answer of a completion as LaTeX, "" for none.
+    """The final answer of a completion, "" for none.
 
-    The first that exists of: \\boxed{...}, the text after "####", the whole text if it is one formula, the text after
-    "answer is" or "answer:", the last formula, the last number.
+    The first that exists of: the marked answer, the whole text if it is one formula, the last formula after "answer is" or
+    "answer:", or of the text, the first number after "answer is", the last number.
     """
-    marked = _marked(text)
+    marked = answers.marked(text)
     if marked is not None:
-        return _formula(marked)
+        return marked
     if "\n" not in text.strip() and not WORD.search(text):
-        return _formula(text)
+        return text
 
     ends = [match.end() for match in ANSWER_IS.finditer(text)]
     tail = text[ends[-1] :] if ends else text
-    if "\\(" in tail or "\\[" in tail or tail.replace("\\$", "").count("$") >= 2:
-        return tail
+    if formulas := FORMULA.findall(tail):
+        return next(filter(None, formulas[-1]))
     plain = PLAIN_ANSWER.findall(tail)
-    return f"${plain[0 if ends else -1]}$" if plain else ""
-
-
-def _marked(text: str) -> str | None:
-    """The last \\boxed{...}, else the text after "####": some models write "#### Step 2" as a heading."""
-    return answers.boxed(text) or answers.marked(text)
-
-
-def _formula(text: str) -> str:
-    """The text as inline LaTeX.
-
-    Unchanged when it contains $...$, else put between dollars, without currency signs, full stop, surrounding Markdown, and
-    the unit in words after a number.
-    """
-    text = text.strip().lstrip("#").strip("*_` ").removesuffix(".").strip("*_` ")
-    text = answers.LATEX_COMMA.sub(",", text)
-    amount = AMOUNT.fullmatch(text)
-    if amount and not VALUES & {word.lower() for word in amount[2].split()}:
-        text = amount[1]
-    bare = text.replace("\\$", "")
-    is_delimited = text.startswith(("\\(", "\\[")) or bare.count("$") in (2, 4)
-    return text if is_delimited else f"${bare.replace('$', '')}$"
+    return plain[0 if ends else -1] if plain else ""
 
 
 def resolve(name: str, config: Config) -> Reward:
