@@ -259,6 +259,70 @@ def test_what_is_no_message_of_a_worker_is_refused(message):
         scorer_module.read(message)
 
 
+@pytest.mark.parametrize(("cores", "count"), [(1, 2), (3, 3), (64, 4)])
+def test_the_host_says_how_many_processes_score(monkeypatch, cores, count):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    config = make_config({"exact": 1.0}, workers=0)
+    assert scorer_module.workers(config) == count
+    assert scorer_module.workers(config, is_local=True) == 1
+    assert scorer_module.workers(make_config({"exact": 1.0}, workers=7)) == 7
+
+
+SLOW_TO_START = """
+import os, time
+time.sleep(2.0)
+if os.path.exists({lock!r}):
+    raise RuntimeError("one process at a time")
+{claim}
+
+def probe(prompt, completion, row):
+    if completion == "die":
+        os._exit(3)
+    return 1.0
+"""
+
+
+def ready(scorer: Scorer, count: int) -> bool:
+    return sum(worker.is_ready for worker in list(scorer._workers)) == count
+
+
+def test_a_spare_process_takes_over_for_one_that_died(tmp_path, monkeypatch):
+    (tmp_path / "slow_rewards.py").write_text(SLOW_TO_START.format(lock="", claim=""))
+    monkeypatch.syspath_prepend(tmp_path)
+    with Scorer(make_config({"slow_rewards:probe": 1.0})) as scorer:
+        until(lambda: ready(scorer, 2))
+        start = time.monotonic()
+        for completion in ("die", "fine"):
+            scorer.submit(completion, "p", completion, {})
+        scores = scorer.collect()
+        assert time.monotonic() - start < 1.9, "a new process takes 2 seconds to start"
+        assert [scores[one].failure for one in ("die", "fine")] == ["crash", None]
+        until(lambda: ready(scorer, 2))
+
+
+def test_only_reward_workers_processes_score_at_a_time(user_module):
+    with Scorer(make_config({user_module: 1.0}, timeout_s=60.0)) as scorer:
+        until(lambda: ready(scorer, 2))
+        scorer.submit("a", "p", "hang", {"answer": "abc"})
+        scorer.submit("b", "p", "abc", {"answer": "abc"})
+        until(lambda: scorer._workers[0].term)
+        time.sleep(0.2)
+        assert not scorer.news()
+
+
+def test_a_run_goes_on_without_a_spare_process_that_does_not_start(tmp_path, monkeypatch, caplog):
+    lock = str(tmp_path / "lock")
+    (tmp_path / "lone_rewards.py").write_text(
+        SLOW_TO_START.format(lock=lock, claim=f"open({lock!r}, 'w').close()")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with Scorer(make_config({"lone_rewards:probe": 1.0})) as scorer:
+        until(lambda: "no spare scoring process" in caplog.text)
+        assert "one process at a time" in caplog.text
+        scorer.submit("a", "p", "fine", {})
+        assert scorer.collect() == {"a": Score(1.0, {"lone_rewards:probe": 1.0})}
+
+
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -300,7 +364,7 @@ def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
         f"`reward.timeout_s` ({reward.timeout_s:g} s)",
         f"After {health.MAX_FAILED} steps in a row",
         f"`reward.memory_mib` ({reward.memory_mib})",
-        f"`reward.workers` scoring processes of its own ({reward.workers})",
+        f"by default one for each core of the host, at least {scorer_module.FEWEST} and at most {scorer_module.MOST}",
         f"within {scorer_module.START_S:g} seconds",
         f"from {-terms.LARGEST:g} to {terms.LARGEST:g}",
         f"{scorer_module.LONGEST // 2**20} MiB at most",

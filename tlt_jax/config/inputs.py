@@ -173,7 +173,11 @@ class Reward:
         "reward that an answer of rollout.max_new_tokens tokens loses with overlong_buffer",
         above=0,
     )
-    workers: int = knob(1, "scoring processes", at_least=1)
+    workers: int = knob(
+        0,
+        "scoring processes; 0: one for each core of the host, at least 2 and at most 4",
+        at_least=0,
+    )
     timeout_s: float = knob(
         10.0, "time limit of one score in seconds; the scoring process is killed after it", above=0
     )

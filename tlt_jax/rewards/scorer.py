@@ -30,6 +30,7 @@ from tlt_jax.rewards.worker import environment, start_thread
 START_S = 120.0  # seconds a worker may take to import its rewards
 LONGEST = 2**20  # most bytes of a worker's message
 MAX_FAILED_STARTS = 5
+FEWEST, MOST = 2, 4  # scoring processes of reward.workers 0: one for each core, within these
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Score:
     detail: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A worker, a process or a thread, and its current job.
 
@@ -62,14 +63,24 @@ class Worker:
     term: str = ""  # the reward that is running; empty before the first one starts
 
 
+def workers(config: Config, is_local: bool = False) -> int:
+    """The scoring processes of a run's process: reward.workers, or by the cores that this process may use; one local thread."""
+    if config.reward.workers:
+        return config.reward.workers
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return 1 if is_local else min(max(cores, FEWEST), MOST)
+
+
 class Scorer:
-    """Scores completions in reward.workers processes while the caller does other work.
+    """Scores completions in `workers` processes while the caller does other work.
 
     A context manager. The workers are new interpreters that import this package and the rewards,
-    never the caller's main module, so they import no JAX. When a reward is a function that only this
-    process has, they are threads, which is said. A background thread exchanges jobs and scores with
-    them; it never calls JAX. Raises RewardError when reward.terms is empty, a reward cannot be loaded,
-    or workers repeatedly fail to start.
+    never the caller's main module, so they import no JAX. One more waits, and takes over at once for
+    one that was killed. When a reward is a function that only this process has, they are threads,
+    which is said. A background thread exchanges jobs and scores with them; it never calls JAX. Raises
+    RewardError when reward.terms is empty, a reward cannot be loaded, or workers repeatedly fail to
+    start.
     """
 
     def __init__(self, config: Config):
@@ -96,13 +107,15 @@ class Scorer:
 
         self._alive = os.pipe()  # the write end closes when this process ends, however it ends
         self._awake, self._wake = Pipe(duplex=False)
-        self._workers = [self._start() for _ in range(config.reward.workers)]
+        self._count = workers(config, self._is_local)  # of those that score at a time
+        self._has_spare = not self._is_local  # one process more
+        self._workers = [self._start() for _ in range(self._count)]
 
         self._thread = threading.Thread(target=self._serve, name="reward-scorer", daemon=True)
         self._thread.start()
 
         with self._changed:
-            while not self._fatal and not all(worker.is_ready for worker in self._workers):
+            while not self._fatal and self._ready() < self._count:
                 self._wait()
         if self._fatal:
             self.close()
@@ -210,7 +223,7 @@ class Scorer:
     def _serve(self) -> None:
         """The scoring thread: assigns jobs to idle workers and receives results until `close` or a fatal error."""
         while not self._is_closing and not self._fatal:
-            pipes = {worker.pipe: i for i, worker in enumerate(self._workers)}
+            pipes = {worker.pipe: worker for worker in self._workers}
             nearest = min((worker.deadline for worker in self._workers), default=math.inf)
             patience = None if nearest == math.inf else max(0.0, nearest - time.monotonic())
 
@@ -221,31 +234,36 @@ class Scorer:
                     self._receive(pipes[pipe])
 
             now = time.monotonic()
-            for i, worker in enumerate(self._workers):
+            for worker in list(self._workers):
                 if worker.deadline <= now:
-                    self._replace(i, "timeout")
+                    self._replace(worker, "timeout")
 
+            if self._has_spare and self._ready() == len(self._workers) == self._count:
+                self._workers.append(self._start())
             self._assign()
 
     def _assign(self) -> None:
-        for i, worker in enumerate(self._workers):
+        for worker in list(self._workers):
             with self._changed:
-                if not (self._waiting and worker.is_ready and worker.job is None):
+                is_full = sum(one.job is not None for one in self._workers) >= self._count
+                if is_full or not (self._waiting and worker.is_ready and worker.job is None):
                     continue
                 worker.job = self._waiting.popleft()
             worker.term, worker.deadline = "", time.monotonic() + self.config.reward.timeout_s
             try:
                 worker.pipe.send_bytes(worker.job[1])
             except OSError:
-                self._replace(i, "crash")
+                self._replace(worker, "crash")
 
-    def _receive(self, i: int) -> None:
-        """Receives one message of worker i."""
-        worker = self._workers[i]
+    def _ready(self) -> int:
+        return sum(worker.is_ready for worker in self._workers)
+
+    def _receive(self, worker: Worker) -> None:
+        """Receives one message of a worker."""
         try:
             kind, *content = read(worker.pipe.recv_bytes(LONGEST))
         except (EOFError, OSError, ValueError):
-            self._replace(i, "crash")
+            self._replace(worker, "crash")
             return
 
         if kind == "ready":
@@ -253,7 +271,10 @@ class Scorer:
                 worker.is_ready, worker.deadline, self._failed_starts = True, math.inf, 0
                 self._changed.notify_all()
         elif kind == "refused":
-            self._fail(content[0])
+            if self._gives_up(worker, content[0]):
+                _end(worker)
+            else:
+                self._fail(content[0])
         elif kind == "term":
             worker.term = content[0]
         elif kind == "score":
@@ -267,13 +288,12 @@ class Scorer:
         else:
             self._finish(worker, self._failed("error", worker, content[0]))
 
-    def _replace(self, i: int, failure: str) -> None:
-        """Kills worker i, scores its job as failed, and starts another worker.
+    def _replace(self, worker: Worker, failure: str) -> None:
+        """Kills a worker, scores its job as failed, and starts another one.
 
         A job whose worker crashed before any reward started is queued again. Workers that fail to
         start MAX_FAILED_STARTS times in a row are a fatal error.
         """
-        worker = self._workers[i]
         code = _end(worker, grace_s=1.0 if failure == "crash" else 0.0)
         detail = f"the worker died of {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         if failure == "timeout":
@@ -286,6 +306,8 @@ class Scorer:
         elif worker.job is not None:
             self._finish(worker, self._failed(failure, worker, detail))
         elif not worker.is_ready:
+            if self._gives_up(worker, detail):
+                return
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._fail(
@@ -293,7 +315,16 @@ class Scorer:
                 )
                 return
 
-        self._workers[i] = self._start()
+        self._workers[self._workers.index(worker)] = self._start()
+
+    def _gives_up(self, worker: Worker, reason: str) -> bool:
+        """Whether a worker that does not start is not needed, and is dropped: the others suffice, without a spare one."""
+        if self._ready() < self._count:
+            return False
+        log.warning("no spare scoring process: %s", reason)
+        self._has_spare = False
+        self._workers.remove(worker)
+        return True
 
     def _failed(self, failure: str, worker: Worker, detail: str) -> Score:
         return Score(
