@@ -113,7 +113,16 @@ def test_items_are_restored_alone_and_a_missing_one_is_named(saved):
 
 
 def test_the_newest_and_the_best_are_kept_also_by_the_next_process(tmp_path):
-    scores = {1: 0.1, 2: 0.7, 3: 0.2, 4: None, 5: 0.7, 6: 0.3, 7: 0.1, 8: 0.2}
+    scores = {
+        1: 0.1,
+        2: 0.7,
+        3: 0.2,
+        4: None,
+        5: 0.7 - 1e-12,
+        6: 0.3,
+        7: 0.1,
+        8: 0.2,
+    }  # 2 and 5 are equal
     for part in ((1, 2, 3), (4, 5, 6), (7, 8)):
         with Store(tmp_path, keep=2, best_metric="eval/mean@1") as store:
             for step in part:

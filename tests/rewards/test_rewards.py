@@ -15,8 +15,10 @@ import pytest
 
 from tlt_jax.config import Config
 from tlt_jax.config.inputs import REWARDS
+from tlt_jax.config.outputs import TOLERANCE
+from tlt_jax.data import answers
 from tlt_jax.errors import RewardError
-from tlt_jax.rewards import Score, Scorer, scorer as scorer_module, terms, worker
+from tlt_jax.rewards import Score, Scorer, formulas, scorer as scorer_module, terms, worker
 from tlt_jax.train import health
 
 USER_REWARD = """
@@ -323,6 +325,12 @@ def test_a_run_goes_on_without_a_spare_process_that_does_not_start(tmp_path, mon
         assert scorer.collect() == {"a": Score(1.0, {"lone_rewards:probe": 1.0})}
 
 
+def test_an_answer_that_earns_every_term_gets_their_exact_sum():
+    """Added one by one, 0.7, 0.2 and 0.1 are 0.9999999999999999."""
+    weights = {"exact": 0.7, "gsm8k": 0.2, "gsm8k_flexible": 0.1}
+    assert score_all(make_config(weights), ["#### 5"], "#### 5")["#### 5"].value == 1.0
+
+
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -365,6 +373,10 @@ def test_the_page_on_rewards_names_all_terms_variables_and_defaults():
         f"After {health.MAX_FAILED} steps in a row",
         f"`reward.memory_mib` ({reward.memory_mib})",
         f"by default one for each core of the host, at least {scorer_module.FEWEST} and at most {scorer_module.MOST}",
+        f"more than {formulas.LONGEST} characters or {formulas.DEEPEST} nested brackets",
+        f"more than {formulas.DIGITS:,}\ndigits",
+        f"at least {answers.PLACES} places and significant digits",
+        f"differ by less than {TOLERANCE:g} are equal",
         f"within {scorer_module.START_S:g} seconds",
         f"from {-terms.LARGEST:g} to {terms.LARGEST:g}",
         f"{scorer_module.LONGEST // 2**20} MiB at most",

@@ -67,6 +67,10 @@ def test_groups_of_equal_rewards_are_counted_and_teach_nothing():
     rewards[1, 0] = 0.2
     assert zero_variance(rewards).tolist() == [True, False]
     assert not group_advantages(rewards, "rloo")[0].any()
+    rounded = np.array([[0.7 + 0.2 + 0.1, 1.0, 1.0]])  # 0.9999999999999999
+    assert rounded.min() < 1.0 and zero_variance(rounded)[0]
+    assert not group_advantages(rounded, "grpo").any()
+    assert not answer_advantages(rounded, np.ones((1, 3)), "reinforce_pp").any()
 
 
 def test_rewards_without_a_group_or_not_finite_are_refused():

@@ -28,6 +28,7 @@ from tlt_jax.checkpoint.index import (
 )
 from tlt_jax.checkpoint.quiet import hush
 from tlt_jax.checkpoint.reading import is_damage, one_line
+from tlt_jax.config.outputs import is_at_least
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 
@@ -187,15 +188,27 @@ class Store:
         Waits for the saves.
         """
         self.wait()
-        ranked = [(score, step) for step in self.steps() if (score := self._score(step))]
-        return max(ranked, default=(None, None))[1]
+        ranked = {step: score for step in self.steps() if (score := self._score(step))}
+        kind, highest = max(ranked.values(), default=(0, 0.0))
+        return max(
+            (
+                s
+                for s, (one, value) in ranked.items()
+                if one == kind and is_at_least(value, highest)
+            ),
+            default=None,
+        )
 
     def improves(self, metrics: Mapping[str, float]) -> bool:
         """True when best_metric in `metrics` exceeds that of every comparable step, which justifies an extra checkpoint."""
         if not self._is_ranked(metrics):
             return False
         best = self.best()
-        return best is None or (self.evaluation, metrics[self.best_metric]) > self._score(best)
+        if best is None:
+            return True
+        kind, highest = self._score(best)
+        is_higher = not is_at_least(highest, metrics[self.best_metric])
+        return kind < self.evaluation or (kind == self.evaluation and is_higher)
 
     def index(self, step: int) -> dict[str, Any]:
         """The index of a checkpoint: format, step, identity, items, metrics, meta.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tlt_jax.config.knobs import knob
 
@@ -13,6 +14,14 @@ METRICS, WARM_START = "metrics.jsonl", "warm_start.jsonl"
 RESOLVED, COMPLETIONS, EXPORT = "config.yaml", "completions", "hf"
 TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
 LATEST, LAST_GOOD = "latest", "last_good"  # values of checkpoint.resume
+TOLERANCE = (
+    1e-9  # rewards, and metrics of them, that differ by less are equal: their sums are rounded
+)
+
+
+def is_at_least(value: Any, limit: float) -> Any:
+    """Whether a reward or metric, or each of an array of them, reaches a limit, within TOLERANCE."""
+    return value >= limit - TOLERANCE
 
 
 @dataclass(frozen=True)

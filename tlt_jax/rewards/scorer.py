@@ -282,7 +282,8 @@ class Scorer:
             self._finish(
                 worker,
                 Score(
-                    sum(weight * content[0][name] for name, weight in weights.items()), content[0]
+                    math.fsum(weight * content[0][name] for name, weight in weights.items()),
+                    content[0],
                 ),
             )
         else:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from tlt_jax.config.learning import REINFORCE_PP
+from tlt_jax.config.outputs import TOLERANCE
 
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
 VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)
 
 
 def zero_variance(rewards: np.ndarray) -> np.ndarray:
-    """bool[P]: whether all rewards [P, G] of a group are equal; such a group gives no gradient."""
-    return rewards.max(axis=1) == rewards.min(axis=1)
+    """bool[P]: whether all rewards [P, G] of a group are equal, within TOLERANCE; such a group gives no gradient."""
+    return rewards.max(axis=1) - rewards.min(axis=1) <= TOLERANCE
 
 
 def grpo_advantages(rewards: np.ndarray) -> np.ndarray:
@@ -69,7 +70,7 @@ def check_finite(rewards: np.ndarray) -> None:
 def are_equal(rewards: np.ndarray, lengths: np.ndarray) -> bool:
     """Whether the rewards of all answers that count, with `lengths` above 0, are equal: reinforce_pp learns nothing then."""
     counted = rewards[lengths > 0]
-    return not counted.size or counted.max() == counted.min()
+    return not counted.size or bool(np.ptp(counted) <= TOLERANCE)
 
 
 def whitened_advantages(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt_jax.config import Config
+from tlt_jax.config.outputs import is_at_least
 from tlt_jax.data.dataset import EVAL, Dataset
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.distributed.job import Job
@@ -164,7 +165,7 @@ def judged(
             completion=texts[answer.uid],
             reference=str(prompts[answer.prompt].row["answer"]),
             reward=scores[answer.uid].value,
-            is_correct=scores[answer.uid].value >= correct_at,
+            is_correct=is_at_least(scores[answer.uid].value, correct_at),
             length=len(answer.tokens),
             finish=answer.finish,
             parts=scores[answer.uid].parts,
@@ -178,10 +179,10 @@ def summarize(scores: np.ndarray, correct_at: float, ks: Sequence[int] = ()) -> 
     """eval/mean@k (of the first k answers) and eval/pass@k of scores [prompts, samples], for each of these k.
 
     Without ks: the mean of all, and pass@1, 2, 4, ... up to the number of samples. An answer is correct when its score is at
-    least `correct_at`.
+    least `correct_at` (within TOLERANCE).
     """
     samples = scores.shape[1]
-    correct = (scores >= correct_at).sum(axis=1)
+    correct = is_at_least(scores, correct_at).sum(axis=1)
     powers = [1 << i for i in range(samples.bit_length())]
     means = {f"eval/mean@{k}": float(scores[:, :k].mean()) for k in ks or [samples]}
     return means | {
