@@ -253,7 +253,7 @@ def joined_weights(config: ModelConfig, model_axis: int, lora: Lora | None = Non
     for name, members in parts.items():
         if lora and (count := len(set(members) & set(lora.fields))):
             matrix = getattr(layer, name)
-            changed[name] = with_factors(matrix, count * lora.rank, lora.scale)
+            changed[name] = with_factors(matrix, count * lora.rank, 1.0)
     return layer.replace(**changed)
 
 
@@ -349,7 +349,7 @@ def to_rollout(
 
     def unstack(index: int) -> JoinedLayer:
         layer = jax.tree.map(lambda leaf: leaf[index], params.layers)
-        layer = layer if lora else merged(layer)
+        layer = low_rank.with_scaled_factors(layer) if lora else merged(layer)
         return join(repeat_kv(layer, config, mesh.shape["model"]), config)
 
     rollout = params.replace(layers=tuple(unstack(index) for index in range(config.num_layers)))

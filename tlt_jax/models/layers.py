@@ -72,10 +72,10 @@ def wide_product(
 def change(x: Float[Array, "*A In"], weight: LowRank, axis: int) -> Float[Array, "*A *Out"]:
     """scale * b @ a @ x in at least float32, for features on `axis` (0 or -1)."""
     if axis == -1:
-        inner = weight.scale * linear(x, weight.a, True)
-        return linear(inner.astype(x.dtype), weight.b, True)
-    inner = weight.scale * wide_product(x, weight.a, 0)
-    return wide_product(inner.astype(x.dtype), weight.b, 0)
+        found = linear(linear(x, weight.a), weight.b, True)
+    else:
+        found = wide_product(jnp.tensordot(weight.a, x, (-1, 0)), weight.b, 0)
+    return found if weight.scale == 1 else weight.scale * found
 
 
 def project(

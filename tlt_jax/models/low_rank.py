@@ -95,6 +95,17 @@ def joined(
     )
 
 
+def with_scaled_factors(tree: PyTree) -> PyTree:
+    """The tree with LowRanks of scale 1: b is multiplied instead, in at least float32, which saves an operation a product."""
+
+    def one(node: Any) -> Any:
+        if not is_low_rank(node):
+            return node
+        return node.replace(b=node.scale * node.b.astype(widen(node.b.dtype)), scale=1.0)
+
+    return jax.tree.map(one, tree, is_leaf=is_low_rank)
+
+
 def rows(matrix: Array | LowRank) -> list[Array | LowRank]:
     """The parts of a joined matrix along its first axis."""
     if not is_low_rank(matrix):
