@@ -271,8 +271,8 @@ def sampled(recipe: Recipe, params: Params, rows: policy_batch.Rows) -> list[jax
     ("adapters", "dtype"),
     [
         (Lora(8, 16.0, LORA_TARGETS), "bfloat16"),
-        (Lora(8, 16.0, LORA_TARGETS), "float32"),
         (None, "bfloat16"),
+        pytest.param(Lora(8, 16.0, LORA_TARGETS), "float32", marks=pytest.mark.matrix),
         pytest.param(None, "float32", marks=pytest.mark.matrix),
     ],
 )
