@@ -80,14 +80,14 @@ def share(directory: Path, data: Path, steps: int) -> list[tuple]:
     base = hf.load(directory, model, mesh, "bfloat16")
     trained = lora.init(ADAPTERS, model, mesh, jax.random.key(0), "float32")
     programs = policy_update.programs(recipe)
+    cache = kv_cache.empty(model, len(batch[0].tokens), 8, 0, "bfloat16", mesh)
     exact = policy_update.programs(replace(recipe, compute_dtype="float32"))
 
-    def rollout(params, rows, apart):
+    def rollout(params, rows, cache, apart):
         params = architecture.to_rollout(params, model, mesh, "bfloat16", apart)
         B, T = rows.tokens.shape
         segments = rows.segments[:, :, None] == rows.segments[:, None]
         ancestors = segments & jnp.tril(jnp.ones((T, T), bool))
-        cache = kv_cache.empty(model, B, 8, 0, "bfloat16", mesh)
         logits, _ = transformer.tree_forward(
             params, model, rows.tokens, rows.positions, ancestors, cache, jnp.zeros(B, jnp.int32)
         )
@@ -99,8 +99,8 @@ def share(directory: Path, data: Path, steps: int) -> list[tuple]:
         "exact": lambda policy, rows: exact.score(
             jax.tree.map(lambda leaf: leaf.astype("float32"), policy), rows
         ),
-        "apart": jax.jit(partial(rollout, apart=ADAPTERS)),
-        "merged": jax.jit(partial(rollout, apart=None)),
+        "apart": partial(jax.jit(partial(rollout, apart=ADAPTERS)), cache=cache),
+        "merged": partial(jax.jit(partial(rollout, apart=None)), cache=cache),
     }
 
     def scores() -> dict[str, np.ndarray]:
