@@ -38,7 +38,10 @@ def broken(prompt: list[int], answer: tuple[int, list[int], str]) -> tuple[int, 
     return uid, [*tokens[:kept], EOS], NONFINITE
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle", "dflash"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["none", "eagle", *(pytest.param(it, marks=pytest.mark.matrix) for it in ("ngram", "dflash"))],
+)
 def test_a_row_does_not_depend_on_rows_that_are_not_finite(x64, monkeypatch, drafter):
     """And what is stored is finite after every chunk, but for keys."""
     if drafter == "none":

@@ -188,7 +188,7 @@ def test_the_update_sees_the_policy_that_is_published(x64):
 @pytest.mark.parametrize(
     ("model_axis", "targets"),
     [
-        (1, LORA_TARGETS),
+        pytest.param(1, LORA_TARGETS, marks=pytest.mark.matrix),
         (4, LORA_TARGETS),  # 2 heads of keys and values are repeated
         (2, ("q_proj", "v_proj")),
         pytest.param(1, ("k_proj", "up_proj", "down_proj"), marks=pytest.mark.matrix),
