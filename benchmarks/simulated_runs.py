@@ -36,8 +36,12 @@ from benchmarks.common import results  # noqa: E402
 from benchmarks.common.results import ResultTable  # noqa: E402
 from benchmarks.whole_runs import runs, scalars_text  # noqa: E402
 from tlt_jax.config import Config, load as loading  # noqa: E402
-from tlt_jax.config.outputs import RESOLVED  # noqa: E402
-from tlt_jax.config.schema import ADAPTIVE, NGRAM, NONE  # noqa: E402
+from tlt_jax.config.schema import (  # noqa: E402
+    ADAPTIVE,
+    NGRAM,
+    NONE,
+    RESOLVED,  # noqa: E402
+)
 from tlt_jax.errors import DataError  # noqa: E402
 from tlt_jax.rollout.recorder import RolloutResult  # noqa: E402
 from tlt_jax.simulate import acceptance, cost_table, fitted, lengths, record  # noqa: E402

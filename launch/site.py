@@ -7,6 +7,9 @@ from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
+from tlt_jax.config.__main__ import page as knobs
+from tlt_jax.metrics.names import page as metrics
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md")
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
@@ -19,7 +22,7 @@ API = (
 
 
 def on_files(files: Files, config) -> Files:
-    """Every page, the files that pages link to, and the page of the API, instead of the files of docs_dir alone."""
+    """Every page, the files that pages link to, and the pages that are made here, instead of the files of docs_dir alone."""
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
     linked = {
         (page.parent / link).resolve() for page in pages for link in LINK.findall(page.read_text())
@@ -27,7 +30,8 @@ def on_files(files: Files, config) -> Files:
     others = sorted(path for path in linked - set(pages) if path.is_file())
     theme = [file for file in files if file.src_dir != config.docs_dir]
     found = Files([*theme, *(at(path, config) for path in (*pages, *others))])
-    found.append(File.generated(config, "docs/api.md", content=api()))
+    for name, page in (("api", api), ("knobs", knobs), ("metrics", metrics)):
+        found.append(File.generated(config, f"docs/{name}.md", content=page()))
     return found
 
 

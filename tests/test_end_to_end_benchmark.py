@@ -22,8 +22,7 @@ from benchmarks.whole_runs import arms, end_to_end, picture, report, runs
 from benchmarks.whole_runs.in_turns import Turns
 from benchmarks.whole_runs.runs import Run
 from tlt_jax.config import load as configuration
-from tlt_jax.config.outputs import Log
-from tlt_jax.config.schema import Config
+from tlt_jax.config.schema import Config, Log
 from tlt_jax.metrics import Writer
 from tlt_jax.metrics.timeline import COLORS
 from tlt_jax.metrics.writer import ChunkRecord, Record

@@ -15,7 +15,7 @@ import pytest
 
 import tlt_jax
 from tlt_jax import generate
-from tlt_jax.config import Config, parse as parsing, values
+from tlt_jax.config import Config, load, parse as parsing
 from tlt_jax.data import prompt_format, tasks
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ def models(tmp_path_factory):
         "data.chat_template_kwargs.shout": True,
     }
     knobs |= {"rollout.temperature": 0.0, "rollout.max_new_tokens": 5, "rollout.stop": ["3"]}
-    files = prompt_format.files(parsing.build(Config, {}, values.pairs(knobs)))
+    files = prompt_format.files(parsing.build(Config, {}, load.pairs(knobs)))
     hf.save(params, config, folder / "made", mesh, tokenizer, "float32", files=files)
     return folder
 

@@ -48,7 +48,7 @@ def test_the_site_is_built_strictly_and_its_links_lead_to_files(tmp_path):
 
 
 def test_links_that_lead_nowhere_are_errors(tmp_path):
-    root, links = tmp_path / "copy", ("nowhere.md", "knobs.md#nowhere")
+    root, links = tmp_path / "copy", ("nowhere.md", "rewards.md#nowhere")
     for folder in ("docs", "launch", "configs", "tlt_jax"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, root / folder, symlinks=True, ignore=ignored)

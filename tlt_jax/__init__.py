@@ -66,15 +66,15 @@ def open_model(
     """
     import sys
 
-    from tlt_jax.config import values
+    from tlt_jax.config.load import pairs
     from tlt_jax.data import prompt_format
     from tlt_jax.distributed import process
     from tlt_jax.inference import settings
     from tlt_jax.inference.model import Model
 
-    pairs = [("rollout.slots", 32), *values.pairs(changes)]
-    process.set_environment(settings.configuration_of(str(directory), pairs))
-    config, makers = settings.as_meant(str(directory), pairs, raw)
+    given = [("rollout.slots", 32), *pairs(changes)]
+    process.set_environment(settings.configuration_of(str(directory), given))
+    config, makers = settings.as_meant(str(directory), given, raw)
     print(prompt_format.describe(config) + makers, file=sys.stderr)
     return Model(config)
 
@@ -88,7 +88,7 @@ def open_engine(
     mesh.data, rollout.max_new_tokens or speculation.drafter. Fake devices are created only if JAX has created no devices
     yet. Raises UserError.
     """
-    from tlt_jax.config import Config, parse, values
+    from tlt_jax.config import Config, load, parse
     from tlt_jax.distributed import process
     from tlt_jax.errors import ConfigError
 
@@ -98,7 +98,7 @@ def open_engine(
             f"the model is a {type(model).__name__}: give a directory, a hub id, or (ModelConfig, Params)"
         )
     tree = {} if is_given else {"model": {"path": str(model)}}
-    config = parse.build(Config, tree, values.pairs(changes))
+    config = parse.build(Config, tree, load.pairs(changes))
     if not is_given:  # else JAX runs already, as its owner wants it
         process.set_environment(config)
     from tlt_jax.inference import rollout_model

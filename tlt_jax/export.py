@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import load as configuration
-from tlt_jax.config.inputs import DTYPES
-from tlt_jax.config.schema import ADAPTIVE, Config
+from tlt_jax.config.schema import ADAPTIVE, DTYPES, Config
 from tlt_jax.errors import ConfigError
 
 OWN = {

@@ -21,7 +21,7 @@ from typing import Any
 from tlt_jax import atomic
 from tlt_jax.config import Config, changes, load as configuration
 from tlt_jax.config.changes import JUDGING, Change
-from tlt_jax.config.outputs import COMPLETIONS, EXPORT, LOG, METRICS, RESOLVED, TENSORBOARD
+from tlt_jax.config.schema import COMPLETIONS, EXPORT, LOG, METRICS, RESOLVED, TENSORBOARD
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError, DiskFull, is_disk_full
 
@@ -122,18 +122,6 @@ def enter(config: Config) -> None:
         atomic.write_text(path, configuration.to_yaml(replace(config, override=False)))
     except OSError as error:
         raise unwritable(config.run, error) from error
-
-
-def continued(config: Config) -> Config:
-    """The configuration with the evaluation split of the folder's run, if an older version, without data.split_seed, began it.
-
-    So the command that began it resumes it. Raises ConfigError when its configuration cannot be read.
-    """
-    is_there = (Path(config.run) / RESOLVED).exists() and has_begun(config)
-    if config.data.split_seed or not is_there:
-        return config
-    kept = min(0, read(config.run).data.split_seed)
-    return replace(config, data=replace(config.data, split_seed=kept))
 
 
 def unwritable(run: str, error: OSError) -> ConfigError:

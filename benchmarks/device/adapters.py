@@ -25,7 +25,7 @@ from benchmarks.common import results
 from benchmarks.common.engines import FullRows, model_of, random_engine
 from benchmarks.common.timing import clocked, interleaved, interval
 from benchmarks.device.update import SHAPES
-from tlt_jax.config.inputs import LORA_TARGETS
+from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlt_jax import atomic
-from tlt_jax.config.outputs import METRICS
+from tlt_jax.config.schema import METRICS
 from tlt_jax.metrics import scalars_file, timeline
 
 PHASES = {

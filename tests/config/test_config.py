@@ -8,16 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
-from tlt_jax import optimizer
-from tlt_jax.config import Config, algorithms, changes, older, page, parse as parsing, validate
-from tlt_jax.config.inputs import Lora
+from tlt_jax.config import Config, __main__ as page, changes, parse as parsing, validate
 from tlt_jax.config.knobs import knobs
 from tlt_jax.config.load import (
     CONFIG,
@@ -30,18 +26,10 @@ from tlt_jax.config.load import (
     shipped_configurations,
     to_yaml,
 )
-from tlt_jax.config.schema import COMMON
-from tlt_jax.config.yaml_text import parse_text
+from tlt_jax.config.parse import parse_text
+from tlt_jax.config.schema import COMMON, Lora
 from tlt_jax.distributed import process
-from tlt_jax.drafter import eagle_loss, idle_training, recipes
-from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import drafter_network
-from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.rollout import engine, ngram_memory
-from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.tree_growth import Coupling
-from tlt_jax.train import adaptive, health
 
 TLT = [sys.executable, "-c", "from tlt_jax.cli import main; main()"]
 MODEL = "model: {init: {model_type: qwen2, hidden_size: 32}}\n"
@@ -307,151 +295,23 @@ def test_the_resolved_configuration_reads_back_equal(write, tmp_path):
     assert read(tmp_path / "resolved.yaml") == got
 
 
-def test_the_config_of_an_older_version_is_read_with_the_current_names(write, tmp_path):
+def test_the_run_of_another_version_is_refused_with_the_knobs_that_are_unknown(write, tmp_path):
     got, path = parse([*write(), "--drafter_training.steps", "7"]), tmp_path / "resolved.yaml"
-    path.write_text(
-        to_yaml(got).replace("\ndrafter_training:\n", "\nwarmup:\n")
-    )  # as up to 9d11fee
-    assert "\nwarmup:\n" in path.read_text() and read_resolved(path) == got
-    changed = read_resolved(path, ["--drafter_training.steps", "8"])
-    assert differing(got, changed) == ["drafter_training.steps"]
-    with pytest.raises(ConfigError, match="warmup.steps has a new name"):
-        read_resolved(path, ["--warmup.steps", "8"])
-    path.write_text(path.read_text() + "pilot: {pace: 3}\n")
-    path.write_text(path.read_text().replace("\n  remat:", "\n  rematerialize: false\n  remat:"))
-    wanted = "made by an older version of tlt_jax, with model.rematerialize, pilot, .* continue it"
-    with pytest.raises(ConfigError, match=wanted):
-        read_resolved(path)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cap", "level", "kept"),
-    [
-        ("float32", 0.0, "auto", 2.0),
-        ("bfloat16", 0.0, "none", 2.0),
-        ("float32", 1.5, "token", 1.5),
-        ("bfloat16", None, "none", 2.0),
-    ],
-)
-def test_importance_weights_of_an_older_run_folder_stay_as_they_were(
-    write, tmp_path, dtype, cap, level, kept
-):
-    """There importance_cap 0, the default, was none, in every dtype. In float32 auto is none, so that the run goes on."""
-    got = parse([*write(), "--model.compute_dtype", dtype])
-    tree = yaml.safe_load(to_yaml(got))
-    for knob in ("importance", "importance_cap", "importance_mask", "clip_dual", "kl_in"):
-        del tree["algorithm"][knob]
-    tree["algorithm"] |= {} if cap is None else {"importance_cap": cap}
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(tree))
-    read = read_resolved(tmp_path / "resolved.yaml")
-    assert (read.algorithm.importance, read.algorithm.importance_cap) == (level, kept)
-    is_same = level == "auto"
-    assert bool(changes.changes(got, read)) != is_same
-    assert algorithms.importance(got.algorithm, dtype) == (
-        "token" if dtype == "bfloat16" else "none"
-    )
-
-
-@pytest.mark.parametrize(
-    ("level", "mask", "veto"), [("token", 0.0, 3.0), ("auto", 0.0, 3.0), ("sequence", 3.0, 0.0)]
-)
-def test_a_mask_of_an_older_run_folder_stays_a_veto_by_one_token(
-    write, tmp_path, level, mask, veto
-):
-    """There importance_mask left out a whole answer at level token, too, and there was no importance_veto."""
-    given = ["--model.compute_dtype", "bfloat16", "--algorithm.importance", level]
-    got = parse([*write(), *given, "--algorithm.importance_mask", "3"])
-    tree, path = yaml.safe_load(to_yaml(got)), tmp_path / "resolved.yaml"
     path.write_text(to_yaml(got))
-    assert read_resolved(path) == got
-    del tree["algorithm"]["importance_veto"]
-    path.write_text(yaml.safe_dump(tree))
-    read = read_resolved(path)
-    assert (read.algorithm.importance_mask, read.algorithm.importance_veto) == (mask, veto)
-    with nullcontext() if level == "sequence" else pytest.raises(
-        ConfigError, match=r"importance_mask \(0.0 there, 3.0 here\), algorithm.importance_veto \(3.0 there, 0.0 here\)"
-    ):  # fmt: skip
-        changes.allowed(got, read, "run", "config.yaml", 1)
-
-
-def test_a_cap_of_an_older_file_is_read_with_its_meaning(write):
-    arguments = write()
-    file = Path(arguments[-1])
-    text = file.read_text()
-    for given, level, cap in (
-        ("importance_cap: 0", "none", 2.0),
-        ("importance_cap: 1.5", "token", 1.5),
-        ("importance: sequence, importance_cap: 1.5", "sequence", 1.5),
-        ("clip_low: 0.1", "auto", 2.0),
-    ):
-        file.write_text(f"{text}\nalgorithm: {{{given}}}\n")
-        found = parse(arguments).algorithm
-        assert (found.importance, found.importance_cap) == (level, cap)
-
-
-@pytest.mark.parametrize(("old", "new"), [("true", "full"), ("false", "none"), ("auto", "auto")])
-def test_remat_of_an_older_configuration_or_run_folder_is_read_by_its_new_name(
-    write, tmp_path, old, new
-):
-    arguments = write()
-    file = Path(arguments[-1])
-    file.write_text(file.read_text().replace("model: {", f"model: {{remat: {old}, ", 1))
-    assert parse(arguments).model.remat == new
-    path = tmp_path / "resolved.yaml"
-    path.write_text(to_yaml(parse(write())).replace("remat: auto", f"remat: {old}"))
-    assert read_resolved(path).model.remat == new
-    assert changes.changes(parse(write()), read_resolved(path)) == [], "any run may change it"
-
-
-def test_a_knob_that_became_a_constant_is_read_with_the_constants_value_only(write, tmp_path):
-    got, path = parse(write()), tmp_path / "resolved.yaml"
-    tree = yaml.safe_load(to_yaml(got))
-    for name, value in older.CONSTANTS.items():
-        section, knob = name.split(".")
-        assert knob not in tree[section]
-        tree[section][knob] = value
-    path.write_text(yaml.safe_dump(tree))
-    assert read_resolved(path) == got
-    tree["warmup"] = tree.pop("drafter_training")
-    path.write_text(yaml.safe_dump(tree))
-    assert read_resolved(path) == got
-    tree["warmup"]["noise"], tree["log"]["every"] = 0.1, 5
-    path.write_text(yaml.safe_dump(tree))
-    wanted = (
-        "with log.every 5 .now the constant 1., drafter_training.noise 0.1 .now the constant 0.0., "
-    )
+    assert differing(got, read_resolved(path, ["--drafter_training.steps", "8"])) == [
+        "drafter_training.steps"
+    ]
+    path.write_text(to_yaml(got).replace("\n  remat:", "\n  rematerialize: false\n  remat:"))
+    path.write_text(path.read_text() + "pilot: {pace: 3}\n")
+    wanted = "another version of tlt_jax, with model.rematerialize, pilot, .* continue it"
     with pytest.raises(ConfigError, match=wanted):
         read_resolved(path)
 
 
-def test_older_configs_are_compared_with_the_values_of_the_constants():
-    objective, search, coupling = eagle_loss.Objective(), ngram.Settings(), Coupling()
-    drafter = drafter_network.for_policy(ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64), "eagle3")
-    constants = {
-        "rollout.in_flight": engine.IN_FLIGHT,
-        "speculation.coupling": coupling.strength,
-        "speculation.sharpness": coupling.sharpness,
-        "speculation.min_match": search.min_match,
-        "speculation.max_match": search.max_match,
-        "speculation.pool": ngram_memory.POOL,
-        "speculation.memory": ngram_memory.CAPACITY,
-        "reward.max_failed": health.MAX_FAILED,
-        "train.max_nonfinite": health.MAX_NONFINITE,
-        "sft.weight_decay": optimizer.WEIGHT_DECAY,
-        "drafter_training.weight_decay": optimizer.WEIGHT_DECAY,
-        "idle_training.warmup_steps": recipes.IDLE_WARMUP,
-        "idle_training.micro_step_ms": 1000 * idle_training.MICRO_STEP_S,
-        "idle_training.window": adaptive.WINDOW,
-        "idle_training.windows": ReplayConfig(2, 1).most,
-    }
-    for knob in ("decay", "loss", "top_loss", "detach", "noise"):
-        constants[f"drafter_training.{knob}"] = getattr(objective, knob)
-    for knob in ("fc_norm", "norm_output"):
-        constants[f"drafter_training.{knob}"] = getattr(drafter, knob)
-    others = {"log.every", "idle_training.grad_clip", "idle_training.weight_decay"}
-    assert constants == {
-        name: value for name, value in older.CONSTANTS.items() if name not in others
-    }
+@pytest.mark.parametrize(("dtype", "level"), [("float32", "none"), ("bfloat16", "token")])
+def test_importance_weights_are_on_in_bfloat16(write, dtype, level):
+    got = parse([*write(), "--model.compute_dtype", dtype])
+    assert validate.importance(got.algorithm, dtype) == level
 
 
 WRONG = [
@@ -468,7 +328,6 @@ WRONG = [
     ('--model.lora {"rank":8,"rank":4}', "--model.lora: line 1: rank is given twice: remove one"),
     ('--model.init {"a":8,"a":4}', "--model.init: line 1: a is given twice: remove one"),
     ('--model.lora {"rank":8', "is not valid YAML"),
-    ('--idle_training {"window":3}', "idle_training.window is a constant now, 512: remove it"),
     ("--rollout.samples", "--rollout.samples has no value"),
     ("--rollout.samples --run x", "--rollout.samples has no value"),
     ("rollout.samples 4", "unexpected argument 'rollout.samples'"),
@@ -565,8 +424,6 @@ WRONG = [
     ),
     ("--model.init !include", "could not determine a constructor for the tag"),
     ("--config a.yaml", "--config is given 2 times"),
-    ("--warmup.steps 3", "warmup.steps has a new name: write drafter_training.steps"),
-    ("--rollout.in_flight 2", "rollout.in_flight is a constant now, 2: remove it"),
 ]
 
 
@@ -598,9 +455,6 @@ FILES = [
         "run: !!python/name:os.getcwd",
         "constructor for the tag 'tag:yaml.org,2002:python/name:os.getcwd'",
     ),
-    ("warmup: {steps: 3}", "warmup has a new name: write drafter_training"),
-    ("drafter_training: {decay: 0.5}", "drafter_training.decay is a constant now, 0.8: remove it"),
-    ("rollout.in_flight: 2", "rollout.in_flight is a constant now, 2: remove it"),
 ]
 
 
@@ -831,11 +685,6 @@ def test_a_started_jax_with_too_few_devices_is_refused(write, monkeypatch):
     process.set_environment(parse([*write(), "--mesh.fake_devices", "8"]))
     with pytest.raises(ConfigError, match="mesh.fake_devices 9, but JAX has made 8 devices"):
         process.set_environment(parse([*write(), "--mesh.fake_devices", "9"]))
-
-
-def test_the_page_of_knobs_is_current():
-    """Otherwise: python -m tlt_jax.config > docs/knobs.md"""
-    assert (SHIPPED.parents[1] / "docs" / "knobs.md").read_text() == page.page()
 
 
 def test_the_page_says_what_a_resumed_run_may_change():

@@ -9,13 +9,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
-import yaml
 
-from tlt_jax import run_folder
 from tlt_jax.config import Config, extension, load as configuration, parse
 from tlt_jax.data import dataset as datasets, files, generated, questions, tasks
 from tlt_jax.data.dataset import DataError
-from tlt_jax.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEMPLATE = (
@@ -189,32 +186,6 @@ def test_rows_of_a_task_held_out_depend_on_no_training_seed():
 
     assert held_out() == held_out(seed=1) == held_out(seed=1, sft_steps=1, prompts=9)
     assert held_out() != held_out(split_seed=1) == held_out(seed=7, split_seed=1)
-    assert held_out(seed=1, split_seed=-1) == held_out(split_seed=1), "as older versions drew them"
-
-
-def test_an_older_run_folder_keeps_its_held_out_rows(tmp_path):
-    """The same command and --run resume it with the rows that a permutation by train.seed held out."""
-    source = write(tmp_path / "a.jsonl", number_rows(40))
-    config = replace(make_config(source, seed=3, eval_size=5), run=str(tmp_path / "run"))
-    config = replace(config, model=replace(config.model, init={"hidden_size": 16}, tokenizer="t"))
-    tree = yaml.safe_load(configuration.to_yaml(config))
-    del tree["data"]["split_seed"]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert run_folder.continued(config) == config, "it has not begun"
-
-    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
-    expected = np.random.default_rng(3).permutation(40)
-    for again in (run_folder.continued(config), run_folder.read(config.run)):
-        loaded = datasets.load(again, make_tokenizer())
-        assert ids(loaded.eval) == [f"a.jsonl:{n + 1}" for n in sorted(expected[:5])]
-        assert ids(loaded.train) == [f"a.jsonl:{n + 1}" for n in sorted(expected[5:])]
-        assert "5 of evaluation (drawn by train.seed: data.split_seed -1)" in loaded.describe()
-        run_folder.enter(again)
-    assert run_folder.continued(config).data.split_seed == -1, "as the first resume recorded it"
-    other = replace(config, data=replace(config.data, split_seed=4))
-    with pytest.raises(ConfigError, match="data.split_seed .-1 there, 4 here."):
-        run_folder.enter(run_folder.continued(other))
 
 
 def test_columns_are_mapped_and_the_source_columns_kept(tmp_path):
@@ -883,8 +854,6 @@ def test_a_warm_start_learns_all_solutions_of_a_prompt(tmp_path):
         "data: 3 of 8 rows (dropped: 4 duplicates, 1 also in the evaluation), 1 of evaluation; "
         "4 solutions for the warm start; 1 solutions longer than rollout.max_new_tokens are not trained on"
     )
-    older = replace(config, data=replace(config.data, split_seed=-1))
-    assert len(datasets.load(older, tokenizer).trainable) == 2, "as the run began"
 
 
 def test_a_task_that_does_not_fit_names_both_numbers():

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import Data, Mesh
-from tlt_jax.config.learning import Train
-from tlt_jax.config.schema import Rollout
+from tlt_jax.config.schema import Data, Mesh, Rollout, Train
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.data.segments import most_segments

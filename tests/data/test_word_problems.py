@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import Data
+from tlt_jax.config.schema import Data
 from tlt_jax.data import dataset, tasks
 from tlt_jax.errors import DataError
 

@@ -16,7 +16,7 @@ import pytest
 
 from tlt_jax import cli
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import Processes
+from tlt_jax.config.schema import Processes
 from tlt_jax.distributed import (
     address,
     job as jobs,

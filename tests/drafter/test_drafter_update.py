@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.learning import Optim
-from tlt_jax.config.schema import DrafterTraining
+from tlt_jax.config.schema import DrafterTraining, Optim
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh

@@ -16,8 +16,8 @@ from test_metrics import SPANS
 import tlt_jax
 from tlt_jax import run_folder, show
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import Mesh
 from tlt_jax.config.load import to_yaml
+from tlt_jax.config.schema import Mesh
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import Record, Writer, scalars_file
 from tlt_jax.metrics.scalars_file import ScalarsFile

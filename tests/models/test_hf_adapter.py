@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax import generate
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import LORA_TARGETS
+from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.adapter_files import CONFIG, WEIGHTS
 from tlt_jax.distributed.mesh import make_mesh

@@ -12,7 +12,7 @@ import pytest
 from test_hf_adapter import adapters_of
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import LORA_TARGETS
+from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.models import from_config, hf, hf_adapter, lora, transformer
 from tlt_jax.models.low_rank import Lora

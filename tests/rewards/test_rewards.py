@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import REWARDS
-from tlt_jax.config.outputs import TOLERANCE
+from tlt_jax.config.schema import REWARDS, TOLERANCE
 from tlt_jax.data import answers
 from tlt_jax.errors import RewardError
 from tlt_jax.rewards import Score, Scorer, formulas, scorer as scorer_module, terms, worker

@@ -19,9 +19,9 @@ from test_policy_update import (
 )
 from test_remat import WIDE, config_of
 
-from tlt_jax.config import inputs, load as configuration
-from tlt_jax.config.inputs import LORA_TARGETS
+from tlt_jax.config import load as configuration, schema
 from tlt_jax.config.load import SHIPPED
+from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes
@@ -357,10 +357,10 @@ def test_new_adapters_start_as_peft_starts_them():
 
 
 def test_the_knobs_name_matrices_as_peft_does():
-    assert lora.chosen(inputs.Lora()) is None
-    every = lora.chosen(inputs.Lora(rank=8))
+    assert lora.chosen(schema.Lora()) is None
+    every = lora.chosen(schema.Lora(rank=8))
     assert every == Lora(8, 16.0, LORA_TARGETS) and every.scale == 2.0
-    some = lora.chosen(inputs.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"]))
+    some = lora.chosen(schema.Lora(rank=4, alpha=2.0, targets=["v_proj", "q_proj", "v_proj"]))
     assert some == Lora(4, 2.0, ("q_proj", "v_proj")) and some.scale == 0.5
 
 
@@ -370,7 +370,7 @@ def test_the_knobs_name_matrices_as_peft_does():
 def test_the_arrays_of_an_update_of_adapters_are_worked_by_hand():
     """A base of 7 numbers in bfloat16 has 14 bytes; an adapter's number has 4, its moments 8, its gradient 4."""
     config = config_of(
-        compute_dtype="bfloat16", lora=inputs.Lora(rank=4, targets=["q_proj", "down_proj"])
+        compute_dtype="bfloat16", lora=schema.Lora(rank=4, targets=["q_proj", "down_proj"])
     )
     config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))
     model = ModelConfig("llama", 64, 32, 3, 4, 2, 8, 64, 1024)

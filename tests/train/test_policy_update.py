@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tlt_jax.config import Config
-from tlt_jax.config.learning import Algorithm, Optim, Train
+from tlt_jax.config.schema import Algorithm, Optim, Train
 from tlt_jax.data import packing
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example

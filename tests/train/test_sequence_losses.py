@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tlt_jax.config.learning import Algorithm
+from tlt_jax.config.schema import Algorithm
 from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed.mesh import make_mesh

@@ -24,8 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import preempt, raise_at
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import Mesh
-from tlt_jax.config.outputs import TENSORBOARD, WANDB, Log
+from tlt_jax.config.schema import TENSORBOARD, WANDB, Log, Mesh
 from tlt_jax.metrics import ChunkRecord, Record, Writer, weights_and_biases
 from tlt_jax.train import loop, step_metrics
 

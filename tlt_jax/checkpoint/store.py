@@ -28,7 +28,7 @@ from tlt_jax.checkpoint.index import (
 )
 from tlt_jax.checkpoint.quiet import hush
 from tlt_jax.checkpoint.reading import is_damage, one_line
-from tlt_jax.config.outputs import is_at_least
+from tlt_jax.config.schema import is_at_least
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint, is_disk_full
 

@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 import yaml
 
-from tlt_jax.config import older, parse as parsing, values
+from tlt_jax.config import extension, parse as parsing
 from tlt_jax.config.knobs import knobs
-from tlt_jax.config.outputs import RESOLVED
-from tlt_jax.config.schema import COMMON, Config
+from tlt_jax.config.parse import flatten_tree, owner, read_yaml, section_of
+from tlt_jax.config.schema import COMMON, RESOLVED, Config
 from tlt_jax.config.validate import validate
-from tlt_jax.config.yaml_text import read_yaml
 from tlt_jax.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -116,14 +115,13 @@ def fail(error: Exception) -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> Config:
     """The validated configuration of a command line; raises ConfigError."""
-    refuse_older(arguments)
     overrides = parsing.read_overrides(Config, arguments)
     files = [text for name, text in overrides if name == "config"]
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times: give it once")
     if not files:
         return of_run(overrides)
-    return build(tree_of(files[0]), [pair for pair in overrides if pair[0] != "config"])
+    return build(read_yaml(shipped(files[0])), [pair for pair in overrides if pair[0] != "config"])
 
 
 def from_python(source: str | Path, changes: Mapping[str, Any] | None = None) -> Config:
@@ -132,14 +130,7 @@ def from_python(source: str | Path, changes: Mapping[str, Any] | None = None) ->
         raise ConfigError(
             f"the configuration is a {type(source).__name__}: give the path of a YAML file, or a shipped name"
         )
-    return build(tree_of(str(source)), values.pairs(changes))
-
-
-def tree_of(name: str) -> dict[str, Any]:
-    """The mapping in a configuration file, or in the shipped one of this name. Raises ConfigError."""
-    tree = read_yaml(shipped(name))
-    older.refuse([*map(str, tree), *parsing.unknown(Config, tree)])
-    return older.renamed(tree)
+    return build(read_yaml(shipped(str(source))), pairs(changes))
 
 
 def of_run(overrides: Sequence[tuple[str, str]]) -> Config:
@@ -155,7 +146,7 @@ def of_run(overrides: Sequence[tuple[str, str]]) -> Config:
         raise ConfigError(
             f"--run {runs[-1]}: no run is there (no {RESOLVED}): give the folder of one, or --config FILE to start one"
         )
-    return build(older.update(read_yaml(path), path), overrides)
+    return build(stored(path), overrides)
 
 
 def shipped(name: str) -> Path:
@@ -175,8 +166,6 @@ def shipped(name: str) -> Path:
 
 def build(tree: Mapping[str, Any], overrides: Sequence[tuple[str, Any]]) -> Config:
     """The validated configuration of a file's mapping and overrides: texts of a command line, or other values."""
-    for name, value in overrides:
-        older.refuse([name, *parsing.unknown(Config, parsing.section_of(Config, name, value))])
     config = parsing.build(Config, tree, overrides)
     validate(config)
     return config
@@ -188,20 +177,80 @@ def read(path: str | Path) -> Config:
 
 
 def read_resolved(path: str | Path, arguments: Sequence[str] = ()) -> Config:
-    """The configuration that `to_yaml` of this or an older version wrote, with command-line overrides.
-
-    Raises ConfigError as `older.update`.
-    """
-    tree = older.update(read_yaml(path), path)
-    refuse_older(arguments)
-    return build(tree, parsing.read_overrides(Config, arguments))
+    """The configuration that `to_yaml` wrote, with command-line overrides. Raises ConfigError."""
+    return build(stored(path), parsing.read_overrides(Config, arguments))
 
 
-def refuse_older(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for `--name` of an older version, also of one without a value."""
-    older.refuse(word[2:].partition("=")[0] for word in arguments if word.startswith("--"))
+def stored(path: str | Path) -> dict[str, Any]:
+    """The mapping in the config.yaml of a run. Raises ConfigError for one with knobs of another version."""
+    tree = read_yaml(path)
+    if missing := parsing.unknown(Config, tree):
+        raise ConfigError(
+            f"{path}: the run was made by another version of tlt_jax, with {', '.join(missing)}, which this one does not "
+            "have: continue it with that version, or start another run folder"
+        )
+    return tree
 
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML, which `read_resolved` reads back."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def pairs(changes: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    """(dotted knob, value) of each change, as parse.build takes them: a text is one of the command line.
+
+    Raises ConfigError for an unknown knob, and for a value that no file could have.
+    """
+    if not isinstance(changes, Mapping | None):
+        raise ConfigError(
+            f'the changes are a {type(changes).__name__}: give a dict, such as {{"train.steps": 10}}'
+        )
+    for name in changes or {}:
+        if not isinstance(name, str):
+            raise ConfigError(f'{name!r} is no knob: give its name as text, such as "train.steps"')
+    given: list[tuple[str, Any]] = []
+    for name, value in (changes or {}).items():
+        section = section_of(Config, name, value)
+        given += flatten_tree(Config, section).items() if section else [(name, value)]
+    return [(name, value_of(name, value)) for name, value in given]
+
+
+def value_of(dotted: str, value: Any) -> Any:
+    """A value for this knob. Raises ConfigError."""
+    name, rest = owner(Config, dotted)
+    takes_functions = knobs(Config)[name].limits["or_own"] and not rest
+    if isinstance(value, Mapping):
+        found = {key_of(name, key, takes_functions): entry(name, one) for key, one in value.items()}
+        if len({str(key) for key in found}) < len(value):
+            raise ConfigError(f"{name} {[*map(str, found)]} has a name twice: rename one")
+        return found
+    is_function = takes_functions and callable(value)
+    return extension.named(name, value) if is_function else entry(name, value)
+
+
+def key_of(name: str, key: Any, takes_functions: bool) -> str:
+    """A key of the mapping that is this knob's value. Raises ConfigError."""
+    if takes_functions and callable(key):
+        return extension.named(name, key)
+    if not isinstance(key, str):
+        raise ConfigError(f"{name} has the key {key!r}: give text")
+    return key
+
+
+def entry(name: str, value: Any) -> Any:
+    """A number, text, list or mapping, also one of NumPy or a path. Raises ConfigError."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # of NumPy or JAX
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [entry(name, one) for one in value]
+    if isinstance(value, Mapping):
+        return {key_of(name, key, False): entry(name, one) for key, one in value.items()}
+    what = "a function" if callable(value) else f"a {type(value).__name__}"
+    takes = ", ".join(one for one, knob in knobs(Config).items() if knob.limits["or_own"])
+    hint = f"; functions are for {takes}" if callable(value) else ""
+    raise ConfigError(f"{name} is {what}: give a number, text, list or mapping{hint}")

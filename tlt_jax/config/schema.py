@@ -1,23 +1,186 @@
-"""The configuration with all its sections; defines those of the rollout and the drafter. Imports no JAX."""
+"""Every knob, by section, with the names of their values and of the files of a run. Imports no JAX."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tlt_jax.config.inputs import Data, Mesh, Model, Reward
 from tlt_jax.config.knobs import knob, section
-from tlt_jax.config.learning import Algorithm, Optim, Sft, Train
-from tlt_jax.config.outputs import Checkpoint, Eval, Log, Processes, Profile
 
 # The most used knobs, shown by --help.
 COMMON = (
     "run", "model.path", "mesh.data", "mesh.model", "data.train", "data.eval", "rollout.prompts", "rollout.samples",
     "rollout.max_new_tokens", "speculation.drafter", "reward.terms", "optim.learning_rate", "train.steps",
 )  # fmt: skip
-# Values of speculation.drafter; any other value is a directory.
-NONE, NGRAM, ADAPTIVE = "none", "ngram", "adaptive"
-AUTO = "auto"  # value of drafter_training.share
+AUTO, NONE = (
+    "auto",
+    "none",
+)  # values of model.remat, drafter_training.share, speculation.drafter and algorithm.importance
+DTYPES = ("float32", "float64", "bfloat16")
+# Values of model.lora.targets: peft's names of a layer's matrices, in the order of a layer, and all of them.
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+REWARDS = ("task", "math", "math_flexible", "gsm8k", "gsm8k_flexible", "exact", "format")
+DROP = "drop"  # value of data.duplicates
 KEEP = "keep"  # value of rollout.unused
+NGRAM, ADAPTIVE = "ngram", "adaptive"  # values of speculation.drafter; any other one is a directory
+PPO, GSPO, CISPO = "ppo", "gspo", "cispo"  # values of algorithm.loss
+REINFORCE_PP = "reinforce_pp"  # value of algorithm.advantage
+LOSS, REWARD = "loss", "reward"  # values of algorithm.kl_in
+TOKEN, SEQUENCE = "token", "sequence"  # values of algorithm.importance
+KEPT, FILTERED = "kept", "filtered"  # values of algorithm.overlong
+TENSORBOARD, WANDB = "tensorboard", "wandb"  # values of log.trackers
+LATEST, LAST_GOOD = "latest", "last_good"  # values of checkpoint.resume
+# Names in the run folder: the configuration, all messages with compilations, the scalars by step of the run and of its
+# supervised warm start, the answers, and the final policy.
+RESOLVED, LOG, METRICS, WARM_START = "config.yaml", "log.txt", "metrics.jsonl", "warm_start.jsonl"
+COMPLETIONS, EXPORT = "completions", "hf"
+TOLERANCE = (
+    1e-9  # rewards, and metrics of them, that differ by less are equal: their sums are rounded
+)
+
+
+def is_at_least(value: Any, limit: float) -> Any:
+    """Whether a reward or metric, or each of an array of them, reaches a limit, within TOLERANCE."""
+    return value >= limit - TOLERANCE
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int = knob(
+        0,
+        "LoRA: adapters of this rank are trained, and every other weight of the start policy stays as it is; 0: all weights "
+        "are trained",
+        at_least=0,
+    )
+    alpha: float = knob(
+        16.0, "an adapter's change is multiplied with alpha / rank (peft's lora_alpha)", above=0
+    )
+    targets: list[str] = knob(
+        [ALL_LINEAR],
+        f"matrices with an adapter, in every layer (peft's target_modules): {', '.join(LORA_TARGETS)}, or {ALL_LINEAR}: all "
+        "of them",
+        one_of=(*LORA_TARGETS, ALL_LINEAR),
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = knob(
+        "",
+        "HF model directory or hub id, or that of adapters (peft), which are merged into the base that they name unless "
+        "model.lora trains them further; empty: a new model with the sizes in model.init",
+    )
+    tokenizer: str = knob(
+        "", "tokenizer directory or hub id; empty: model.path, or the task's own tokenizer"
+    )
+    init: dict[str, Any] = knob(
+        {},
+        "fields of an HF config.json (model_type, hidden_size, ...) for a new model; vocabulary and EOS default to those "
+        "of the tokenizer. With model.path: the sizes that `plan` uses when the model's files are missing",
+    )
+    param_dtype: str = knob(
+        "float32",
+        "dtype of the master weights: float32 | float64; bfloat16 would lose small updates",
+        one_of=("float32", "float64"),
+    )
+    compute_dtype: str = knob(
+        "float32",
+        f"dtype of matrix products, rollout weights and KV cache: {' | '.join(DTYPES)}",
+        one_of=DTYPES,
+    )
+    matmul_precision: str = knob(
+        "default",
+        "jax_default_matmul_precision: default | high | highest",
+        one_of=("default", "high", "highest"),
+    )
+    remat: str = knob(
+        AUTO,
+        "gradient checkpointing: what a layer computes again in the backward pass of the policy update. none: nothing | full: "
+        "everything (least memory, up to a third more time) | auto: layer by layer as little as the memory of the devices "
+        "allows",
+        one_of=("none", "full", AUTO),
+    )
+    lora: Lora = section(Lora)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: int = knob(
+        1,
+        "data parallelism: rollout replicas (data groups), and FSDP shards of the update",
+        at_least=1,
+    )
+    model: int = knob(1, "tensor parallelism: devices of one data group", at_least=1)
+    fake_devices: int = knob(
+        0,
+        "split the host CPU into this many devices; 0: use the available devices",
+        at_least=0,
+    )
+    xla_flags: str = knob("", "appended to XLA_FLAGS before JAX starts")
+
+
+@dataclass(frozen=True)
+class Data:
+    task: str = knob(
+        "fold",
+        "generated task, used when data.train is empty: fold | scan | ledger: digits, for a new policy | "
+        "word_problems: arithmetic in sentences, for any tokenizer | module:function, which returns your Task",
+        or_own=True,
+    )
+    task_args: dict[str, Any] = knob({}, "arguments of the generated task (difficulty)")
+    train: str = knob(
+        "",
+        "JSONL, JSON (a list), CSV or Parquet file, directory of such files, or hub data set (owner/name); with several splits "
+        "directory:SPLIT or owner/name:SUBSET/SPLIT; owner/name@REVISION for a revision; $NAME and ${NAME} are environment "
+        "variables. Or module:function, which returns dicts",
+        or_own=True,
+    )
+    eval: str = knob(
+        "",
+        "evaluation data, like data.train; empty: data.eval_size of the training rows",
+        or_own=True,
+    )
+    eval_size: int = knob(128, "rows of the evaluation split", at_least=0)
+    split_seed: int = knob(
+        0,
+        "without data.eval, the rows with the smallest hashes of this and their prompt are held out (a generated task draws "
+        "them with this seed), whatever train.seed is",
+        at_least=0,
+    )
+    prompt_column: str = knob(
+        "prompt",
+        "column with the prompt: text, or a list of chat messages, which do not end with an assistant's",
+    )
+    answer_column: str = knob(
+        "answer",
+        "column with the reference answer. In every name of a column dots lead into nested objects: reward_model.ground_truth",
+    )
+    id_column: str = knob(
+        "", "column with a unique id; empty: the file's path in the source, and the row's line"
+    )
+    chat_template: bool = knob(False, "wrap the prompt with the tokenizer's chat template")
+    chat_template_kwargs: dict[str, Any] = knob(
+        {}, "keyword arguments of the chat template (for example enable_thinking)"
+    )
+    system: str = knob("", "system message, with the chat template")
+    prompt_suffix: str = knob(
+        "", "text appended to each prompt; of chat messages to the last one of the user"
+    )
+    max_prompt_tokens: int = knob(512, "longer prompts are dropped and counted", at_least=1)
+    max_too_long: float = knob(
+        0.2,
+        "maximum share of rows dropped as too long; a larger share is an error",
+        at_least=0,
+        at_most=1,
+    )
+    duplicates: str = knob(
+        DROP,
+        "rows of data.train with a repeated prompt, or with a prompt of data.eval. drop: dropped and counted, but a warm start "
+        "learns every solution of a prompt | keep",
+        one_of=(DROP, "keep"),
+    )
+    shuffle: bool = knob(True, "shuffle the rows in every epoch")
 
 
 @dataclass(frozen=True)
@@ -114,6 +277,178 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Reward:
+    terms: dict[str, float] = knob(
+        {"task": 1.0},
+        f"reward name -> weight. Names: {', '.join(REWARDS)}, or module:function",
+        or_own=True,
+    )
+    overlong_buffer: int = knob(
+        0,
+        "in training, answers that end in the last so many tokens before rollout.max_new_tokens lose a part of the reward that "
+        "grows with their length; 0: none",
+        at_least=0,
+    )
+    overlong_factor: float = knob(
+        1.0,
+        "reward that an answer of rollout.max_new_tokens tokens loses with overlong_buffer",
+        above=0,
+    )
+    workers: int = knob(
+        0,
+        "scoring processes; 0: one for each core of the host, at least 2 and at most 4",
+        at_least=0,
+    )
+    timeout_s: float = knob(
+        10.0, "time limit of one score in seconds; the scoring process is killed after it", above=0
+    )
+    failure_score: float = knob(
+        0.0, "score of an answer whose reward timed out, crashed or raised an error"
+    )
+    memory_mib: int = knob(
+        8192,
+        "memory limit of a scoring process, in MiB; a score beyond it fails; 0: no limit",
+        at_least=0,
+    )
+    environment: list[str] = knob(
+        [],
+        "environment variables to pass to scoring processes, in addition to PATH, HOME, PYTHON*, LC_* and similar",
+    )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    advantage: str = knob(
+        "grpo",
+        "grpo: (r - mean) / std of the group | rloo: leave-one-out baseline | dr_grpo: r - mean | reinforce_pp: (r - mean) / "
+        "std over all answer tokens of the step",
+        one_of=("grpo", "rloo", "dr_grpo", REINFORCE_PP),
+    )
+    loss: str = knob(
+        PPO,
+        "policy-gradient loss of a token. ppo: clipped surrogate | gspo: the same with the ratio of the whole answer | cispo: "
+        "log-prob weighted by the clipped ratio | module:function: a function of the tokens' arrays, clip_low and clip_high",
+        one_of=(PPO, GSPO, CISPO),
+        or_own=True,
+    )
+    aggregation: str = knob(
+        "token_mean",
+        "token_mean | sequence_mean | dr_grpo: sum / (sequences x max_new_tokens)",
+        one_of=("token_mean", "sequence_mean", "dr_grpo"),
+    )
+    clip_low: float = knob(
+        0.2, "clip: lower bound 1 - clip_low of the ratio", at_least=0, at_most=1
+    )
+    clip_high: float = knob(0.2, "clip: upper bound 1 + clip_high of the ratio", at_least=0)
+    clip_dual: float = knob(
+        0.0,
+        "dual clip of ppo and gspo: the loss of a negative advantage A is at most -clip_dual A (above 1); 0: off",
+        at_least=0,
+    )
+    kl_coef: float = knob(
+        0.0, "weight of the KL to the frozen start policy; 0: no reference policy", at_least=0
+    )
+    kl_in: str = knob(
+        LOSS,
+        "where the KL is. loss: the k3 estimate of a token is added to its loss | reward: log-prob - reference of each token "
+        "is subtracted from the reward, before advantages",
+        one_of=(LOSS, REWARD),
+    )
+    entropy_coef: float = knob(0.0, "weight of the entropy bonus")
+    minibatches: int = knob(1, "optimizer steps per rollout", at_least=1)
+    overlong: str = knob(
+        KEPT,
+        "answers cut at rollout.max_new_tokens. kept: as any other | filtered: left out of the loss and of its means, "
+        "but not of the advantages of their group",
+        one_of=(KEPT, FILTERED),
+    )
+    importance: str = knob(
+        AUTO,
+        "importance weights between rollout and update: none | token: of each token | sequence: the product over the answer | "
+        "auto: token when model.compute_dtype is bfloat16, else none. They use the recorded log-probs, whose last bits depend "
+        "on the rollout's shape",
+        one_of=(AUTO, NONE, TOKEN, SEQUENCE),
+    )
+    importance_cap: float = knob(2.0, "upper bound of the importance weights, at least 1")
+    importance_mask: float = knob(
+        0.0,
+        "a token (importance token) or an answer (importance sequence) gets no policy gradient when its importance ratio is "
+        "above this or below its inverse (above 1); 0: off",
+        at_least=0,
+    )
+    importance_veto: float = knob(
+        0.0,
+        "an answer gets no policy gradient when the importance ratio of any of its tokens is above this or below its inverse "
+        "(above 1); 0: off",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class Optim:
+    learning_rate: float = knob(1e-6, "peak learning rate", at_least=0)
+    schedule: str = knob(
+        "constant",
+        "learning rate of an RL step, for all of its optimizer steps: constant | linear | cosine; the last two reach 0 after "
+        "the last one",
+        one_of=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = knob(0, "RL steps of linear warm-up", at_least=0)
+    beta1: float = knob(0.9, "Adam's first moment", at_least=0, below=1)
+    beta2: float = knob(0.95, "Adam's second moment", at_least=0, below=1)
+    weight_decay: float = knob(0.0, "decoupled weight decay (matrices only)", at_least=0)
+    grad_clip: float = knob(1.0, "clip the gradient's global norm; 0: off", at_least=0)
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = knob(100, "RL steps; 0: train.epochs sets them", at_least=0)
+    epochs: int = knob(0, "passes over the training rows, when train.steps is 0", at_least=0)
+    seed: int = knob(
+        0, "seed of all random numbers but data.split_seed's", at_least=0, at_most=2**32 - 1
+    )
+    row_tokens: int = knob(
+        0,
+        "tokens of a packed row; 0: the longest prompt + answer, rounded up to 128, and twice that when train.rows is 0",
+        at_least=0,
+    )
+    rows: int = knob(
+        0,
+        "packed rows of one gradient accumulation step on the whole mesh; 0: one per data group",
+        at_least=0,
+    )
+    logits_chunk: int = knob(
+        1024,
+        "targets per chunk of the update's logits, in each data group, and at most a quarter of its tokens; in the "
+        "drafter's update tokens",
+        at_least=1,
+    )
+    attention_block: int = knob(
+        128,
+        "queries per block of attention scores in the update, where no library kernel is used: on CPUs, in float32, "
+        "and in the drafter's update",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True)
+class Sft:
+    steps: int = knob(
+        0,
+        "supervised steps on worked solutions before RL; 0: none. The result is cached by configuration and solutions",
+        at_least=0,
+    )
+    batch: int = knob(64, "solutions per step", at_least=1)
+    learning_rate: float = knob(
+        1e-3, "peak learning rate, cosine to a tenth, 5 % warm-up", at_least=0
+    )
+    solution_column: str = knob("solution", "column with the worked solution")
+    cache: str = knob(
+        "", "cache folder of finished warm starts; empty: ~/.cache/tlt_jax/sft; 'off': none"
+    )
+
+
+@dataclass(frozen=True)
 class DrafterTraining:
     """The learned drafter: training by `python -m tlt_jax.train.drafter`, and start and loss of an adaptive one."""
 
@@ -191,6 +526,95 @@ class IdleTraining:
     replay_place: str = knob(
         "host", "memory of the replay buffer: host | device", one_of=("host", "device")
     )
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = knob(
+        20, "evaluate before step 0, then every n steps and at the end; 0: never", at_least=0
+    )
+    prompts: int = knob(0, "evaluation prompts; 0: all of the split", at_least=0)
+    samples: int = knob(1, "answers per evaluation prompt", at_least=1)
+    temperature: float = knob(1.0, "sampling temperature of the evaluation", at_least=0)
+    top_k: int = knob(0, "top-k of the evaluation", at_least=0)
+    top_p: float = knob(1.0, "top-p of the evaluation", above=0, at_most=1)
+    max_new_tokens: int = knob(0, "longest answer; 0: rollout.max_new_tokens", at_least=0)
+    correct_at: float = knob(1.0, "minimum reward of a correct answer (for pass@k)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = knob(
+        50, "save every n steps and after the last one; 0: only after the last one", at_least=0
+    )
+    keep: int = knob(2, "number of latest checkpoints to keep", at_least=1)
+    resume: str = knob(
+        LATEST,
+        "checkpoint to resume from. latest: the newest one; a damaged one is an error | last_good: the newest intact one; "
+        "damaged ones are moved to checkpoints/damaged",
+        one_of=(LATEST, LAST_GOOD),
+    )
+    best_metric: str = knob(
+        "",
+        "also keep the best checkpoint by this evaluation metric (for example eval/mean@1); it is chosen anew when a resumed "
+        "run changes its evaluations",
+    )
+    export: bool = knob(True, "write the final policy as an HF directory to <run>/hf")
+
+
+@dataclass(frozen=True)
+class Log:
+    trackers: list[str] = knob(
+        [TENSORBOARD],
+        "destinations of the metrics. tensorboard: <run>/tensorboard | wandb: Weights & Biases, which needs the extra "
+        "wandb; WANDB_MODE=offline writes to <run>/wandb for `wandb sync`",
+        one_of=(TENSORBOARD, WANDB),
+    )
+    wandb_project: str = knob("tlt_jax", "project at Weights & Biases")
+    wandb_entity: str = knob(
+        "", "team or user at Weights & Biases; empty: the default of the API key"
+    )
+    wandb_name: str = knob(
+        "", "name of the run at Weights & Biases; empty: the last two parts of `run`"
+    )
+    texts: int = knob(
+        4,
+        "sample completions sent to the trackers at the first, the last and every log.texts_every-th step",
+        at_least=0,
+    )
+    texts_every: int = knob(
+        10,
+        "steps between sample texts, histograms and timelines; the first and the last step have them too",
+        at_least=1,
+    )
+    level: str = knob(
+        "info",
+        "console output. info: steps, and a summary of compilations | debug: every program too. <run>/log.txt has all",
+        one_of=("info", "debug"),
+    )
+    progress: bool = knob(
+        True,
+        "live progress display on a terminal, and a table that grows in a notebook; plain lines elsewhere",
+    )
+
+
+@dataclass(frozen=True)
+class Processes:
+    """When a job of several processes ends because one of them died or hangs."""
+
+    lost_s: float = knob(
+        20.0, "seconds without a heartbeat after which a process counts as dead", at_least=5
+    )
+    stuck_s: float = knob(
+        1800.0,
+        "seconds without progress (a poll of the rollout, the end of a phase) after which a live process counts as hung",
+        at_least=10,
+    )
+
+
+@dataclass(frozen=True)
+class Profile:
+    steps: str = knob("", "a-b: write a jax.profiler trace of these steps; empty: none")
 
 
 @dataclass(frozen=True)

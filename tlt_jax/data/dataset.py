@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from tlt_jax.config import Config, parse
-from tlt_jax.config.inputs import DROP, OLDER, Data
+from tlt_jax.config.schema import DROP, Data
 from tlt_jax.data import adapter_files, prompt_format, rows as rows_of, tasks
 from tlt_jax.data.encoder import ID, Encoder, Prompt
 from tlt_jax.data.problems import Problems
@@ -134,8 +134,6 @@ class Dataset:
         line = f"data: {counts['train_rows']:,} of {counts['rows']:,} rows"
         line += f" (dropped: {', '.join(found)})" if found else ""
         line += f", {counts['eval_rows']:,} of evaluation"
-        is_older = self.config.data.split_seed == OLDER and not self.config.data.eval
-        line += f" (drawn by train.seed: data.split_seed {OLDER})" if is_older else ""
         if counts["eval_too_long"]:
             line += f" ({counts['eval_too_long']:,} longer than data.max_prompt_tokens dropped)"
         if counts.get("solutions", 0) > counts["train_rows"]:
@@ -240,8 +238,7 @@ def _load_task(config: Config, encoder: Encoder) -> Dataset:
             "solution (with EOS)", encoder.solutions([longest])[0], "rollout.max_new_tokens", limit
         )
 
-    seed = config.train.seed if data.split_seed == OLDER else data.split_seed
-    rows = _task_rows(task, seed, range(data.eval_size), EVAL)
+    rows = _task_rows(task, data.split_seed, range(data.eval_size), EVAL)
     held_out = _within_limit(encoder.prompts(rows), data)
     counted = Counter(row[ID] for row in rows)
     if repeated := [name for name, count in counted.items() if count > 1]:
@@ -304,7 +301,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
         order = _split_order(config, train)
         held_out = [train[i] for i in sorted(order[: data.eval_size])]
         train = [train[i] for i in sorted(order[data.eval_size :])]
-    if data.duplicates == DROP or not (data.eval or data.split_seed == OLDER):
+    if data.duplicates == DROP or not data.eval:
         known = {prompt.text for prompt in held_out}
         new = [prompt for prompt in train if prompt.text not in known]
         counts["also_evaluation"] = len(train) - len(new)
@@ -324,7 +321,7 @@ def _load_files(config: Config, encoder: Encoder) -> Dataset:
     trainable: list[tuple[np.ndarray, np.ndarray]] = []
     if config.sft.steps:
         pairs = train
-        if data.duplicates == DROP and data.split_seed != OLDER:
+        if data.duplicates == DROP:
             new = [
                 p for p in every if p.text not in known and len(p.tokens) <= data.max_prompt_tokens
             ]
@@ -352,8 +349,6 @@ def _different(prompts: list[Prompt], key: Callable[[Prompt], Hashable]) -> list
 def _split_order(config: Config, prompts: Sequence[Prompt]) -> list[int]:
     """The positions of the prompts, those that are held out first: by a hash of data.split_seed and the prompt."""
     seed = config.data.split_seed
-    if seed == OLDER:
-        return np.random.default_rng(config.train.seed).permutation(len(prompts)).tolist()
 
     def place(position: int) -> bytes:
         prompt = prompts[position].row["prompt"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_jax.config import Config, extension, parse
-from tlt_jax.config.inputs import Data
+from tlt_jax.config.schema import Data
 from tlt_jax.data import answers, files, formats
 from tlt_jax.data.encoder import ASSISTANT, ID, USER
 from tlt_jax.data.problems import Problems

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tlt_jax import atomic
-from tlt_jax.config import Config, parse, validate, values
+from tlt_jax.config import Config, load, parse, validate
 from tlt_jax.config.schema import ADAPTIVE, Rollout
 from tlt_jax.data import dataset as datasets, packing, questions as asking
 from tlt_jax.data.packing import Example
@@ -180,7 +180,7 @@ class RolloutModel:
     def learn(self, answers: Sequence[Answer], passes: int = 1) -> dict[str, float]:
         """Trains the adaptive drafter on answers of the current weights: an optimizer step on each batch of packed rows.
 
-        `passes`: how often it learns from all of them. Returns the metrics drafter/* of docs/metrics.md in the last pass,
+        `passes`: how often it learns from all of them. Returns the metrics drafter/* in the last pass,
         measured before each step: drafter/acceptance@1 is the expected share of first drafts that are accepted. The
         engine drafts with the drafter once that is expected to pay, or at once with a tuner of fixed policy.
         """
@@ -235,7 +235,7 @@ class RolloutModel:
                 raise ConfigError(
                     f"generate has no option {name!r}: use {', '.join(OPTIONS)}, or open the engine with other knobs"
                 )
-        changes = values.pairs({f"rollout.{name}": value for name, value in options.items()})
+        changes = load.pairs({f"rollout.{name}": value for name, value in options.items()})
         return parse.build(Config, {"rollout": asdict(self.config.rollout)}, changes).rollout
 
     def prompts(self, prompts: Sequence[Given]) -> list[np.ndarray]:

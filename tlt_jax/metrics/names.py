@@ -249,13 +249,12 @@ def find(name: str, kind: str) -> Metric:
 
 
 def page() -> str:
-    """The text of docs/metrics.md."""
+    """The text of the page of all metrics, as the site has it."""
     lines = [
         "# Metrics",
         "",
         "Every name that a run writes to TensorBoard and Weights & Biases (`log.trackers`), close to the vocabulary of verl",
         "and TRL. [metrics.jsonl](run_folder.md#metrics) has all scalars; TensorBoard shows these meanings with them.",
-        "This page is made by `python -m tlt_jax.metrics > docs/metrics.md`.",
         "",
         "| name | kind | meaning |",
         "| --- | --- | --- |",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt_jax import atomic
-from tlt_jax.config.outputs import COMPLETIONS, EXPORT, METRICS, RESOLVED, WARM_START
+from tlt_jax.config.schema import COMPLETIONS, EXPORT, METRICS, RESOLVED, WARM_START
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import scalars_file
 
@@ -37,7 +37,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, Series]:
-        """Every metric by name (docs/metrics.md), read once; those of the warm start (sft/) have steps of their own."""
+        """Every metric by name, read once; those of the warm start (sft/) have steps of their own."""
         found: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for name in (METRICS, WARM_START):
             for line in scalars_file.read(self.folder / name):

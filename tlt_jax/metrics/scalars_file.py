@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import METRICS, WARM_START
+from tlt_jax.config.schema import METRICS, WARM_START
 
 WARM = "sft/"  # metrics of the supervised warm start, which counts steps of its own
 

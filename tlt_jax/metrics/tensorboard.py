@@ -1,4 +1,4 @@
-"""The TensorBoard events of a run folder, each scalar with its sentence of docs/metrics.md; knows no values."""
+"""The TensorBoard events of a run folder, each scalar with its sentence of metrics.names; knows no values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import TENSORBOARD
+from tlt_jax.config.schema import TENSORBOARD
 from tlt_jax.metrics import names
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tlt_jax import atomic
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import WANDB
+from tlt_jax.config.schema import WANDB
 from tlt_jax.errors import ConfigError
 
 ID = "id.txt"

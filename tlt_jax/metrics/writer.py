@@ -19,7 +19,7 @@ import numpy as np
 from tlt_jax import atomic
 from tlt_jax.config import Config
 from tlt_jax.config.load import to_yaml
-from tlt_jax.config.outputs import COMPLETIONS, LOG, TENSORBOARD, WANDB
+from tlt_jax.config.schema import COMPLETIONS, LOG, TENSORBOARD, WANDB
 from tlt_jax.errors import Interrupted, is_disk_full
 from tlt_jax.metrics import evaluations, names, notebook, timeline
 from tlt_jax.metrics.console import Progress

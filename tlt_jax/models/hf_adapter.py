@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from tlt_jax.config.inputs import LORA_TARGETS
+from tlt_jax.config.schema import LORA_TARGETS
 from tlt_jax.data.adapter_files import CONFIG, WEIGHTS, settings
 from tlt_jax.errors import ModelError
 from tlt_jax.models import hf, lora as adapting

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.config.inputs import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
+from tlt_jax.config.schema import ALL_LINEAR, LORA_TARGETS, Lora as Knobs
 from tlt_jax.models import architecture, params as trees
 from tlt_jax.models.architecture import Layer, ModelConfig, Params
 from tlt_jax.models.low_rank import Lora, LowRank, is_low_rank, merged

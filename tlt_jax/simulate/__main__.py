@@ -14,7 +14,7 @@ from PIL import Image
 
 from tlt_jax import atomic, cli
 from tlt_jax.config import Config, load as loading
-from tlt_jax.config.outputs import RESOLVED
+from tlt_jax.config.schema import RESOLVED
 from tlt_jax.distributed import round_counts
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline

@@ -13,7 +13,7 @@ import numpy as np
 
 from tlt_jax import atomic
 from tlt_jax.config import load as loading
-from tlt_jax.config.outputs import RESOLVED
+from tlt_jax.config.schema import RESOLVED
 from tlt_jax.errors import DataError
 from tlt_jax.metrics.run import Run, open_run
 from tlt_jax.simulate.acceptance import Acceptances, Curve

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tlt_jax.config.outputs import RESOLVED
-from tlt_jax.config.yaml_text import read_yaml
+from tlt_jax.config.parse import read_yaml
+from tlt_jax.config.schema import RESOLVED
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics.run import open_run
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from tlt_jax import atomic
 from tlt_jax.config import Config, load as loading
-from tlt_jax.config.outputs import LOG, RESOLVED
-from tlt_jax.config.schema import ADAPTIVE, NGRAM
+from tlt_jax.config.schema import ADAPTIVE, LOG, NGRAM, RESOLVED
 from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.metrics import timeline

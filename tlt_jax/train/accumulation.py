@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tlt_jax.config import Config
-from tlt_jax.config.inputs import AUTO_REMAT
+from tlt_jax.config.schema import AUTO
 from tlt_jax.train import policy_update
 from tlt_jax.train.policy_update import UpdatePrograms
 from tlt_jax.train.recipe import Recipe
@@ -49,6 +49,6 @@ class Accumulation:
 def programs(config: Config, recipe: Recipe, correct: Correct) -> UpdatePrograms:
     """`policy_update.programs` of a run; with model.remat auto, the first accumulation step corrects what layers keep."""
     plain = policy_update.programs(recipe)
-    if config.model.remat != AUTO_REMAT:
+    if config.model.remat != AUTO:
         return plain
     return plain._replace(accumulate=Accumulation(recipe, correct))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_jax.config.learning import REINFORCE_PP
-from tlt_jax.config.outputs import TOLERANCE
+from tlt_jax.config.schema import REINFORCE_PP, TOLERANCE
 
 STD_FLOOR = 1e-6  # added to the standard deviation of a group
 VARIANCE_FLOOR = 1e-8  # added to the variance of all tokens (reinforce_pp)

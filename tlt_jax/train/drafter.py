@@ -56,7 +56,7 @@ class Session(NamedTuple):
 
 def train(config: Config) -> int:
     """Trains to drafter_training.steps, from the newest checkpoint if one exists; returns the exit code."""
-    config = run_folder.continued(replace(config, run=str(Path(config.run) / run_folder.DRAFTER)))
+    config = replace(config, run=str(Path(config.run) / run_folder.DRAFTER))
     check_trackers(config)
     from_config.check_drafter_training(config)
     tokenizer = find_tokenizer(config)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import is_at_least
+from tlt_jax.config.schema import is_at_least
 from tlt_jax.data.dataset import EVAL, Dataset
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.distributed.job import Job

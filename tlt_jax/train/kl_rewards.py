@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from tlt_jax.config.learning import REINFORCE_PP, Algorithm
+from tlt_jax.config.schema import REINFORCE_PP, Algorithm
 from tlt_jax.data.packing import Packed
 from tlt_jax.train import policy_batch
 from tlt_jax.train.advantages import VARIANCE_FLOOR, are_equal, check_finite, group_advantages

@@ -35,7 +35,7 @@ def train(config: Config, watching: Watch | None = None) -> int:
     `watching`: of the processes that train together. Raises UserError for what is wrong with the
     configuration, its files or checkpoints, or differs between processes.
     """
-    watching, config = watching or Watch(Job()), run_folder.continued(config)
+    watching = watching or Watch(Job())
     setup = startup.load(config, watching.job)
     parts = startup.machinery(setup)
     locked = [run_folder.DRAFTER] if parts.drafter else []

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.config import extension
-from tlt_jax.config.learning import CISPO, GSPO, PPO, SEQUENCE
+from tlt_jax.config.schema import CISPO, GSPO, PPO, SEQUENCE
 from tlt_jax.errors import ConfigError
 from tlt_jax.shapes import shaped
 from tlt_jax.train.answers import answer_mean, answer_sum

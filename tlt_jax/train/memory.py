@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config, schema, validate
-from tlt_jax.config.inputs import AUTO_REMAT
+from tlt_jax.config.schema import AUTO
 from tlt_jax.data import packing
 from tlt_jax.distributed.job import Job
 from tlt_jax.distributed.mesh import device_kind, is_cpu
@@ -144,7 +144,7 @@ def fitted(config: Config, recipe: Recipe, drafter: DrafterConfig | None, job: J
 
 def within(config: Config, recipe: Recipe, drafter: DrafterConfig | None, limit: int) -> Recipe:
     """The recipe; with model.remat auto its layers keep what `limit` bytes of a device allow (`remat.chosen`)."""
-    if config.model.remat != AUTO_REMAT:
+    if config.model.remat != AUTO:
         return recipe
     return replace(recipe, remat=remat.chosen(config, recipe, held(config, recipe, drafter), limit))
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tlt_jax.config import Config
-from tlt_jax.config.learning import FILTERED, REWARD
+from tlt_jax.config.schema import FILTERED, REWARD
 from tlt_jax.data import packing
 from tlt_jax.data.encoder import Prompt
 from tlt_jax.data.packing import Example, Packed

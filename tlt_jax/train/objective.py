@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlt_jax.config.learning import CISPO, NONE, PPO, SEQUENCE
+from tlt_jax.config.schema import CISPO, NONE, PPO, SEQUENCE
 
 
 @dataclass(frozen=True)

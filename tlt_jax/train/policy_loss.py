@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from tlt_jax.config.learning import NONE
+from tlt_jax.config.schema import NONE
 from tlt_jax.train import losses
 from tlt_jax.train.answers import answer_mean, answer_sum
 from tlt_jax.train.losses import Tokens

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax import optimizer
-from tlt_jax.config.learning import NONE
+from tlt_jax.config.schema import NONE
 from tlt_jax.distributed.mesh import is_cpu, put
 from tlt_jax.models import architecture, lora, targets, token_logprobs as scoring, transformer
 from tlt_jax.models.architecture import Params

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tlt_jax.config import Config
-from tlt_jax.config.algorithms import importance
-from tlt_jax.config.learning import LOSS
+from tlt_jax.config.schema import LOSS
+from tlt_jax.config.validate import importance
 from tlt_jax.data import packing
 from tlt_jax.models import lora
 from tlt_jax.models.architecture import ModelConfig

@@ -10,7 +10,7 @@ from flax import struct
 
 from tlt_jax.checkpoint.store import Store
 from tlt_jax.config import Config
-from tlt_jax.config.outputs import LAST_GOOD
+from tlt_jax.config.schema import LAST_GOOD
 from tlt_jax.drafter import recipe as drafter_recipe
 from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import CheckpointError, DamagedCheckpoint

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool
 
 from tlt_jax import cli, run_folder
 from tlt_jax.config import Config, load as configuration
-from tlt_jax.config.inputs import Lora
+from tlt_jax.config.schema import Lora
 from tlt_jax.data import dataset as datasets, packing, prompt_format
 from tlt_jax.data.dataset import Dataset
 from tlt_jax.data.packing import Example
