@@ -14,12 +14,14 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
-from tlt_jax.spec_decode import admission, decode as chunk, verify
+from tlt_jax.rollout.executables.programs import GroupShapes, StateShape, shardings
+from tlt_jax.spec_decode import admission, decode as chunk, noise, verify
 from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import Decoder, Report
 from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.draft_tree import DraftTree
+from tlt_jax.spec_decode.interface import Context
 from tlt_jax.spec_decode.strategy import Strategy
 
 
@@ -79,6 +81,38 @@ def program(
         return chunk.decode_chunk(decoder, rounds or limit, state, weights, (), bounds)
 
     return run
+
+
+def drafting(
+    shapes: GroupShapes, shape: StateShape, count: int, strategy: Strategy, temperature: float
+) -> jax.stages.Lowered:
+    """The program of `count` rounds of drafting without a target; each round's draft becomes the text of the next."""
+    decoder = Decoder(
+        shapes.target, shapes.drafter, DecodingParams(Sampling(temperature)), strategy
+    )
+
+    def run(own, features, keys, weights, host):
+        def step(_, carry):
+            lengths, history, drafter = carry
+            context = Context(history, lengths, features, host, ahead)
+            drafter, tree = chunk.draft_tree(decoder, weights, drafter, context, lengths)
+            text = jnp.maximum(tree.tokens[:, 1 : strategy.path], 0)
+            return lengths + 1, chunk.remember(history, text, lengths), drafter
+
+        ahead = None
+        if chunk.reads_noise(decoder):
+            size = strategy.path, decoder.target.vocab, chunk.float_type(weights)
+            ahead = noise.drawn_whole(keys, own[0] + 1, *size)
+        return jax.lax.fori_loop(0, count, step, own), features
+
+    state = shapes.state(shape)
+    own, features = (
+        (state.lengths, state.history, state.drafter),
+        shapes.target.features(state.cache),
+    )
+    program = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings((own, features)))
+    host = shapes.drafter.host_context(shape.batch)
+    return program.lower(own, features, state.keys, shapes.weights, host)
 
 
 def match(tree: DraftTree, chosen: jax.Array, depth: int, unrolls: bool = False) -> verify.Walk:

@@ -33,8 +33,6 @@ from tlt_jax.kernels import tree_attention
 from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.draft_timing import time_draft
-from tlt_jax.rollout.executables.programs import DraftOnly, StateShape
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode.decoding_params import Sampling
 from tlt_jax.spec_decode.strategy import parse
@@ -109,11 +107,6 @@ def trees(device: Device) -> Iterator[Row]:
             spent = setup.round_seconds(engine, weights, device, batch, strategy)
             aim = "1.75" if text == "8_4_48" and batch == 1 else ""
             yield case, 1e3 * spent, batch / spent, "rounds/s", spent / plain, "plain", aim
-            shape = StateShape(0, batch, device.shape.slots)
-            draft = DraftOnly(shape, device.shape.rounds, strategy, 1.0)
-            verify = spent - time_draft(engine.programs, draft, weights)
-            named = f"{case}, without drafting"
-            yield named, 1e3 * verify, batch / verify, "rounds/s", verify / plain, "plain", ""
             needed = GOAL * spent / plain
             named = f"{case}, {GOAL} times plain"
             yield named, 1e3 * spent, needed, "tokens/round", needed / strategy.path, "path", ""

@@ -20,7 +20,7 @@ PHASES = {
     "drafter": ("drafter",),
     "update": ("update", "old_log_prob"),
     "eval": ("eval",),
-    "other": ("update_weights", "save_checkpoint", "time_drafting", "metrics", "other"),
+    "other": ("update_weights", "save_checkpoint", "metrics", "other"),
 }
 COMPARED = ("completion", "length", "finish", "reward")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import rounds
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import launches, topology
@@ -14,7 +15,7 @@ from tlt_jax.kernels import cache_rows
 from tlt_jax.models import drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
-from tlt_jax.rollout.executables.programs import DraftOnly, GroupShapes, StateShape
+from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.spec_decode.strategy import parse
 
 # Qwen2.5-7B; the weights of its layers are no part of a draft.
@@ -38,7 +39,7 @@ def lowered(kind: str, chip: str, strategy: str, batch: int, model: int, tempera
     settings = Speculation(drafter="a directory")
     drafter = bindings.bind_drafter(settings, own, target, group, "bfloat16")
     shapes = GroupShapes(target, drafter, group, {})
-    return DraftOnly(StateShape(0, batch, 4096), 4, shape, temperature).lower(shapes, None)
+    return rounds.drafting(shapes, StateShape(0, batch, 4096), 4, shape, temperature)
 
 
 def weight_bytes(kind: str) -> int:

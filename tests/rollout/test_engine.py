@@ -42,15 +42,14 @@ from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ConfigError, Interrupted
 from tlt_jax.keys import EVAL_STREAM, TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, drafter_network, transformer
+from tlt_jax.models import architecture, transformer
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.bindings import SCRATCH_SLOTS
 from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.rollout.executables.programs import Decode, DraftOnly, Start, StateShape
+from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.train.run_state import resumed_tuner
 
 FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")
@@ -298,23 +297,6 @@ def test_the_cache_is_updated_in_place():
     )
 
 
-def test_timed_drafting_copies_no_features():
-    model = replace(MODEL, hidden_size=64, num_layers=3, head_dim=16)
-    config = Config(
-        rollout=Rollout(compile_cache=CACHE), speculation=Speculation("a drafter given here")
-    )
-    engine = Engine(
-        config, model, meshes.make_mesh(1, 1), drafter=drafter_network.for_policy(model, "eagle3")
-    )
-    draft = DraftOnly(StateShape(0, 16, 512), 8, Strategy(3, 1, 4), 1.0)
-    engine.programs.get(draft)
-    compiled, known = engine.programs.compiles[-1], engine.programs.shapes[0].known(draft.state)
-    size = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((known.features, known.drafter))
-    )
-    assert compiled.aliased >= size
-
-
 def test_steps_compile_once_and_streams_differ():
     engine = engine_of(data=2, dtype="float32", batch_buckets=[6])
     first = play(engine, PLAIN)
@@ -387,7 +369,6 @@ def test_earlier_texts_are_gathered_only_for_chunks_that_draft(monkeypatch, x64)
         ("devices", "of another devices"),
         ("version", "of another version"),
         ("absence", "not in the checkpoint"),
-        ({"time_drafting": True}, ""),
         (None, ""),
     ],
 )

@@ -17,7 +17,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.rollout import bindings, networks, ngram_memory
 from tlt_jax.spec_decode import admission, decode
-from tlt_jax.spec_decode.decode import Decoder, Known
+from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
 from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
 from tlt_jax.spec_decode.network import Network
@@ -70,9 +70,6 @@ def trace(decoder: Decoder, weights: Weights, host_context=()) -> None:
         if drafter.catch_up:
             state, _ = decode.catch_up(target, drafter, state, weights, jnp.int32(1))
         state, *_ = decode.advance_round(decoder, state, None, weights, host_context)
-        features = target.features(state.cache)
-        known = Known(state.keys, state.lengths, state.history, features, state.drafter)
-        decode.draft_alone(decoder, 2, known, weights, host_context)
         return admission.resize(target, drafter, 2 * LIMIT, state, jnp.zeros(1, jnp.int32))
 
     jax.eval_shape(everything, weights, jnp.zeros((2, 2), jnp.uint32), host_context)

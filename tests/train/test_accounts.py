@@ -164,6 +164,6 @@ def test_the_phases_of_the_loop_leave_no_work_over_and_add_up(tmp_path, clock, m
 
 
 def test_the_names_of_all_phases_are_in_the_list():
-    for name in ("rollout", "update", "time_drafting", accounts.OTHER):
+    for name in ("rollout", "update", accounts.OTHER):
         names.find(f"timing_s/{name}", "scalar")
         names.find(f"perf/compile_s/{name}", "scalar")

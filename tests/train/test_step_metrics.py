@@ -52,9 +52,9 @@ def chunk(
     )
 
 
-def metrics(*measurements: Measurement, drafting=None) -> dict[str, float]:
+def metrics(*measurements: Measurement) -> dict[str, float]:
     rollout = SimpleNamespace(measurements=list(measurements), stats=STATS)
-    return speculation_metrics.metrics("eagle3", rollout, drafting or {})
+    return speculation_metrics.metrics("eagle3", rollout)
 
 
 def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
@@ -85,24 +85,6 @@ def test_drafting_is_reported_by_kind_depth_and_batch_under_names_of_the_list():
     assert metrics(chunk(predicted=2 * 55 / 0.5), chunk())[
         "speculation/prediction_error"
     ] == pytest.approx(math.log(2))
-
-
-def test_drafting_and_the_rest_of_a_round_are_reported_for_the_most_used_timed_shape():
-    other, wide = strategies.parse("2_3_6"), strategies.parse("2_2_5")
-    measured = [
-        chunk(),
-        chunk(seconds=0.7),
-        chunk(seconds=0.9),
-        chunk(other, rounds=5),
-        chunk(wide, rounds=100),
-    ]
-    found = metrics(
-        *measured, drafting={(4, 256, TREE): 0.01, (4, 256, other): 0.5, (4, 512, wide): 0.1}
-    )
-    assert found["speculation/draft_ms@4"] == pytest.approx(10) and found[
-        "speculation/verify_ms@4"
-    ] == pytest.approx(60)
-    assert all(names.find(name, "scalar") for name in found)
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram"])

@@ -269,11 +269,6 @@ class Speculation:
         "with speculation.tuner threshold: maximum live sequences of a data group that drafts",
         at_least=1,
     )
-    time_drafting: bool = knob(
-        False,
-        "measure speculation/draft_ms and verify_ms: times the drafting of each step's most used shape by itself. Costs one "
-        "compilation and a few rounds for each new shape",
-    )
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,6 @@ def tuner_basis(config: Config, mesh: Mesh, drafter_kind: str) -> dict[str, Any]
     basis = {
         f"{section}.{knob}": value for section in knobs for knob, value in knobs[section].items()
     }
-    del basis["speculation.time_drafting"]  # it only measures
     basis["version"] = goodput.VERSION
     basis["devices"] = meshes.device_kind(mesh)
     if config.speculation.drafter == ADAPTIVE:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
@@ -261,34 +261,6 @@ def draft_tree(
     return known, rerank(candidates, roots, strategy.nodes, counts)
 
 
-@struct.dataclass
-class Known:
-    """The part of a DecodeState that drafting reads, and the target's features."""
-
-    keys: UInt32[Array, "B 2"]
-    lengths: Int32[Array, " B"]
-    history: Int32[Array, "B S"]
-    features: Float[Array, "B S F"]
-    drafter: PyTree
-
-
-def draft_alone(
-    decoder: Decoder, rounds: int, known: Known, weights: Weights, host_context: PyTree
-) -> Known:
-    """Drafts for `rounds` rounds without a target, to time drafting; each round's draft becomes the text of the next."""
-    ahead = all_noise(decoder, known, weights) if reads_noise(decoder) else None
-
-    def step(_: Array, known: Known) -> Known:
-        context = Context(known.history, known.lengths, known.features, host_context, ahead)
-        roots = jnp.zeros_like(known.lengths)  # unused
-        extended, tree = draft_tree(decoder, weights, known.drafter, context, roots)
-        text = jnp.maximum(tree.tokens[:, 1 : decoder.strategy.path], 0)
-        history = remember(known.history, text, known.lengths)
-        return known.replace(lengths=known.lengths + 1, history=history, drafter=extended)
-
-    return jax.lax.fori_loop(0, rounds, step, known)
-
-
 def context_of(
     target: Target, state: DecodeState, host_context: PyTree, ahead: NoiseAhead | None = None
 ) -> Context:
@@ -311,7 +283,7 @@ def no_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhe
     return nothing_drawn(state.lengths + 1, decoder.strategy.path, vocab, dtype)
 
 
-def all_noise(decoder: Decoder, state: DecodeState | Known, weights: Weights) -> NoiseAhead:
+def all_noise(decoder: Decoder, state: DecodeState, weights: Weights) -> NoiseAhead:
     """The noise of the positions after each root."""
     vocab, dtype = decoder.target.vocab, float_type(weights)
     return drawn_whole(state.keys, state.lengths + 1, decoder.strategy.path, vocab, dtype)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tlt_jax.config import schema
 from tlt_jax.metrics import ChunkRecord
-from tlt_jax.rollout.draft_timing import Shape
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner.interface import Measurement
 
 
-def metrics(
-    drafter_kind: str, rollout: RolloutResult, drafting: Mapping[Shape, float]
-) -> dict[str, float]:
+def metrics(drafter_kind: str, rollout: RolloutResult) -> dict[str, float]:
     """The metrics speculation/* of a rollout; empty when no chunk drafted.
 
-    `drafter_kind`: drafter of strategies that name none; `drafting`: drafting seconds of a round, by shape.
+    `drafter_kind`: drafter of strategies that name none.
     """
     drafted = [one for one in rollout.measurements if one.strategy != PLAIN]
     if not drafted:
@@ -38,7 +35,6 @@ def metrics(
         "pool_mib": rollout.stats["pool_bytes"] / 2**20,
         **rates(drafted),
         **by_batch(rollout.measurements),
-        **parts(drafted, drafting),
     }
 
     errors = [
@@ -85,28 +81,6 @@ def by_batch(measurements: Sequence[Measurement]) -> dict[str, float]:
         for name, times in (("plain_round_ms", plain), ("round_ms", drafting)):
             if times:
                 found[f"{name}@{batch}"] = float(np.median(times))
-    return found
-
-
-def parts(drafted: Sequence[Measurement], drafting: Mapping[Shape, float]) -> dict[str, float]:
-    """Milliseconds of a round's drafting, and of the rest (verify_ms), by batch bucket.
-
-    From the most used shape of each bucket that has a drafting time.
-    """
-    rounds: Counter = Counter()
-    for one in drafted:
-        rounds[one.batch, one.slots, one.strategy] += one.rounds
-
-    found = {}
-    for shape, _ in reversed(rounds.most_common()):
-        if shape in drafting:
-            same = [
-                one.seconds / one.rounds
-                for one in drafted
-                if (one.batch, one.slots, one.strategy) == shape
-            ]
-            found[f"draft_ms@{shape[0]}"] = 1e3 * drafting[shape]
-            found[f"verify_ms@{shape[0]}"] = 1e3 * (float(np.median(same)) - drafting[shape])
     return found
 
 

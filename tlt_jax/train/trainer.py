@@ -20,7 +20,6 @@ from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.models.drafter_network import DrafterParams
 from tlt_jax.rewards import Score, Scorer, overlong
 from tlt_jax.rollout import exchange
-from tlt_jax.rollout.draft_timing import DraftTiming
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 from tlt_jax.spec_decode.decode_state import Weights
@@ -83,7 +82,6 @@ class Trainer:
     state: RunState
     resumed: int | None = None
     evaluates_resumed: bool = False
-    draft_timing: DraftTiming = field(init=False)
     drafting_words: DraftingWords = field(init=False)
     evaluator: Evaluator = field(init=False)
     sampling: DynamicSampling = field(init=False)
@@ -91,7 +89,6 @@ class Trainer:
 
     def __post_init__(self):
         config = self.setup.config
-        self.draft_timing = DraftTiming(self.engine.programs, config.rollout.temperature)
         self.evaluator = Evaluator(
             config, self.engine, self.setup.dataset, self.setup.tokenizer, self.scorer
         )
@@ -113,7 +110,7 @@ class Trainer:
         except Interrupted:
             return self.stop(measured)
 
-        drafting = self.time_drafting(weights, rolled)
+        drafting = speculation_metrics.metrics(self.engine.drafter_kind, rolled.result)
         taught = self.teach_drafter(rolled)
         del weights  # they may share buffers with the policy, which the update donates
         with self.watch.phase("update"):
@@ -214,15 +211,6 @@ class Trainer:
             scores = evaluation.collected(self.setup.job, self.scorer, self.interrupted)
             lengths = {answer.uid: len(answer.tokens) for answer in result.completions}
             return overlong.penalized(self.setup.config, scores, lengths)
-
-    def time_drafting(self, weights: dict[int, Weights], rolled: Rolled) -> dict[str, float]:
-        """The metrics of this rollout's drafting; with speculation.time_drafting also how long drafting alone takes."""
-        if self.setup.config.speculation.time_drafting:
-            with self.watch.phase("time_drafting"):
-                self.draft_timing.update(weights, rolled.result)
-        return speculation_metrics.metrics(
-            self.engine.drafter_kind, rolled.result, self.draft_timing.seconds
-        )
 
     def teach_drafter(self, rolled: Rolled) -> Taught:
         """What idle groups taught the drafter, and what it is to learn from the rows of the update."""

@@ -20,9 +20,9 @@ from tlt_jax.rollout import buckets
 from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.spec_decode import admission, decode
 from tlt_jax.spec_decode.admission import Admission
-from tlt_jax.spec_decode.decode import Decoder, Known, Report
+from tlt_jax.spec_decode.decode import Decoder, Report
 from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
@@ -84,12 +84,6 @@ class GroupShapes:
             cache=self.target.empty(batch, slots),
             drafter=self.drafter.empty(batch, slots),
         )
-
-    def known(self, shape: StateShape) -> Known:
-        """The part of the decoding state that drafting reads."""
-        state = self.state(shape)
-        features = self.target.features(state.cache)
-        return Known(state.keys, state.lengths, state.history, features, state.drafter)
 
 
 @dataclass(frozen=True)
@@ -261,35 +255,6 @@ class Decode:
 
     def __str__(self) -> str:
         return f"chunk of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
-
-
-@dataclass(frozen=True)
-class DraftOnly:
-    """draft(known, weights, host context) -> known after `rounds` of drafting without a target."""
-
-    state: StateShape
-    rounds: int
-    strategy: Strategy
-    temperature: float
-
-    @property
-    def group(self) -> int:
-        return self.state.group
-
-    def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
-        known = shapes.known(self.state)
-        params = DecodingParams(Sampling(self.temperature))  # drafting ignores top-k and top-p
-        drafter = shapes.drafter_of(self.strategy)
-        decoder = Decoder(shapes.target, drafter, params, self.strategy)
-        function = partial(decode.draft_alone, decoder, self.rounds)
-        program = jax.jit(function, donate_argnums=0, out_shardings=shardings(known))
-        return program.lower(known, shapes.weights, drafter.host_context(self.state.batch))
-
-    def __call__(self, programs: Programs, known: Known, weights: Weights, host: PyTree) -> Known:
-        return programs.get(self)(known, weights, host)
-
-    def __str__(self) -> str:
-        return f"drafting of {self.rounds} rounds, {name(self.strategy)}, of {self.state}"
 
 
 def of_group(program: Program, group: int) -> Program:
