@@ -1,18 +1,14 @@
 """Scores answers of a policy in a loop, as a collapsed step has them, by the rewards math and format in scoring processes.
 
-python benchmarks/rewards.py --answers 512 --csv FILE
+python -m benchmarks.rewards --answers 512 --csv FILE
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common.results import ResultTable, arguments
 from tlt_jax.config import Config

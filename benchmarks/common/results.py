@@ -86,7 +86,7 @@ def measured_with() -> list[str]:
 def command() -> str:
     """The command that this process was started with."""
     path = Path(sys.argv[0]).resolve()
-    if path.is_relative_to(ROOT / "benchmarks") and path.parent.parent != ROOT:
+    if path.is_relative_to(ROOT / "benchmarks"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         return shlex.join(["python", "-m", name, *sys.argv[1:]])
     return shlex.join(["python", *sys.argv])

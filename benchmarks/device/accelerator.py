@@ -18,9 +18,8 @@ measured. Sections that would start after the time limit are left out and named.
 - graphs (on a GPU): a plain round of one sequence with the loop in a CUDA graph, with a graph a round, and without graphs.
 - job: a few RL steps with drafters and without, of the model in MODEL_DIR (for example SmolLM2-135M-Instruct) on the GSM8K
   files in GSM8K_DIR; share: how many times as fast as without.
-- tune (on a GPU with Triton): milliseconds of the sizes that the attention kernel, and those of a small policy's products, may
-  have, at most 3 minutes for each of the two; every result is compared with XLA's. Prints the fastest as code of the kernels'
-  tables. Not run unless named.
+- tune (on a GPU with Triton): milliseconds of the sizes that the attention kernel may have, at most 3 minutes; every result is
+  compared with XLA's. Prints the fastest as code of the kernel's table. Not run unless named.
 - tests: those that need a device (`pytest -m device`).
 """
 
@@ -87,11 +86,10 @@ def run_tests(args: argparse.Namespace) -> int:
 def children(args: argparse.Namespace) -> list[str]:
     """The processes to start."""
     chosen = [one for one in SECTIONS if one in args.sections.split(",")]
-    cases = {
-        "graphs": [f"graphs: {case}" for case in GRAPHS],
-        "tune": ["tune attention", "tune products"],
-    }
-    return [child for section in chosen for child in cases.get(section, [section])]
+    found: list[str] = []
+    for section in chosen:
+        found += [f"graphs: {case}" for case in GRAPHS] if section == "graphs" else [section]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

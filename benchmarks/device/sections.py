@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from benchmarks.common import processes
 from benchmarks.common.processes import TIMEOUT
 from benchmarks.common.results import ResultTable
-from benchmarks.device import setup, tune, tune_projections
+from benchmarks.device import setup, tune
 from benchmarks.device.setup import SAMPLED, SHAPES, Device, Row, TimeIsOver
 from benchmarks.whole_runs import runs
 from tlt_jax.config import Config
@@ -280,8 +280,7 @@ def job(device: Device) -> Iterator[Row]:
 SECTIONS = {
     "copies": copies, "decode": decode, "small": small, "trees": trees, "attention": attention, "update": update,
     "noise": noise, "graphs": graphs, "job": job,
-    "tune attention": partial(tune.tune, make=tune.attention_cases),
-    "tune products": partial(tune.tune, make=tune_projections.cases),
+    "tune": tune.tune,
 }  # fmt: skip
 
 

@@ -59,12 +59,12 @@ class Case:
     line: Callable[[Any], str]
 
 
-def tune(device: Device, make: Callable[[Device], list[Case]]) -> Iterator[Row]:
-    """A row for every candidate of the cases made; prints the fastest as code. Nothing without Triton kernels."""
+def tune(device: Device) -> Iterator[Row]:
+    """A row for every candidate of the attention kernel; prints the fastest as code. Nothing without Triton kernels."""
     if triton_support.capability(device.mesh) is None:
         print("tune: no Triton kernel runs on this device, so there is nothing to tune")
         return
-    yield from measured(make(device), device)
+    yield from measured(attention_cases(device), device)
 
 
 def measured(cases: list[Case], device: Device) -> Iterator[Row]:

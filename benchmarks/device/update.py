@@ -1,7 +1,7 @@
 """What does one optimizer step of the policy cost: seconds, tokens and FLOP per second, fill, compilation?
 
-OMP_WAIT_POLICY=PASSIVE python benchmarks/update.py [--shape smollm2] [--csv FILE]
-OMP_WAIT_POLICY=PASSIVE python benchmarks/update.py --model DIR --answers 32 --repeats 3
+OMP_WAIT_POLICY=PASSIVE python -m benchmarks.device.update [--shape smollm2] [--csv FILE]
+OMP_WAIT_POLICY=PASSIVE python -m benchmarks.device.update --model DIR --answers 32 --repeats 3
 
 The answers have the lengths of GSM8K problems with answers of 170 tokens: prompts normal around 110, answers log-normal
 around 155, both cut at 256. Weights are random, or those of a model directory; tokens are random. FLOP are those of the

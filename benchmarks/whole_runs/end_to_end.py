@@ -1,8 +1,8 @@
 r"""What is TLT worth in whole RL steps: rollout, rewards, evaluation, drafter training and update, all that a user pays for?
 
-python benchmarks/end_to_end.py --work DIR [--processes N] [--by-step] [--steps N] [--turns N] [--picture FILE]
+python benchmarks/end_to_end.py --work DIR [--processes N] [--by-step] [--steps N] [--turns N]
     [--arm NAME "--section.knob VALUE ..."] [--section.knob VALUE ...]
-python benchmarks/end_to_end.py --work DIR --quick      in minutes, from nothing to tables and DIR/end_to_end.png
+python benchmarks/end_to_end.py --work DIR --quick      in minutes, from nothing to tables
 python benchmarks/end_to_end.py --work DIR --quickstart [--steps 60]    the quickstart plain, with n-grams, adaptive; 3 turns
 
 Every arm is the real command, `python -m tlt_jax.train`, in a process (or --processes, by launch/local.sh) and a run folder
@@ -30,28 +30,32 @@ leaves its arms out. A model directory with GSM8K:
 All arms have to give the same answers at every step, and the same policy: texts, lengths and rewards are compared, and the
 digest of the exported weights; the first difference ends the benchmark. In float32 programs of different shapes round
 differently, so a token may flip where two candidates are closer than the rounding: --may-differ reports that and continues;
-figures of later steps then compare different answers. benchmarks/whole_runs/report.py explains the tables.
+figures of later steps then compare different answers. benchmarks/whole_runs/runs.py explains the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from benchmarks.common import results
+from benchmarks.common import processes, results
 from benchmarks.common.processes import ROOT
-from benchmarks.whole_runs.arms import CACHES, PLAIN, Failure, command, say, take_turn
-from benchmarks.whole_runs.report import describe, report
-from benchmarks.whole_runs.runs import Run
+from benchmarks.whole_runs.in_turns import Turns
+from benchmarks.whole_runs.runs import PLAIN, Run, describe, first_difference, read_run, report
 
+CACHES = "cold", "warm"
+IN_TURNS = "benchmarks.whole_runs.in_turns"
+# With XLA's own caches JAX identifies programs by the path of their folder, which differs between arms.
+VARIABLES = {"PYTHON": sys.executable, "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none"}
 CONFIGS = [ROOT / "benchmarks" / name for name in ("end_to_end.yaml", "end_to_end_quick.yaml")]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 NONE = "none"
@@ -69,6 +73,114 @@ QUICKSTART_ARMS = {"ngram": "--speculation.drafter ngram", "adaptive": ADAPTIVE}
 QUICK_TLT = f"{ARMS[QUICK]} --speculation.tuner threshold --speculation.strategies [learned:3_1_4]"
 # Most lists that the policy learns from are short, and half of the solutions jump to the answer.
 SUPERVISED = {"tail": 1.5, "hasty": 0.5}
+
+
+class Failure(Exception):
+    """Ends the benchmark: a command that fails, or answers that differ."""
+
+
+def command(*arguments: str) -> float:
+    """Runs a module of the product; its seconds. Raises Failure with its last lines."""
+    begin = time.perf_counter()
+    done = processes.run(processes.module(*arguments), **VARIABLES)
+    check(shlex.join(arguments), done.returncode, done.stdout + done.stderr)
+    return time.perf_counter() - begin
+
+
+def check(name: str, code: int, output: str) -> None:
+    """Raises Failure, with the last lines of the output, for an exit code that is not 0."""
+    if code:
+        tail = "\n".join(output.splitlines()[-15:])
+        raise Failure(f"{name} ended with code {code}:\n{tail}")
+
+
+def started(arguments: Sequence[str], count: int, folder: Path) -> Turns:
+    """The training command as `count` processes, stopped before its first step."""
+    start = processes.module(IN_TURNS, *arguments)
+    if count > 1:
+        start = [str(ROOT / "launch" / "local.sh"), str(count), *arguments]
+    return Turns(start, processes.environment(MODULE=IN_TURNS, **VARIABLES), count, folder)
+
+
+def say(text: str) -> None:
+    """Reports progress on stderr, outside the report."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def take_turn(
+    args: argparse.Namespace, shared: Sequence[str], arms: Mapping[str, Sequence[str]], turn: int
+) -> dict[tuple[str, str], Run]:
+    """The runs of one turn by (cache, arm). Raises Failure when an arm's answers or policy differ from plain's."""
+    found: dict[tuple[str, str], Run] = {}
+    kept = args.work / "programs" / "kept"
+    if CACHES[0] in args.caches:
+        shutil.rmtree(kept, ignore_errors=True)
+    for cache in args.caches:
+        is_cold = cache == CACHES[0]
+        folders = {arm: args.work / "runs" / f"{turn}_{cache}_{arm}" for arm in arms}
+        programs = {arm: args.work / "programs" / f"of_{arm}" for arm in arms}
+        arguments: dict[str, list[str]] = {}
+        for arm, changes in arms.items():
+            for folder in (folders[arm], programs[arm], stops(folders[arm])):
+                shutil.rmtree(folder, ignore_errors=True)
+            if not is_cold:
+                shutil.copytree(kept, programs[arm])
+            arguments[arm] = [
+                "--config", args.config, *shared, *changes, "--run", str(folders[arm]),
+                "--rollout.compile_cache", str(programs[arm]), "--log.texts_every", "1",
+            ]  # fmt: skip
+            if is_cold and args.cold_steps:
+                arguments[arm] += ["--train.steps", str(args.cold_steps)]
+        for arm, seconds in walls(arguments, folders, args.processes, args.by_step):
+            name = f"turn {turn}, {cache}, {arm}"
+            shutil.rmtree(folders[arm] / "checkpoints", ignore_errors=True)
+            if is_cold:  # files of the same name are the same program
+                shutil.copytree(programs[arm], kept, dirs_exist_ok=True)
+            found[cache, arm] = run = read_run(folders[arm], seconds)
+            say(f"{name}: steps {run.seconds:.1f} s, process {seconds:.1f} s")
+            compare(found[cache, PLAIN], run, name, args.may_differ)
+    return found
+
+
+def stops(folder: Path) -> Path:
+    """Where the processes of a run report that they have stopped."""
+    return folder.with_name(f"{folder.name}.turns")
+
+
+def walls(
+    arguments: Mapping[str, Sequence[str]], folders: Mapping[str, Path], count: int, by_step: bool
+) -> Iterator[tuple[str, float]]:
+    """Arms that have ended and the seconds that each ran; they run one after another, or in turns step by step."""
+    together = [list(arguments)] if by_step else [[arm] for arm in arguments]
+    for arms in together:
+        running: dict[str, Turns] = {}
+        try:
+            for arm in arms:
+                running[arm] = started(arguments[arm], count, stops(folders[arm]))
+            waiting = list(arms)
+            while waiting:
+                waiting = [arm for arm in waiting if goes_on(arm, running[arm])]
+            for arm in arms:
+                yield arm, running[arm].seconds
+        finally:
+            for one in running.values():
+                one.end()
+
+
+def goes_on(arm: str, run: Turns) -> bool:
+    """Whether a run continues after its next turn. Raises Failure when it failed."""
+    goes = run.go_on()
+    check(arm, run.run.returncode or 0, run.output.read_text(errors="replace"))
+    return goes
+
+
+def compare(plain: Run, run: Run, name: str, may_differ: bool) -> None:
+    """Reports where answers or policy differ from plain's. Raises Failure unless they may."""
+    difference = first_difference(plain, run)
+    if difference and not may_differ:
+        raise Failure(f"{name}: other than plain decoding: {difference}")
+    if difference:
+        print(f"{name}: other than plain decoding: {difference}\n", flush=True)
 
 
 def prepare(
@@ -109,7 +221,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = results.arguments(__doc__, has_csv=False)
     add, flag = parser.add_argument, {"action": "store_true"}
     add("--work", type=Path, required=True, help="folder of everything it makes")
-    add("--quick", help="a small policy, plain and tlt, two processes, a picture", **flag)
+    add("--quick", help="a small policy, plain and tlt, two processes", **flag)
     add("--quickstart", help="configs/quickstart.yaml, runs of 30 steps, three arms", **flag)
     add("--config", default="", help="default benchmarks/end_to_end.yaml, or its quick one")
     add("--policy", default="", help="model directory; default: made by train.sft")
@@ -123,7 +235,6 @@ def arguments() -> argparse.ArgumentParser:
     add("--processes", type=int, default=0, help="of every run; default 1, with --quick 2")
     add("--by-step", help="arms take turns step by step; always with --quick", **flag)
     add("--may-differ", help="continue when answers differ", **flag)
-    add("--picture", type=Path, help="PNG of plain and tlt in the first turn; benchmarks extra")
     return parser
 
 
@@ -149,25 +260,13 @@ def set_defaults(args: argparse.Namespace) -> None:
     args.config = args.config or str(CONFIGS[args.quick])
     args.processes = args.processes or 1 + args.quick
     args.by_step = args.by_step or args.quick
-    args.picture = args.picture or (args.work / "end_to_end.png" if args.quick else None)
     args.caches = (args.caches or (CACHES[0] if args.quick else ",".join(CACHES))).split(",")
-
-
-def picture_problem(args: argparse.Namespace, arms: Mapping[str, str]) -> str:
-    """Why a requested picture could not be drawn at the end; empty when it can."""
-    if not args.picture:
-        return ""
-    if QUICK not in arms:
-        return f"--picture shows plain and {QUICK}: name an arm so"
-    if importlib.util.find_spec("matplotlib") is None:
-        return "--picture draws with matplotlib: pip install -e '.[benchmarks]'"
-    return ""
 
 
 def show(
     args: argparse.Namespace, turns: Sequence[Mapping[tuple[str, str], Run]], arms: Sequence[str]
 ) -> None:
-    """Prints the report, and draws the picture if it is requested."""
+    """Prints the report."""
     plain = turns[0][args.caches[-1], PLAIN]
     how = f"{args.processes} processes, {len(plain.steps)} steps, {args.turns} turns"
     print(f"{results.versions()}, {how}{', arms take turns step by step' if args.by_step else ''}")
@@ -176,25 +275,14 @@ def show(
     describe(plain)
     for cache in args.caches:
         report(turns, cache, arms)
-    if args.picture:
-        from benchmarks.whole_runs import picture
-
-        picture.write(args.picture, plain, turns[0][args.caches[-1], QUICK])
-        print(f"\n{args.picture} shows {PLAIN} and {QUICK}, {args.caches[-1]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints the report.
-
-    Exit code 1 for a command that fails and for answers that differ, 2 for a picture that cannot be drawn.
-    """
+    """The command; prints the report. Exit code 1 for a command that fails and for answers that differ."""
     args, shared = parse(argv)
     if args.data:
         os.environ["GSM8K_DIR"] = str(Path(args.data).resolve())
     arms = arms_of(args)
-    if problem := picture_problem(args, arms):
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
     try:
         policy, drafter = prepare(args, arms, shared)
         shared = [*shared, "--model.path", policy, "--sft.steps", "0"]

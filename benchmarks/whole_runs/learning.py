@@ -1,7 +1,6 @@
 """Does a real model learn, and is the curve the same with adaptive drafting? Held-out accuracy by step of two runs.
 
 python -m benchmarks.whole_runs.learning --plain RUN --adaptive RUN [--since STEP] [--csv FILE]
-python -m benchmarks.whole_runs.learning --picture docs/learning.png    from results/learning.csv; benchmarks extra (matplotlib)
 
 The runs have the same configuration, without a drafter and with `--speculation.drafter adaptive`; they need not be done:
 
@@ -15,36 +14,23 @@ of the steps after --since, and of their rollouts. Seconds mean something only w
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from benchmarks.common import results
 from benchmarks.common.timing import interval
-from benchmarks.whole_runs.picture import PLAIN_COLOR, TLT_COLOR
 from benchmarks.whole_runs.runs import Run, first_difference, pairs, read_run
 from tlt_jax.metrics import evaluations
 from tlt_jax.metrics.evaluations import Judged
 
-RESULTS = Path(__file__).parents[1] / "results" / "learning.csv"
 COLUMNS = (
     "step", "right", "answers", "accuracy", "low", "high", "plain_step_s", "adaptive_step_s", "equal",
 )  # fmt: skip
 NORMAL_975 = 1.959964  # the standard normal distribution's quantile of 0.975
 Evaluations = Mapping[int, Sequence[Judged]]  # by step
-
-
-class Point(NamedTuple):
-    """The accuracy of an evaluation, with the ends of its 95 % interval, as the file of rows has them."""
-
-    step: int
-    accuracy: float
-    low: float
-    high: float
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -105,62 +91,15 @@ def compare(folders: tuple[Path, Path], since: int, table: results.ResultTable) 
         )
 
 
-def points(path: Path) -> list[Point]:
-    """The newest row of each step in a file of rows."""
-    with path.open(newline="") as file:
-        rows = {int(row["step"]): row for row in csv.DictReader(file)}
-    return [
-        Point(step, *(float(row[name]) for name in ("accuracy", "low", "high")))
-        for step, row in sorted(rows.items())
-    ]
-
-
-def caption(found: Sequence[Point]) -> str:
-    """What the picture says, which is stored in the file too."""
-    first, last = found[0], found[-1]
-    return (
-        f"Held-out accuracy of SmolLM2-135M-Instruct on word problems: {spell(first)} before, "
-        f"{spell(last)} after {last.step} steps"
-    )
-
-
-def spell(point: Point) -> str:
-    return f"{point.accuracy:.3f} ({point.low:.3f} to {point.high:.3f})"
-
-
-def draw(path: Path, found: Sequence[Point]) -> None:
-    """Draws accuracy by step with its intervals, and stores what the picture says in the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
-    steps = [point.step for point in found]
-    ends = [point.low for point in found], [point.high for point in found]
-    axes.fill_between(steps, *ends, color=PLAIN_COLOR, alpha=0.4, label="95 % interval")
-    axes.plot(steps, [point.accuracy for point in found], color=TLT_COLOR, marker="o")
-    axes.set(xlabel="RL step", ylabel="right answers", title="held-out word problems", ylim=(0, 1))
-    axes.legend(loc="lower right")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.savefig(path, dpi=110, metadata={"Description": caption(found), "Software": None})
-    pyplot.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; prints the comparison of two runs, or writes the picture."""
+    """The command; prints the comparison of two runs."""
     parser = results.arguments(__doc__)
-    parser.add_argument("--plain", type=Path, help="run folder without a drafter")
-    parser.add_argument("--adaptive", type=Path, help="run folder with an adaptive drafter")
+    parser.add_argument("--plain", type=Path, required=True, help="run folder without a drafter")
+    parser.add_argument(
+        "--adaptive", type=Path, required=True, help="run folder with an adaptive drafter"
+    )
     parser.add_argument("--since", type=int, default=0, help="seconds are of the steps after it")
-    parser.add_argument("--picture", type=Path, help="the PNG to write from results/learning.csv")
     args = parser.parse_args(argv)
-    if args.picture:
-        draw(args.picture, points(RESULTS))
-        return 0
-    if not (args.plain and args.adaptive):
-        parser.error("give --plain RUN and --adaptive RUN, or --picture FILE")
     compare((args.plain, args.adaptive), args.since, results.ResultTable(COLUMNS, args.csv))
     return 0
 

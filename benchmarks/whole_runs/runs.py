@@ -1,4 +1,16 @@
-"""Reads the RL steps of a run folder of `python -m tlt_jax.train`, and compares two runs of the same steps."""
+"""Run folders of `python -m tlt_jax.train`: reads their RL steps, compares two runs, and prints the tables of several arms.
+
+steps     seconds of all steps (the sum of timing_s/step) and of the process; plain / arm in the same turn, with a 95 %
+          interval (jackknife over the steps of all turns); "at most": Amdahl's bound if the rollout took no time, and with the
+          arm's own gain in the rollout; outside steps: imports, reading the policy, the last evaluation and checkpoint.
+phases    seconds of all steps; columns add up to the steps. Compiling is subtracted from the phase that waits for it.
+rollout   programs compiled; plain / arm of the rollout, compiling included, in all steps, in their second half, and in the
+          steps in which neither arm compiled; accept length; the share of row-rounds without a sequence; the median error of
+          the tuner's predictions, |log(predicted / measured)|, of chunks whose time is valid.
+idle      the share of the groups' rollout time in which they had nothing to decode; the share of it in which the drafter was
+          trained; the share of the training seconds, the merge included, inside it; micro-steps, tokens.
+accept length    over the steps, in fifths.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +18,18 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from benchmarks.common.results import print_header, print_row
+from benchmarks.common.timing import interval, ratio
 from tlt_jax import atomic
 from tlt_jax.config.schema import METRICS
-from tlt_jax.metrics import scalars_file, timeline
+from tlt_jax.metrics import scalars_file
 
+PLAIN = "plain"  # the arm without speculation
 PHASES = {
     "rollout": ("rollout",),
     "reward": ("reward",),
@@ -25,11 +41,13 @@ PHASES = {
 COMPARED = ("completion", "length", "finish", "reward")
 
 Scalars = dict[str, float]
+Pairs = list[tuple[float, float]]  # seconds, plain and an arm's
+Columns = Mapping[str, Callable[[str], object]]  # cells of an arm, by name
 
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run: scalars of every step, chunks, answers and traces by step, and the seconds of the process.
+    """The records of one run: scalars of every step, chunks and answers by step, and the seconds of the process.
 
     `policy`: a digest of the exported weights, empty when they were not exported.
     """
@@ -38,7 +56,6 @@ class Run:
     chunks: Mapping[int, Sequence[dict]]
     answers: Mapping[int, Mapping[int, dict]]
     wall: float
-    traces: Mapping[int, Sequence[dict]] = field(default_factory=dict)
     policy: str = ""
 
     def total(self, name: str) -> float:
@@ -60,23 +77,12 @@ def read_run(folder: Path, wall: float) -> Run:
         step: {line["uid"]: line for line in lines}
         for step, lines in read_lines(folder / "completions").items()
     }
-    traces = {
-        int(path.stem): rollout_of(json.loads(path.read_text())["traceEvents"])
-        for path in sorted((folder / "timeline").glob("*.json"))
-    }
     weights, exported = hashlib.sha256(), folder / "hf"
     for path in sorted(exported.glob("*.safetensors")):
         weights.update(path.read_bytes())
     policy = weights.hexdigest() if exported.is_dir() else ""
     chunks = read_lines(folder / "speculation")
-    return Run(read_steps(folder), chunks, answers, wall, traces, policy)
-
-
-def rollout_of(events: Sequence[dict]) -> list[dict]:
-    """The events of the data groups in a step's trace; their times begin at 0."""
-    found = [one for one in events if (one["ph"], one["pid"]) == ("X", timeline.ROLLOUT)]
-    begin = min((one["ts"] for one in found), default=0)
-    return [one | {"ts": one["ts"] - begin} for one in found]
+    return Run(read_steps(folder), chunks, answers, wall, policy)
 
 
 def read_steps(folder: Path) -> dict[int, Scalars]:
@@ -134,26 +140,19 @@ def phases(run: Run) -> dict[str, float]:
     return found | {"unaccounted": run.seconds - sum(found.values())}
 
 
-def pairs(plain: Run, arm: Run, phase: str = "step") -> list[tuple[float, float]]:
+def pairs(plain: Run, arm: Run, phase: str = "step") -> Pairs:
     """Seconds of a phase in every step, compiling included, plain and the arm's."""
     name = f"timing_s/{phase}"
     return [(plain.steps[step][name], arm.steps[step][name]) for step in plain.steps]
 
 
-def quiet_steps(plain: Run, arm: Run) -> list[int]:
-    """The steps in which neither compiled."""
+def quiet_pairs(plain: Run, arm: Run) -> Pairs:
+    """Seconds of the rollout, plain and the arm's, in the steps in which neither compiled."""
     return [
-        step
-        for step in plain.steps
+        pair
+        for step, pair in zip(plain.steps, pairs(plain, arm, "rollout"), strict=True)
         if not plain.steps[step]["perf/compiles"] and not arm.steps[step]["perf/compiles"]
     ]
-
-
-def quiet_pairs(plain: Run, arm: Run) -> list[tuple[float, float]]:
-    """Seconds of the rollout, plain and the arm's, in the steps in which neither compiled."""
-    both = pairs(plain, arm, "rollout")
-    quiet = set(quiet_steps(plain, arm))
-    return [pair for step, pair in zip(plain.steps, both, strict=True) if step in quiet]
 
 
 def prediction_error(run: Run) -> float:
@@ -213,3 +212,136 @@ def idle(run: Run, groups: int) -> dict[str, float]:
         "micro-steps": run.total("drafter/steps"),
         "tokens": run.total("drafter/tokens"),
     }
+
+
+# Tables of several arms
+
+ROLLOUT = partial(pairs, phase="rollout")
+
+
+def cell(value: object) -> str:
+    if isinstance(value, float):
+        return "-" if value != value else f"{value:.2f}"
+    return str(value)
+
+
+class Compared:
+    """The runs of every arm with one kind of cache in all turns, and the plain ones."""
+
+    def __init__(
+        self, turns: Sequence[Mapping[tuple[str, str], Run]], cache: str, arms: Sequence[str]
+    ):
+        self.cache, self.plain = cache, [turn[cache, PLAIN] for turn in turns]
+        self.runs = {arm: [turn[cache, arm] for turn in turns] for arm in arms}
+
+    def table(self, title: str, columns: Columns) -> None:
+        """Prints a row for every arm."""
+        print(f"\n### {self.cache}: {title}")
+        print_header(["arm", *columns])
+        for arm in self.runs:
+            print_row([arm, *(cell(value(arm)) for value in columns.values())])
+
+    def mean(self, of: Callable[[Run], float]) -> Callable[[str], float]:
+        """A column: the mean of a figure over the runs of an arm."""
+        return lambda arm: statistics.mean(map(of, self.runs[arm]))
+
+    def pairs(self, of: Callable[[Run, Run], Pairs], arm: str) -> Pairs:
+        """Seconds, plain and the arm's, of all turns."""
+        both = zip(self.plain, self.runs[arm], strict=True)
+        return [pair for one, other in both for pair in of(one, other)]
+
+    def over(self, of: Callable[[Run, Run], Pairs]) -> Callable[[str], str]:
+        """A column: plain seconds over the arm's, with the interval."""
+        return lambda arm: interval(self.pairs(of, arm))
+
+    def allowed(self, arm: str) -> float:
+        """Plain steps over those with this arm's rollout, by Amdahl's law."""
+        share = statistics.mean(one.total("timing_s/rollout") / one.seconds for one in self.plain)
+        return 1 / (1 - share + share / ratio(self.pairs(ROLLOUT, arm))[0])
+
+
+def report(turns: Sequence[Mapping[tuple[str, str], Run]], cache: str, arms: Sequence[str]) -> None:
+    """Prints the tables of one kind of cache."""
+    found = Compared(turns, cache, arms)
+    for title, columns in (
+        ("steps", step_columns(found)),
+        ("phases, seconds of all steps", phase_columns(found)),
+        ("rollout, plain / arm", rollout_columns(found)),
+        ("idle time and its use", idle_columns(found)),
+        ("accept length by steps", accept_lengths(found)),
+    ):
+        found.table(title, columns)
+
+
+def step_columns(found: Compared) -> Columns:
+    """Seconds of the steps, and Amdahl's bounds."""
+    most = statistics.mean(map(bound, found.plain))
+    return {
+        "steps, s": found.mean(lambda run: run.seconds),
+        "plain / arm": found.over(pairs),
+        "by its rollout": found.allowed,
+        "at most": lambda arm: most,
+        "process, s": found.mean(lambda run: run.wall),
+        "plain / arm of the process": found.over(lambda one, other: [(one.wall, other.wall)]),
+        "outside steps, s": found.mean(lambda run: run.wall - run.seconds),
+    }
+
+
+def phase_columns(found: Compared) -> Columns:
+    """Seconds of the phases."""
+    columns = {
+        name: found.mean(lambda run, name=name: phases(run)[name])
+        for name in phases(found.plain[0])
+    }
+    return columns | {"sum": found.mean(lambda run: run.seconds)}
+
+
+def rollout_columns(found: Compared) -> Columns:
+    """Speed of the rollouts, their compilations and drafting."""
+    compiles = found.mean(lambda run: run.total("perf/compiles"))
+    unused = found.mean(padding)
+    return {
+        "programs compiled": lambda arm: round(compiles(arm)),
+        "all steps": found.over(ROLLOUT),
+        "second half": found.over(
+            lambda one, two: pairs(one, two, "rollout")[len(one.steps) // 2 :]
+        ),
+        "nothing compiled": found.over(quiet_pairs),
+        "such steps": lambda arm: len(found.pairs(quiet_pairs, arm)),
+        "accept length": found.mean(accept_length),
+        "padding": lambda arm: f"{unused(arm):.0%}",
+        "prediction error": found.mean(prediction_error),
+    }
+
+
+def idle_columns(found: Compared) -> Columns:
+    """How the idle time of the data groups was used."""
+    first = next(iter(found.plain[0].steps.values()))
+    groups = sum(name.startswith("group/busy_s@") for name in first)
+
+    shares = {
+        name: found.mean(lambda run, name=name: idle(run, groups)[name])
+        for name in idle(found.plain[0], groups)
+    }
+    counts = ("micro-steps", "tokens")
+    return shares | {name: lambda arm, of=shares[name]: round(of(arm)) for name in counts}
+
+
+def accept_lengths(found: Compared) -> Columns:
+    """Accept length in fifths of the steps."""
+    count, all_steps = len(found.plain[0].steps), [*found.plain[0].steps]
+    fifths = [all_steps[count * part // 5 : count * (part + 1) // 5] for part in range(5)]
+    return {
+        f"{part[0]}-{part[-1]}": found.mean(lambda run, part=part: accept_length(run, part))
+        for part in fifths
+        if part
+    }
+
+
+def describe(run: Run) -> None:
+    """Prints lengths, entropy and rewards of the plain run by step."""
+    names = [f"response_length/{part}" for part in ("p50", "p75", "max")]
+    print("\nAnswers, by step: " + "; ".join(
+        f"{name} {', '.join(f'{value:.3g}' for value in run.each(name))}"
+        for name in (*names, "actor/entropy", "reward/mean")
+    ))  # fmt: skip

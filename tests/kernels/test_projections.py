@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -234,26 +232,6 @@ def test_layers_by_kernels_equal_those_of_xla():
             assert one.shape == other.shape and one.dtype == other.dtype
             assert error < TOLERANCE[dtype], error
             assert one.tobytes() != other.tobytes()  # else both are XLA's
-
-
-def test_the_sweep_times_sizes_that_the_table_can_have(monkeypatch):
-    """Every candidate is a kernel whose result has the shape of XLA's; a line of the table is chosen for its product."""
-    pytest.importorskip("jax_triton", reason=triton_runs.REASON)
-    from benchmarks.device import tune_projections
-
-    for made in tune_projections.layer_products("smollm2", 8, 90):
-        case = tune_projections.case(made, "a GPU")
-        wanted = jax.eval_shape(made.of_xla, *made.arrays)
-        assert case.candidates[0] is not None and len(case.candidates) == len({*case.candidates})
-        assert case.error(None) == 0 and case.seconds(None) > 0
-        for tiles in filter(None, case.candidates):
-            call = partial(made.of_kernel, sizes=tiles)
-            (kernel,) = triton_runs.kernels(call, monkeypatch, *made.arrays)
-            found = jax.eval_shape(call, *made.arrays)
-            assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), kernel.name
-            line = eval("{" + case.line(tiles) + "}", {"Sizes": Sizes})
-            monkeypatch.setattr(projection_sizes, "TABLE", line)
-            assert projection_sizes.sizes("a GPU", made.product) == tiles
 
 
 @pytest.mark.parametrize(

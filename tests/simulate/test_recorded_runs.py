@@ -9,13 +9,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from benchmarks import simulated_runs
-from benchmarks.whole_runs import scalars_text
 from tlt_jax.config import load as loading
 from tlt_jax.data import packing
-from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.errors import ConfigError
 from tlt_jax.metrics.run import open_run
-from tlt_jax.simulate import lengths, record
+from tlt_jax.simulate import acceptance, cost_table, fitted, lengths, record
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row, normal
 from tlt_jax.simulate.lengths import LogNormal
@@ -174,39 +172,31 @@ def test_log_probs_before_an_update_are_recorded_with_it(folder, tmp_path):
     assert more == pytest.approx([0.5] * len(more))
 
 
-def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder):
+def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder, tmp_path):
     """With its own costs, lengths and acceptance; prefills, which are not recorded, follow from the rounds."""
-    found = simulated_runs.of_folders(folder, [folder], "again")
-    assert list(found.real) == list(range(1, STEPS + 1))
-    for part in ("step", "update"):
-        assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.08), part
+    config = loading.read_resolved(folder / "config.yaml")
+    path = tmp_path / "costs.csv"
+    path.write_text(cost_table.text_of(*record.of_runs([folder])))
+    accepted = fitted.of_run(folder, acceptance.NEW)
+    world = World(cost_table.read(path), lengths.recorded(folder), accepted, STEPS, 2)
+    again = SimulatedRun(config, ARMS["ngram"], world)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [again.step() for _ in lines]
+    ratios = {
+        part: [step.seconds[part] / line[f"timing_s/{part}"] for step, line in zip(steps, lines, strict=True)]
+        for part in ("rollout", "update")
+    }  # fmt: skip
+    assert ratios["update"] == pytest.approx([1.0] * STEPS, abs=0.08)
     # What a round accepts is drawn anew from the counted levels: a chunk that waits for one of three rows may take 13 rounds
     # for 4.
-    for part in ("rollout", simulated_runs.ROWS):
-        assert found.ratios(part) == pytest.approx([1.0] * STEPS, abs=0.15), part
-        assert np.mean(found.ratios(part)) == pytest.approx(1.0, abs=0.03), part
-    rows = {row[3]: row for row in found.rows()}
-    assert rows["step"][2] == STEPS and rows["step"][7] <= rows["step"][6] <= rows["step"][8]
+    assert ratios["rollout"] == pytest.approx([1.0] * STEPS, abs=0.15)
+    assert np.mean(ratios["rollout"]) == pytest.approx(1.0, abs=0.03)
 
 
 def test_answers_are_read_in_the_order_of_their_uids(folder):
     drawn = lengths.recorded(folder).draw(0, 4, 4, 0).answers
     expected = LogNormal(80, 0.8).draw(0, 4, 4, 0).answers
     np.testing.assert_array_equal(drawn, np.minimum(expected, 301))
-
-
-def test_a_run_that_replaced_prompts_or_always_compiled_is_refused(folder, tmp_path):
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / name).write_text((folder / name).read_text())
-    text = CONFIG.replace("samples: 4", "samples: 4, max_prompts: 8")
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(DataError, match="judge a run with rollout.max_prompts 0"):
-        simulated_runs.of_folders(tmp_path, [folder], "")
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    every = (tmp_path / "metrics.jsonl").read_text().replace('"perf/compiles": 0', '"perf/compiles": 1')  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text(every)
-    with pytest.raises(DataError, match="every step compiled"):
-        simulated_runs.of_folders(tmp_path, [folder], "")
 
 
 def test_an_update_takes_whole_accumulation_steps(folder):
@@ -220,33 +210,3 @@ def test_an_update_takes_whole_accumulation_steps(folder):
     # The answers of the first prompts fill no row of the second minibatch.
     assert packing.steps(config, [300, 200, 300, 200, 500, 500]) == 2
     assert packing.steps(halves, [300, 200, 300, 200, 500, 500]) == 3
-
-
-# Scalars alone
-
-
-@pytest.mark.parametrize(("mean", "cut"), [(530.7, 0.34375), (120.0, 0.0), (900.0, 0.75)])
-def test_lengths_have_the_recorded_mean_and_share_of_cut_answers(mean, cut):
-    found = scalars_text.quantiles(mean, cut, 1024, 256)
-    assert len(found) == 256 and (found > 1024).mean() == cut and found.min() >= 1
-    assert np.minimum(found, 1024).mean() == pytest.approx(mean, rel=0.02)
-
-
-def test_rounds_of_both_batches_are_found_from_whole_rollouts():
-    """100 rounds: 3 ms each of 8 rows, 2 ms of 4, after 0.5 s without a program; a step that compiled does not count."""
-    halved = np.array([0, 0, 40, 70, 50])
-    scalars = {
-        "timing_s/rollout": 0.5 + 1e-3 * (3 * (100 - halved) + 2 * halved) + np.array([9, 0, 0, 0, 0]),
-        "perf/rounds": np.full(5, 100.0), "perf/row_rounds": 8.0 * (100 - halved) + 4.0 * halved,
-        "group/idle_s@0": np.full(5, 0.5), "group/compile_wait_s@0": np.zeros(5),
-        "perf/compiles": np.array([2, 0, 0, 0, 0]),
-    }  # fmt: skip
-    found = scalars_text.of_rollouts([scalars], 8)
-    assert found == {8: pytest.approx(3e-3), 4: pytest.approx(2e-3)}
-
-
-def test_a_file_without_numbers_or_steps_is_refused(tmp_path):
-    for text, message in (("a b\n", "write a name and the numbers"), ("a 1\n", "no timing_s/step")):
-        (tmp_path / "run.txt").write_text(text)
-        with pytest.raises(DataError, match=message):
-            scalars_text.read(tmp_path / "run.txt")

@@ -1,1 +1,0 @@
-"""Published numbers of other systems, and what the simulator says for the same inputs."""
