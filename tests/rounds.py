@@ -11,6 +11,7 @@ import numpy as np
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
@@ -138,8 +139,10 @@ def tiny(
     """A random policy, and a random drafter of this kind."""
     mesh, own = meshes.make_mesh(1, 1), drafter_network.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
-    target = bindings.bind_target(model, group, dtype, own.captures, strategy.path)
-    drafter = bindings.bind_drafter(Speculation(drafter="a directory"), own, target, group, dtype)
+    target = bindings.bind_target(model, Fused.of(group), dtype, own.captures, strategy.path)
+    drafter = bindings.bind_drafter(
+        Speculation(drafter="a directory"), own, target, Fused.of(group), dtype
+    )
     params = (
         architecture.init(model, mesh, jax.random.key(0), dtype),
         drafter_network.init(own, mesh, jax.random.key(7), dtype),

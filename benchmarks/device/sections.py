@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from benchmarks.common import processes
 from benchmarks.common.processes import TIMEOUT
@@ -30,6 +29,7 @@ from tlt_jax.data import packing
 from tlt_jax.data.packing import Example
 from tlt_jax.distributed import mesh as meshes, process
 from tlt_jax.kernels import tree_attention
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
@@ -135,7 +135,7 @@ def filters(device: Device) -> Iterator[Row]:
     )
     ways = {
         "XLA": partial(sampling.filter, unrolls=True),
-        "engine": partial(bindings.filtered, group_mesh=device.mesh),
+        "engine": partial(bindings.filtered, fused=Fused.of(device.mesh)),
     }
     normal = jax.random.normal(jax.random.key(0), (batch, vocab))
     for spread in SPREADS:
@@ -167,17 +167,17 @@ def attention(device: Device) -> Iterator[Row]:
         device.check()
         given = setup.attention_operands(device, batch, nodes, width)
         read = batch * heads * width * slots * given[0].dtype.itemsize  # keys and values, half full
-        for way, mesh in (("XLA", None), ("engine", device.mesh)):
-            spent = attention_seconds(given, mesh)
+        for way, fused in (("XLA", None), ("engine", Fused.of(device.mesh))):
+            spent = attention_seconds(given, fused)
             aim = "0.70" if way == "engine" and batch >= 8 else ""
             case, share = f"{way}, B {batch} N {nodes}", read / rate / spent
             yield case, 1e3 * spent, read / spent / 1e12, "TB/s", share, "copy", aim
 
 
-def attention_seconds(given: tuple[jax.Array, ...], mesh: Mesh | None) -> float:
+def attention_seconds(given: tuple[jax.Array, ...], fused: Fused | None) -> float:
     """Seconds of one of several attentions, each of the queries that the one before returned."""
     return setup.seconds_each(
-        lambda q, *rest: tree_attention.attend(q, *rest, False, mesh)[0], *given, times=16
+        lambda q, *rest: tree_attention.attend(q, *rest, False, fused)[0], *given, times=16
     )
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from benchmarks.device import setup
 from benchmarks.device.setup import Device, Row
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.kernels import attention_sizes, tree_attention, triton_support
+from tlt_jax.kernels import attention_sizes, tree_attention
 from tlt_jax.kernels.attention_sizes import SLOTS_PER_QUERY, Sizes
+from tlt_jax.kernels.fused import Fused
 
 SECONDS = 180.0  # of the cases of a kernel
 TIMES = 16  # calls of a program that is timed, for each batch
@@ -61,7 +62,7 @@ class Case:
 
 def tune(device: Device) -> Iterator[Row]:
     """A row for every candidate of the attention kernel; prints the fastest as code. Nothing without Triton kernels."""
-    if triton_support.capability(device.mesh) is None:
+    if not Fused.of(device.mesh).on:
         print("tune: no Triton kernel runs on this device, so there is nothing to tune")
         return
     yield from measured(attention_cases(device), device)
@@ -117,11 +118,11 @@ def attention_case(device: Device, nodes: int, width: int) -> Case:
     q, *rest = timed[-1]
     lengths = jnp.linspace(0, slots, len(q)).astype(jnp.int32)
     expected = jax.jit(partial(tree_attention.attend, slots_last=False))(q, *rest[:-1], lengths)[0]
-    queries, capability = q.shape[2] * nodes, triton_support.capability(device.mesh)
+    queries, fused = q.shape[2] * nodes, Fused.of(device.mesh)
 
     def step(sizes: Sizes, state: tuple, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, arrivals = state
-        return tree_attention_triton.attend(q, *rest, arrivals, capability, sizes)
+        return tree_attention_triton.attend(q, *rest, arrivals, fused, sizes)
 
     def state(q: jax.Array, sizes: Sizes) -> tuple[jax.Array, jax.Array]:
         return q, jnp.zeros((*q.shape[:2], sizes.tiles(queries)), jnp.int32)

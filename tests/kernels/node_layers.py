@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import product_parts, projections, triton_support
+from tlt_jax.kernels import product_parts
+from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
 from tlt_jax.models import architecture, decoder_layer, drafter_network, eagle, layers as ops, lora
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
@@ -64,8 +64,8 @@ def layers(name: str, dtype: str):
     return config, rollout.layers[0], drafter, drafts
 
 
-def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list[np.ndarray]]:
-    """Queries, keys, values, output and normed output of the policy's layer and the drafter's: with the mesh, and without."""
+def both(name: str, dtype: str, batch: int, nodes: int, fused: Fused) -> list[list[np.ndarray]]:
+    """Queries, keys, values, output and normed output of the layers of policy and drafter: with the kernels, and without."""
     config, layer, drafter, drafts = layers(name, dtype)
     random, count = np.random.default_rng(0), batch * nodes
 
@@ -79,30 +79,30 @@ def both(name: str, dtype: str, batch: int, nodes: int, mesh: Mesh) -> list[list
     turns = 3 * random.normal(size=(config.head_dim // 2, count))
     angles = jnp.asarray(np.cos(turns), dtype), jnp.asarray(np.sin(turns), dtype)
 
-    def results(mesh: Mesh | None) -> list[np.ndarray]:
-        heads = decoder_layer.node_heads(layer, config, 3 * x, angles, batch, mesh)
-        drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, mesh)
+    def results(fused: Fused | None) -> list[np.ndarray]:
+        heads = decoder_layer.node_heads(layer, config, 3 * x, angles, batch, fused)
+        drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, fused)
         ends = []
         for one, of in ((layer, config), (drafts.layer, drafter.block)):
             norm = one.attention_norm
-            total, normed = decoder_layer.finish_nodes(one, of, x, attended, norm, mesh)
+            total, normed = decoder_layer.finish_nodes(one, of, x, attended, norm, fused)
             ends += [total, ops.rms_norm(total, norm, of.rms_eps, 0) if normed is None else normed]
         return [*heads, *drafted, *ends]
 
-    return [[np.asarray(one) for one in results(form)] for form in (mesh, None)]
+    return [[np.asarray(one) for one in results(form)] for form in (fused, None)]
 
 
 def interpreted(
-    name: str, dtype: str, batch: int, nodes: int, in_parts: bool = False
+    name: str, dtype: str, batch: int, nodes: int, in_parts: bool = False, *, fused: Fused
 ) -> list[list[np.ndarray]]:
-    """`both`, with the kernels as if this machine had a GPU for them; `in_parts`: those of large matrices."""
-    projections.triton_support = SimpleNamespace(capability=lambda mesh: None if in_parts else 90)
-    product_parts.triton_support = SimpleNamespace(capability=lambda mesh: 90)
-    product_parts.LEAST_MATRIX = 0 if in_parts else product_parts.LEAST_MATRIX
-    return both(name, dtype, batch, nodes, make_mesh(1, 1))
+    """`both`; `in_parts`: by the kernels of large matrices."""
+    if in_parts:
+        fused = replace(fused, on=fused.on - {HEADS, ADDED, GATED})
+        product_parts.LEAST_MATRIX = 0
+    return both(name, dtype, batch, nodes, fused)
 
 
 if __name__ == "__main__":
-    mesh = make_mesh(1, 1)
-    found = [both(*case, mesh) for case in pickle.load(sys.stdin.buffer)]
-    pickle.dump((jax.default_backend(), triton_support.capability(mesh), found), sys.stdout.buffer)
+    fused = Fused.of(make_mesh(1, 1))
+    found = [both(*case, fused) for case in pickle.load(sys.stdin.buffer)]
+    pickle.dump((jax.default_backend(), fused.capability, found), sys.stdout.buffer)

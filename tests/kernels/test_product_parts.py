@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kernels.test_projections import EPS, Random, check, normed, wide
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
+from tlt_jax.kernels.fused import PART_ADDED, PART_HEADS
 
 TRITON = "tlt_jax.kernels.product_parts_triton:"
 # Parts, tokens, nodes of a tree, K, G, E, dtype, whether one matrix has all heads, and whether there are a bias, head norms and
@@ -44,7 +46,7 @@ def heads_given(S, T, N, K, G, E, dtype, is_joined, has_bias, has_norm, has_chan
         normal(K * (G + 2) * E) if has_bias else None,
         [normal(E), normal(E)] if has_norm else None,
         [np.cos(3 * angle).astype(normal.dtype), np.sin(3 * angle).astype(normal.dtype)],
-        (K, G, E), is_joined, T // N, EPS, normal.dtype, 90,
+        (K, G, E), is_joined, T // N, EPS, normal.dtype,
     )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def test_parts_are_added_and_normed():
         parts = normal.random.normal(size=(S, T, out)).astype(np.float32)
         change = normal.random.normal(size=(T, out)).astype(np.float32) if has_change else None
         bias = normal(out) if has_bias else None
-        calls.append(((parts, change, 3 * normal(T, out), bias, normal(out), EPS, 90), {}))
+        calls.append(((parts, change, 3 * normal(T, out), bias, normal(out), EPS), {}))
     found = triton_runs.interpreted(TRITON + "added", calls)
     for (*_, dtype, _, _), ((parts, change, x, bias, norm, *_), _), (total, row) in zip(
         ROWS, calls, found, strict=True
@@ -129,9 +131,11 @@ def test_kernels_read_parts_16_bytes_at_once_and_spill_nothing(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def both(parts, x, row, heads, bias, head, angle):
-        ours.added(parts, None, x, None, row, EPS, 90)
+        ours.added(parts, None, x, None, row, EPS, triton_runs.FUSED)
         norms, angles = [head, head], [angle, angle]
-        return ours.heads(heads, None, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", 90)
+        return ours.heads(
+            heads, None, bias, norms, angles, (K, G, E), True, T, EPS, "bfloat16", triton_runs.FUSED
+        )
 
     made = triton_runs.kernels(
         both, monkeypatch, array(8, T, D, dtype="float32"), array(T, D), array(D),
@@ -163,16 +167,17 @@ def test_layers_by_parts_equal_those_of_xla():
             assert one.tobytes() != other.tobytes()  # else both are XLA's
 
 
-def test_many_tokens_small_matrices_and_tensor_parallelism_are_left_to_xla(monkeypatch):
-    monkeypatch.setattr(product_parts.triton_support, "capability", lambda mesh: 90)
-    one, two, large = make_mesh(1, 1), make_mesh(1, 2), 3584 * 3584
-    for tokens, dtype, numbers, mesh, runs in [
+def test_many_tokens_small_matrices_and_tensor_parallelism_are_left_to_xla():
+    one, large = triton_runs.FUSED, 3584 * 3584
+    two, off = replace(one, mesh=make_mesh(1, 2)), replace(one, on=frozenset({PART_ADDED}))
+    for tokens, dtype, numbers, fused, runs in [
         (256, "bfloat16", large, one, True),
         (257, "bfloat16", large, one, False),
         (1, "bfloat16", large, two, False),
         (1, "bfloat16", large, None, False),
+        (1, "bfloat16", large, off, False),
         (1, "bfloat16", 896 * 4864, one, False),
         (1, "float16", large, one, False),
     ]:
         x = jax.ShapeDtypeStruct((8, tokens), dtype)
-        assert (product_parts.found_capability(x, numbers, mesh) is not None) == runs
+        assert product_parts.runs(PART_HEADS, x, numbers, fused) == runs

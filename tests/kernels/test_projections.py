@@ -88,7 +88,7 @@ def heads_given(case: Case) -> tuple[tuple, dict[str, Any]]:
         [np.cos(angle).astype(normal.dtype), np.sin(angle).astype(normal.dtype)],
         (K, G, E), T // case.N, EPS,
     )  # fmt: skip
-    return given, {"capability": 90, "sizes": case.sizes}
+    return given, {"sizes": case.sizes}
 
 
 def heads_wanted(case: Case, given: tuple) -> list[np.ndarray]:
@@ -148,7 +148,7 @@ def test_products_that_are_added():
         bias = normal(out) if has_bias else None
         arrays = normal(T, out), normal(T, width), normal(out, width, scale=width**-0.5), bias
         arrivals = np.zeros(8, np.int32)
-        calls.append(((*arrays, arrivals), {"capability": 90, "sizes": tiles}))
+        calls.append(((*arrays, arrivals), {"sizes": tiles}))
     found, other = (
         triton_runs.interpreted(TRITON + "added", calls, is_reversed)
         for is_reversed in (False, True)
@@ -170,7 +170,7 @@ def test_normed_gates(is_joined):
             [normal(*part) for part in parts] if has_bias else None, EPS,
         )  # fmt: skip
         tiles = tiles if tiles.rows > 8 else Sizes(16, 256, 4, 4)
-        calls.append((given, {"capability": 90, "sizes": tiles}))
+        calls.append((given, {"sizes": tiles}))
     found = triton_runs.interpreted(TRITON + "gated", calls)
     for (given, _), (result, arrivals) in zip(calls, found, strict=True):
         assert not arrivals.any()
@@ -204,8 +204,8 @@ def test_cache_rows_are_the_nodes_of_each_path_with_finite_values(dtype):
     arrays = normal(B, K, E, S), normal(B, K, S, E), normal(B, K, E, N), normal(B, K, N, E)
     arrays[3][:, :, :2, 0], arrays[3][1, 1, 3, 2] = (np.nan, np.inf), -np.inf
     path = np.array([[0, 3], [0, 0], [4, 1]], np.int32)
-    after, keywords = normal(2, 2), {"capability": 90}
-    calls = [((*arrays, starts, after, *more), keywords) for more in ((), (path,))]
+    after = normal(2, 2)
+    calls = [((*arrays, starts, after, *more), {}) for more in ((), (path,))]
     found = triton_runs.interpreted("tlt_jax.kernels.cache_rows_triton:write", calls)
     for nodes, (keys, values) in zip((np.arange(N)[None].repeat(B, 0), path), found, strict=True):
         wanted_keys, wanted_values = arrays[0].copy(), arrays[1].copy()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from kernels.devices import on_device
-from kernels.triton_runs import REASON, compiled, kernels, resource_usage
+from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 
 from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import Product, sizes
 from tlt_jax.models import drafter_network, eagle, hf
 
@@ -49,7 +50,7 @@ def calls(policy: str, tokens: int, dtype: str):
 
     x, norm, angle, of_head = array(T, D), array(D), array(T, E // 2), array(E)
     norms = (of_head, of_head) if head else None
-    common = {"capability": 90}
+    common = {"fused": FUSED}
 
     def heads(inputs, matrices, biases):
         arrays = [x] * inputs, [norm] * inputs, matrices, biases, norms, [angle, angle]
@@ -125,7 +126,7 @@ def test_a_level_of_a_draft_is_a_kernel_a_product():
         def body(carry):
             level, scratch, hidden = carry
             positions = jnp.broadcast_to(starts[:, None], (B, k))
-            step = tokens, hidden, positions, starts, seen, 1, mesh
+            step = tokens, hidden, positions, starts, seen, 1, Fused.of(mesh)
             return level + 1, *eagle.step(params, config, shared, cache, scratch, *step)
 
         return jax.lax.while_loop(lambda carry: carry[0] < levels, body, (0, scratch, hidden))

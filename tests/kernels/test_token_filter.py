@@ -12,6 +12,7 @@ from kernels.triton_runs import interpreted
 
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import token_filter
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode.decoding_params import Sampling
@@ -43,8 +44,8 @@ def rows(vocab: int) -> np.ndarray:
 @cache
 def borders() -> list[np.ndarray]:
     """Those of all cases, and of three rows alone, and of the cases REVERSED with the programs in reversed order."""
-    calls = [((rows(vocab), k, p, 90), {}) for vocab, k, p in CASES]
-    alone = [((row[None], 20, 0.9, 90), {}) for row in rows(8999)[1:4]]
+    calls = [((rows(vocab), k, p), {}) for vocab, k, p in CASES]
+    alone = [((row[None], 20, 0.9), {}) for row in rows(8999)[1:4]]
     return interpreted(BORDER, calls + alone) + interpreted(
         BORDER, [calls[one] for one in REVERSED], is_reversed=True
     )
@@ -100,14 +101,14 @@ def test_borders_depend_neither_on_the_order_of_programs_nor_on_other_rows():
 
 
 def test_a_target_filters_by_the_border_where_there_is_one(monkeypatch):
-    mesh, rule = make_mesh(1, 1), Sampling(1.0, 3, 0.9)
+    fused, rule = Fused.of(make_mesh(1, 1)), Sampling(1.0, 3, 0.9)
     scaled = jnp.asarray(rows(100)[:4].reshape(2, 2, 100))
     expected = sampling.filter(scaled, rule, unrolls=True)
-    assert token_filter.border(scaled, rule.top_k, rule.top_p, mesh) is None
-    np.testing.assert_array_equal(bindings.filtered(scaled, rule, mesh), expected)
+    assert token_filter.border(scaled, rule.top_k, rule.top_p, fused) is None
+    np.testing.assert_array_equal(bindings.filtered(scaled, rule, fused), expected)
     top = jnp.max(sampling.ordered_bits(scaled), axis=-1, keepdims=True)
     monkeypatch.setattr(token_filter, "border", lambda *given: top)
-    kept = bindings.filtered(scaled, rule, mesh) > -jnp.inf
+    kept = bindings.filtered(scaled, rule, fused) > -jnp.inf
     np.testing.assert_array_equal(kept, scaled == scaled.max(axis=-1, keepdims=True))
     unfiltered = Sampling(1.0)
-    np.testing.assert_array_equal(bindings.filtered(scaled, unfiltered, mesh), scaled)
+    np.testing.assert_array_equal(bindings.filtered(scaled, unfiltered, fused), scaled)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from kernels.devices import on_device
-from kernels.triton_runs import REASON, compiled, kernels, resource_usage
+from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 
 FILTERS = {"top-p": (0, 0.95), "top-k": (50, 1.0), "both": (20, 0.95)}
 VOCABULARIES = (152064, 49152)
@@ -24,7 +24,7 @@ def test_three_kernels_read_wide_and_fit_a_multiprocessor_twice(name, vocab, mon
     from tlt_jax.kernels import token_filter_triton
 
     top_k, top_p = FILTERS[name]
-    border = partial(token_filter_triton.border, top_k=top_k, top_p=top_p, capability=90)
+    border = partial(token_filter_triton.border, top_k=top_k, top_p=top_p, fused=FUSED)
     found = kernels(border, monkeypatch, jax.ShapeDtypeStruct((32, vocab), "float32"))
     assert [one.name for one in found] == ["filter_survey", "filter_weigh", "filter_cut"]
     for one in found:

@@ -53,7 +53,7 @@ def interpreted(
     for given, sizes in cases:
         B, K, G, N, _ = given.q.shape
         arrivals = np.zeros((B, K, sizes.tiles(G * N)), np.int32)
-        calls.append(((*given, arrivals), {"capability": 90, "sizes": sizes}))
+        calls.append(((*given, arrivals), {"sizes": sizes}))
     name = "tlt_jax.kernels.tree_attention_triton:attend"
     found = triton_runs.interpreted(name, calls, is_reversed)
     assert not any(arrivals.any() for _, arrivals in found)
@@ -159,7 +159,7 @@ def test_slots_that_do_not_divide_into_tiles_are_refused():
     given = arguments(Case(1, 7, 1, 128, 1, 200, "bfloat16", (5,)))
     with pytest.raises(ValueError, match="200 cache slots do not divide into tiles of 64"):
         tree_attention_triton.attend(
-            *given, np.zeros((1, 1, 1), np.int32), 90, Sizes(16, 64, 128, 4, 3)
+            *given, np.zeros((1, 1, 1), np.int32), triton_runs.FUSED, Sizes(16, 64, 128, 4, 3)
         )
 
 

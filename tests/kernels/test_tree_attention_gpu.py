@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from kernels.devices import on_device
 from kernels.tree_cases import Arguments, Case, arguments, attend
-from kernels.triton_runs import REASON, Kernel, compiled, kernels, resource_usage
+from kernels.triton_runs import FUSED, REASON, Kernel, compiled, kernels, resource_usage
 from pairwise import matrix
 
 from benchmarks.device import tune
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import attention_sizes, tree_attention
 from tlt_jax.kernels.attention_sizes import Sizes
+from tlt_jax.kernels.fused import Fused
 
 # Rows of a key/value head: plain decoding, trees of 4, 8, 12, 24 and 48 nodes, a drafter's extension.
 ROWS = [(7, 1, 1), (7, 4, 4), (7, 8, 8), (7, 12, 12), (7, 24, 24), (7, 48, 48), (1, 1, 9)]
@@ -33,7 +34,7 @@ def kernel(case: Case, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
     given, queries = arguments(case), case.G * case.N
     arrivals = np.zeros((len(case.lengths), case.K, sizes.tiles(queries)), np.int32)
-    attend = partial(tree_attention_triton.attend, capability=90, sizes=sizes)
+    attend = partial(tree_attention_triton.attend, fused=FUSED, sizes=sizes)
     (found,) = kernels(attend, monkeypatch, *given, arrivals)
     return found
 
@@ -102,7 +103,7 @@ def lowered(model: int, rounds: int) -> jax.stages.Lowered:
             (i, q, values), arrivals = state, None
             for _ in range(2):
                 q, arrivals = tree_attention.attend(
-                    q, k, v, ancestors, keys, values, lengths, False, mesh, arrivals
+                    q, k, v, ancestors, keys, values, lengths, False, Fused.of(mesh), arrivals
                 )
             return i + 1, q, values.at[:, :, i, :].set(q[:, :, 0, 0])
 

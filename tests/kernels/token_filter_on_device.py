@@ -14,17 +14,17 @@ import jax
 import numpy as np
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import triton_support
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
 from tlt_jax.spec_decode.decoding_params import Sampling
 
 if __name__ == "__main__":
-    mesh, found = make_mesh(1, 1), []
+    fused, found = Fused.of(make_mesh(1, 1)), []
     for logits, top_k, top_p in pickle.load(sys.stdin.buffer):
         rule = Sampling(1.0, top_k, top_p)
-        ours = jax.jit(partial(bindings.filtered, rule=rule, group_mesh=mesh))
+        ours = jax.jit(partial(bindings.filtered, rule=rule, fused=fused))
         xla = jax.jit(partial(sampling.filter, sampling=rule, unrolls=True))
         found.append([np.asarray(one(logits)) > -np.inf for one in (ours, xla, ours)])
-    about = jax.default_backend(), triton_support.capability(mesh)
+    about = jax.default_backend(), fused.capability
     pickle.dump((*about, found), sys.stdout.buffer)

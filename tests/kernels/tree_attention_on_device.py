@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import tree_attention, triton_support
+from tlt_jax.kernels import tree_attention
+from tlt_jax.kernels.fused import Fused
 
 if __name__ == "__main__":
-    mesh = make_mesh(1, 1)
-    compiled = jax.jit(partial(tree_attention.attend, slots_last=False, mesh=mesh))
+    fused = Fused.of(make_mesh(1, 1))
+    compiled = jax.jit(partial(tree_attention.attend, slots_last=False, fused=fused))
     found = [np.asarray(compiled(*case)[0]) for case in pickle.load(sys.stdin.buffer)]
-    about = jax.default_backend(), triton_support.capability(mesh)
+    about = jax.default_backend(), fused.capability
     pickle.dump((*about, found), sys.stdout.buffer)

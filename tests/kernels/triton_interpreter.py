@@ -1,7 +1,7 @@
 """Runs a function's kernels in Triton's interpreter, on NumPy, in a separate process: Triton chooses it at import.
 
 Reads, pickled, the function's name (module:function), the arguments of its calls, and whether the programs of a kernel run in
-reversed order; writes the list of the function's results.
+reversed order; calls it with all kernels as `fused`, and writes the list of the function's results.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import jax_triton  # noqa: E402
 import numpy as np  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
+
+from tlt_jax.distributed.mesh import make_mesh  # noqa: E402
+from tlt_jax.kernels.fused import COSTS, Fused  # noqa: E402
 
 EXACT_DOT = interpreter.InterpreterBuilder.create_dot
 
@@ -85,5 +88,7 @@ if __name__ == "__main__":
         interpreter.interpreter_builder.set_grid_idx = from_the_last
     module, _, function = name.partition(":")
     run = getattr(importlib.import_module(module), function)
-    found = [jax.tree.map(np.asarray, run(*args, **keywords)) for args, keywords in calls]
+    fused = Fused(make_mesh(1, 1), 90, frozenset(COSTS))
+    found = [run(*args, fused=fused, **keywords) for args, keywords in calls]
+    found = jax.tree.map(np.asarray, found)
     pickle.dump(found, sys.stdout.buffer)

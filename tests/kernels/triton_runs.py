@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tlt_jax.distributed.mesh import make_mesh
+from tlt_jax.kernels.fused import COSTS, Fused
+
+FUSED = Fused(make_mesh(1, 1), 90, frozenset(COSTS))  # of an H200
 REASON = "Triton, jax-triton: Python 3.12 and the gpu extra"
 LETTERS = {
     "bfloat16": "bf16",

@@ -11,6 +11,7 @@ from models.test_block_drafter import rolled
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode.decode_state import Weights
@@ -27,8 +28,10 @@ def candidates(case: str, tokens, features, model: int):
     shared = jax.device_put(cases.shared(), jax.NamedSharding(mesh, jax.P()))
     params, group = rolled(cases.params(case, mesh=mesh), cases.config(case), mesh, shared)
     own, settings = cases.config(case), Speculation(drafter="a directory")
-    target = bindings.bind_target(cases.policy(), group, "float64", own.captures, STRATEGY.path)
-    drafter = bindings.bind_drafter(settings, own, target, group, "float64")
+    target = bindings.bind_target(
+        cases.policy(), Fused.of(group), "float64", own.captures, STRATEGY.path
+    )
+    drafter = bindings.bind_drafter(settings, own, target, Fused.of(group), "float64")
     policy = architecture.Params(shared.embed, (), params.final_norm, shared.head)
     context = Context(*map(jnp.asarray, (tokens, LENGTHS, features)), ())
     empty = drafter.empty(len(LENGTHS), tokens.shape[1])

@@ -12,6 +12,7 @@ from tlt_jax.distributed import launches, topology
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import data_group, make_mesh
 from tlt_jax.kernels import cache_rows
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
@@ -35,9 +36,9 @@ def lowered(kind: str, chip: str, strategy: str, batch: int, model: int, tempera
     mesh = make_mesh(1, model, None if chip == "cpu" else topology.describe(chip).devices)
     group, shape = data_group(mesh, 0), parse(strategy)
     own = drafter_network.for_policy(POLICY, kind, draft_vocab_size=DRAFT_VOCAB)
-    target = bindings.bind_target(POLICY, group, "bfloat16", own.captures, shape.path)
+    target = bindings.bind_target(POLICY, Fused.of(group), "bfloat16", own.captures, shape.path)
     settings = Speculation(drafter="a directory")
-    drafter = bindings.bind_drafter(settings, own, target, group, "bfloat16")
+    drafter = bindings.bind_drafter(settings, own, target, Fused.of(group), "bfloat16")
     shapes = GroupShapes(target, drafter, group, {})
     return rounds.drafting(shapes, StateShape(0, batch, 4096), 4, shape, temperature)
 
@@ -108,7 +109,7 @@ def test_on_a_gpu_a_block_of_seven_levels_moves_half_the_bytes_of_seven_passes_a
     bytes.
     """
     found, mesh = {}, make_mesh(1, 1, topology.describe("h200:1").devices)
-    most, more = (1 << 20, 1.1) if cache_rows.runs(mesh, False) else (KEYS, 1.2)
+    most, more = (1 << 20, 1.1) if cache_rows.runs(Fused.of(mesh), False) else (KEYS, 1.2)
     for kind in ("eagle3", "dspark"):
         compiled, one_round = launches.compile_and_read(lowered(kind, "h200:1", "7_1_8", 1, 1, 1.0))
         hlo = compiled.as_text()

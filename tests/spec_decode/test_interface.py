@@ -15,6 +15,7 @@ from jaxtyping import jaxtyped
 
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.rollout import bindings, networks, ngram_memory
 from tlt_jax.spec_decode import admission, decode
 from tlt_jax.spec_decode.decode import Decoder
@@ -111,7 +112,7 @@ def test_the_policy_and_ngrams_keep_to_the_signatures(monkeypatch):
     decoder, weights = policy(set(), monkeypatch, "eagle")
     group = meshes.data_group(meshes.make_mesh(1, 1), 0)
     settings = Speculation(drafter="ngram")
-    drafter = bindings.bind_drafter(settings, None, decoder.target, group, "float32")
+    drafter = bindings.bind_drafter(settings, None, decoder.target, Fused.of(group), "float32")
     decoder = decoder._replace(target=checked(decoder.target, seen), drafter=checked(drafter, seen))
     trace(decoder, weights.replace(drafter=()), jnp.zeros((2, 8), jnp.int32))
     assert seen == STATELESS

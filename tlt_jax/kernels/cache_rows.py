@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import partition
-from tlt_jax.kernels import triton_support
+from tlt_jax.kernels.fused import CACHE_ROWS, Fused
 from tlt_jax.shapes import shaped
 
 
-def runs(mesh: Mesh | None, slots_last: bool) -> bool:
-    """Whether `write` runs on this mesh, for values of this layout."""
-    return mesh is not None and not slots_last and triton_support.capability(mesh) is not None
+def runs(fused: Fused | None, slots_last: bool) -> bool:
+    """Whether `write` runs, for values of this layout."""
+    return fused is not None and CACHE_ROWS in fused.on and not slots_last
 
 
 @shaped
@@ -27,7 +26,7 @@ def write(
     path: Int[Array, "B M"] | None,
     starts: Int[Array, "*B"],
     after: Shaped[Array, ...],
-    mesh: Mesh,
+    fused: Fused,
 ) -> tuple[Float[Array, "B K E S"], Float[Array, "B K S E"]]:
     """Keys and values with the nodes path[b] (None: all) of row b at slots starts[b], starts[b] + 1, ..., in place.
 
@@ -42,8 +41,8 @@ def write(
     whole = partition((), "rollout")
     specs = (heads, heads, heads, heads, rows if starts.ndim else whole, whole, rows)
     return jax.shard_map(
-        partial(cache_rows_triton.write, capability=triton_support.capability(mesh)),
-        mesh=mesh,
+        partial(cache_rows_triton.write, fused=fused),
+        mesh=fused.mesh,
         in_specs=specs[: len(given)],
         out_specs=(heads, heads),
         check_vma=False,

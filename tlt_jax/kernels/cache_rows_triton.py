@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int, Shaped
 
-from tlt_jax.kernels import triton_call
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import power
 
 
@@ -21,15 +21,15 @@ def write(
     after: Shaped[Array, ...],
     path: Int[Array, "B M"] | None = None,
     *,
-    capability: int,
+    fused: Fused,
 ) -> tuple[Float[Array, "B K E S"], Float[Array, "B K S E"]]:
     """`cache_rows.write` on one device with unsharded arrays."""
     B, K, E, N = k.shape
     starts = starts.astype(jnp.int32)
     M = N if path is None else path.shape[1]
-    return triton_call.call(
+    return fused.call(
         keys, values, k, v, starts, starts if path is None else path.astype(jnp.int32), after,
-        capability=capability, kernel=write_head, name="cache_rows",
+        kernel=write_head, name="cache_rows",
         out_type=(
             jax.ShapeDtypeStruct(keys.shape, keys.dtype),
             jax.ShapeDtypeStruct(values.shape, values.dtype),

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from tlt_jax.kernels import projection_sizes, triton_support
+from tlt_jax.kernels import projection_sizes
+from tlt_jax.kernels.fused import PART_ADDED, PART_HEADS, Fused
 
 # Small matrices XLA splits into more and narrower parts than `splits`, and would split ours again.
 LEAST_MATRIX = projection_sizes.MOST_MATRIX
@@ -38,7 +38,7 @@ def heads(
     shape: tuple[int, int, int],
     batch: int,
     eps: float,
-    mesh: Mesh | None,
+    fused: Fused | None,
     change: Float[Array, "K J E BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]] | None:
     """Rotated queries and keys, and values, as tree_attention.attend takes them, of what the product reads; `shape`: (K, G, E).
@@ -46,8 +46,7 @@ def heads(
     `matrices`: one of shape [K, G + 2, E, In], or those of queries, keys and values; `biases` likewise.
     `change`: in float32, is added to the product with one matrix.
     """
-    capability = found_capability(x, sum(one.size for one in matrices), mesh)
-    if capability is None:
+    if not runs(PART_HEADS, x, sum(one.size for one in matrices), fused):
         return None
     from tlt_jax.kernels import product_parts_triton
 
@@ -60,7 +59,7 @@ def heads(
         change = change.reshape(-1, x.shape[1]).T
     return product_parts_triton.heads(
         product(x, matrix), change, bias, norms, [angle.T for angle in angles], shape, len(matrices) == 1,
-        batch, eps, x.dtype, capability,
+        batch, eps, x.dtype, fused,
     )  # fmt: skip
 
 
@@ -71,29 +70,27 @@ def added(
     bias: Float[Array, " Out"] | None,
     norm: Float[Array, " Out"],
     eps: float,
-    mesh: Mesh | None,
+    fused: Fused | None,
     change: Float[Array, "Out BN"] | None = None,
 ) -> tuple[Float[Array, "Out BN"], Float[Array, "Out BN"]] | None:
     """x + matrix @ y + change + bias, and that normed by `norm`; the change is in float32."""
-    capability = found_capability(y, matrix.size, mesh)
-    if capability is None or len(x) > MOST_WIDTH:
+    if not runs(PART_ADDED, y, matrix.size, fused) or len(x) > MOST_WIDTH:
         return None
     from tlt_jax.kernels import product_parts_triton
 
     change = None if change is None else change.T
     total, normed = product_parts_triton.added(
-        product(y, matrix), change, x.T, bias, norm, eps, capability
+        product(y, matrix), change, x.T, bias, norm, eps, fused
     )
     return total.T, normed.T
 
 
-def found_capability(x: Float[Array, "In BN"], numbers: int, mesh: Mesh | None) -> int | None:
-    """The compute capability for the kernels, for a product of x with this many numbers; None where XLA's operations run."""
-    if mesh is None or mesh.size > 1 or x.dtype not in (jnp.bfloat16, jnp.float32):
-        return None
-    if x.shape[1] > MOST_TOKENS or numbers * x.dtype.itemsize <= LEAST_MATRIX:
-        return None
-    return triton_support.capability(mesh)
+def runs(name: str, x: Float[Array, "In BN"], numbers: int, fused: Fused | None) -> bool:
+    """Whether the kernel runs, for a product of x with this many numbers."""
+    if fused is None or name not in fused.on or fused.mesh.size > 1:
+        return False
+    is_large = numbers * x.dtype.itemsize > LEAST_MATRIX
+    return is_large and x.dtype in (jnp.bfloat16, jnp.float32) and x.shape[1] <= MOST_TOKENS
 
 
 def product(y: Float[Array, "In T"], matrix: Float[Array, "Out In"]) -> Float[Array, "S T Out"]:

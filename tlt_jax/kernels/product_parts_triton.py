@@ -13,7 +13,7 @@ import triton.language as tl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from tlt_jax.kernels import triton_call
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import power
 
 
@@ -28,7 +28,7 @@ def heads(
     batch: int,
     eps: float,
     dtype: DTypeLike,
-    capability: int,
+    fused: Fused,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Rotated queries and keys, and values, of this dtype, from the product of T = B N tokens; `shape`: (K, G, E).
 
@@ -37,10 +37,10 @@ def heads(
     """
     (splits, T, _), (K, G, E) = parts.shape, shape
     B, N, cos = batch, T // batch, angles[0]
-    return triton_call.call(
+    return fused.call(
         parts, parts if change is None else change, cos if bias is None else bias,
         *(head_norms or (cos, cos)), *angles,
-        capability=capability, kernel=heads_group, name="bias_rotary",
+        kernel=heads_group, name="bias_rotary",
         out_type=(
             jax.ShapeDtypeStruct((B, K, G, N, E), dtype),
             jax.ShapeDtypeStruct((B, K, E, N), dtype),
@@ -60,14 +60,14 @@ def added(
     bias: Float[Array, " Out"] | None,
     norm: Float[Array, " Out"],
     eps: float,
-    capability: int,
+    fused: Fused,
 ) -> tuple[Float[Array, "T Out"], Float[Array, "T Out"]]:
     """x + the sum of the parts + change + bias, and that at unit root mean square times `norm`."""
     splits, T, out = parts.shape
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return triton_call.call(
+    return fused.call(
         parts, parts if change is None else change, x, norm if bias is None else bias, norm,
-        capability=capability, kernel=added_row, name="add_norm", out_type=(result, result),
+        kernel=added_row, name="add_norm", out_type=(result, result),
         grid=(T,), num_warps=8 if out <= 4096 else 16, num_stages=1,
         T=T, OUT=out, EPS=eps, SPLITS=splits, HAS_CHANGE=change is not None, HAS_BIAS=bias is not None, WIDTH=power(out),
     )  # fmt: skip

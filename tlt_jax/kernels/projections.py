@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.distributed.mesh import device_kind
-from tlt_jax.kernels import projection_sizes, triton_support
+from tlt_jax.kernels import projection_sizes
+from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
 from tlt_jax.kernels.projection_sizes import Product
 
 DTYPES = (jnp.bfloat16, jnp.float32)  # that the kernels take
@@ -30,7 +30,7 @@ def heads(
     shape: tuple[int, int, int],
     batch: int,
     eps: float,
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]] | None:
     """Rotated queries and keys, and values, of normed inputs, as tree_attention.attend takes them; `shape`: (K, G, E).
 
@@ -39,7 +39,7 @@ def heads(
     """
     (K, G, E), width = shape, matrices[0].shape[-1]
     head = E if head_norms[0] is not None else 0
-    given = chosen("heads", inputs[0], K * (G + 2) * E, width, mesh, head)
+    given = chosen(HEADS, inputs[0], K * (G + 2) * E, width, fused, head)
     if given is None:
         return None
     from tlt_jax.kernels import projections_triton
@@ -56,10 +56,10 @@ def added(
     matrix: Float[Array, "Out In"],
     bias: Float[Array, " Out"] | None,
     arrivals: Int32[Array, " A"] | None,
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> Float[Array, "Out BN"] | None:
     """x + matrix @ y + bias. `arrivals`: those of `gated`, with which programs can share the reduction."""
-    given = chosen("added", y, *matrix.shape, mesh, can_split=arrivals is not None)
+    given = chosen(ADDED, y, *matrix.shape, fused, can_split=arrivals is not None)
     if given is None:
         return None
     from tlt_jax.kernels import projections_triton
@@ -73,14 +73,14 @@ def gated(
     matrices: Sequence[Float[Array, ...]],
     biases: Sequence[Float[Array, ...] | None],
     eps: float,
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> tuple[Float[Array, "F BN"], Int32[Array, " A"]] | None:
     """silu(gate) * up of normed x, and arrivals for one call of `added`.
 
     `matrices`: one of shape [2, F, D], or those of gate and up.
     """
     *_, F, width = matrices[0].shape
-    given = chosen("gated", x, 2 * F, width, mesh)
+    given = chosen(GATED, x, 2 * F, width, fused)
     if given is None:
         return None
     from tlt_jax.kernels import projections_triton
@@ -94,17 +94,16 @@ def chosen(
     x: Float[Array, "In BN"],
     out: int,
     width: int,
-    mesh: Mesh | None,
+    fused: Fused | None,
     head: int = 0,
     can_split: bool = False,
 ) -> dict[str, Any] | None:
-    """The capability and sizes of the kernel for a product with x; None: XLA's."""
-    if mesh is None or mesh.size > 1 or x.dtype not in DTYPES:
+    """The arguments `fused` and `sizes` of the kernel for a product with x; None: XLA's."""
+    if fused is None or kind not in fused.on or fused.mesh.size > 1 or x.dtype not in DTYPES:
         return None
-    capability = triton_support.capability(mesh)
-    one = Product(kind, out, width, x.shape[1], x.dtype.itemsize, head, can_split)
-    sizes = None if capability is None else projection_sizes.sizes(device_kind(mesh), one)
-    return None if sizes is None else {"capability": capability, "sizes": sizes}
+    one = Product(kind.partition(".")[2], out, width, x.shape[1], x.dtype.itemsize, head, can_split)
+    sizes = projection_sizes.sizes(device_kind(fused.mesh), one)
+    return None if sizes is None else {"fused": fused, "sizes": sizes}
 
 
 def present(arrays: Sequence[Array | None]) -> Sequence[Array] | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int32
 
-from tlt_jax.kernels import triton_call
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import ARRIVALS, Sizes, power
 
 
@@ -29,7 +29,7 @@ def heads(
     shape: tuple[int, int, int],
     batch: int,
     eps: float,
-    capability: int,
+    fused: Fused,
     sizes: Sizes,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Rotated queries and keys, and values, of T = B N normed tokens; `shape`: (K, G, E).
@@ -44,9 +44,9 @@ def heads(
     matrices, is_joined = three(matrices)
     biases, has_bias = three(biases or (x,))[0], biases is not None
     B, N = batch, T // batch
-    return triton_call.call(
+    return fused.call(
         x, inputs[-1], norms[0], norms[-1], *matrices, *biases, *(head_norms or (x, x)), *angles,
-        capability=capability, kernel=heads_tile, name="norm_qkv_rotary",
+        kernel=heads_tile, name="norm_qkv_rotary",
         out_type=(
             jax.ShapeDtypeStruct((B, K, G, N, E), dtype),
             jax.ShapeDtypeStruct((B, K, E, N), dtype),
@@ -70,13 +70,13 @@ def added(
     matrix: Float[Array, "Out In"],
     bias: Float[Array, " Out"] | None,
     arrivals: Int32[Array, " A"] | None,
-    capability: int,
+    fused: Fused,
     sizes: Sizes,
 ) -> Float[Array, "T Out"]:
     """x + matrix @ y + bias. `arrivals`: zeros, as many as there are tiles of rows or more, where sizes have splits."""
     (T, out), tiles = x.shape, -(-x.shape[1] // sizes.rows)
     common = dict(
-        capability=capability, name="project_add", grid=(tiles * sizes.splits,), num_warps=sizes.warps,
+        name="project_add", grid=(tiles * sizes.splits,), num_warps=sizes.warps,
         num_stages=sizes.stages, T=T, IN=y.shape[1], OUT=out, HAS_BIAS=bias is not None,
         TOKENS=max(16, power(T)), ROWS=sizes.rows, STEP=sizes.step,
     )  # fmt: skip
@@ -85,12 +85,12 @@ def added(
         jax.ShapeDtypeStruct(x.shape, x.dtype),
     )
     if sizes.splits == 1:
-        return triton_call.call(*given, kernel=added_tile, out_type=result, **common)
+        return fused.call(*given, kernel=added_tile, out_type=result, **common)
     if arrivals is None or len(arrivals) < tiles:
         raise ValueError(f"{tiles} tiles of rows need as many counters, not {arrivals}")
     part = -(-y.shape[1] // (sizes.splits * sizes.step)) * sizes.step
     parts = jax.ShapeDtypeStruct((sizes.splits, T, out), jnp.float32)
-    return triton_call.call(
+    return fused.call(
         *given, arrivals, kernel=added_split, input_output_aliases={4: 2},
         out_type=(result, parts, jax.ShapeDtypeStruct(arrivals.shape, jnp.int32)),
         SPLITS=sizes.splits, PART=part, **common,
@@ -103,7 +103,7 @@ def gated(
     matrices: Sequence[Float[Array, ...]],
     biases: Sequence[Float[Array, ...]] | None,
     eps: float,
-    capability: int,
+    fused: Fused,
     sizes: Sizes,
 ) -> tuple[Float[Array, "T F"], Int32[Array, " A"]]:
     """silu(gate) * up of normed tokens, and zeros, the arrivals of `added`.
@@ -112,9 +112,9 @@ def gated(
     """
     (T, width), F = x.shape, matrices[0].shape[-2]
     is_joined, biases, has_bias = len(matrices) == 1, biases or (x,), biases is not None
-    return triton_call.call(
+    return fused.call(
         x, norm, matrices[0], matrices[-1], biases[0], biases[-1],
-        capability=capability, kernel=gated_tile, name="norm_gate_up",
+        kernel=gated_tile, name="norm_gate_up",
         out_type=(jax.ShapeDtypeStruct((T, F), x.dtype), jax.ShapeDtypeStruct((ARRIVALS,), jnp.int32)),
         grid=(-(-F // (sizes.rows // 2)),), num_warps=sizes.warps, num_stages=sizes.stages,
         T=T, IN=width, F=F, EPS=eps, FIRST_UP=F if is_joined else 0, HAS_BIAS=has_bias,

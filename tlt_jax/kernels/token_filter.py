@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt32
 
-from tlt_jax.kernels import triton_support
+from tlt_jax.kernels.fused import FILTER, Fused
 from tlt_jax.shapes import shaped
 
 
 @jax.named_scope("filter")
 @shaped
 def border(
-    scaled: Float[Array, "*A V"], top_k: int, top_p: float, mesh: Mesh
+    scaled: Float[Array, "*A V"], top_k: int, top_p: float, fused: Fused
 ) -> UInt32[Array, "*A 1"] | None:
     """The ordered bits (`spec_decode.sampling.ordered_bits`) of the least logit that a row keeps; 0: it keeps all.
 
@@ -23,11 +22,10 @@ def border(
     operations run instead: on other devices, without Triton, in float64, and where several devices share the vocabulary:
     each of the three kernels reads sums over the whole row that the one before made, so an all-reduce would follow each.
     """
-    capability = triton_support.capability(mesh)
-    if capability is None or mesh.size > 1 or scaled.dtype != jnp.float32:
+    if FILTER not in fused.on or fused.mesh.size > 1 or scaled.dtype != jnp.float32:
         return None
     from tlt_jax.kernels import token_filter_triton
 
     rows = scaled.reshape(-1, scaled.shape[-1])
-    found = token_filter_triton.border(rows, top_k, top_p, capability)
+    found = token_filter_triton.border(rows, top_k, top_p, fused)
     return found.reshape(*scaled.shape[:-1], 1)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, UInt32
 
-from tlt_jax.kernels import triton_call
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import power
 
 TILE, BINS, WARPS = 4096, 512, 8  # logits of a program, bins of a row, warps of a program
@@ -34,9 +34,9 @@ TOP, LEAST, TOTAL, FLOOR = (tl.constexpr(n) for n in range(4))  # statistics of 
 
 
 def border(
-    scaled: Float[Array, "R V"], top_k: int, top_p: float, capability: int
+    scaled: Float[Array, "R V"], top_k: int, top_p: float, fused: Fused
 ) -> UInt32[Array, " R"]:
-    """`token_filter.border` of rows in float32; `capability`: 90 for compute capability 9.0."""
+    """`token_filter.border` of rows in float32."""
     R, V = scaled.shape
     tiles, has_k, has_p = -(-V // TILE), 0 < top_k < V, top_p < 1
     # Full tiles have `parts` logits each that are not below `floor`: together top_k.
@@ -49,10 +49,10 @@ def border(
         "arrivals": jax.ShapeDtypeStruct((R, 2), jnp.int32),
     }
     common = {
-        "capability": capability, "grid": (R * tiles,), "num_warps": WARPS, "num_stages": 1, "V": V, "TILES": tiles,
+        "grid": (R * tiles,), "num_warps": WARPS, "num_stages": 1, "V": V, "TILES": tiles,
         "TILE": TILE, "BINS": BINS,
     }  # fmt: skip
-    stats, counts, weights, arrivals = triton_call.call(
+    stats, counts, weights, arrivals = fused.call(
         scaled, kernel=survey_tile, name="filter_survey", out_type=(*made.values(),), PARTS=parts, **common
     )  # fmt: skip
     unit = 62 - V.bit_length()  # all weights together are below 2**62
@@ -60,11 +60,11 @@ def border(
         "NEAR": power(tiles), "HAS_K": has_k, "HAS_P": has_p, "HAS_FLOOR": parts > 0, "UNIT": float(2**unit),
         "BELOW": math.log((1 - top_p) / V) - 0.01 if has_p else 0.0,
     }  # fmt: skip
-    counts, weights = triton_call.call(
+    counts, weights = fused.call(
         scaled, stats, counts, weights, kernel=weigh_tile, name="filter_weigh",
         out_type=(made["counts"], made["weights"]), input_output_aliases={2: 0, 3: 1}, **common,
     )  # fmt: skip
-    _, found, _ = triton_call.call(
+    _, found, _ = fused.call(
         scaled, stats, counts, weights, arrivals, kernel=cut_tile, name="filter_cut",
         out_type=(
             made["arrivals"],

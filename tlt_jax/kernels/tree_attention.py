@@ -7,11 +7,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.distributed.mesh import device_kind, partition
-from tlt_jax.kernels import attention_sizes, triton_support
+from tlt_jax.kernels import attention_sizes
+from tlt_jax.kernels.fused import ATTENTION, Fused
 from tlt_jax.kernels.numerics import contract, finite, masked, sound
 from tlt_jax.shapes import shaped
 
@@ -29,32 +29,34 @@ def attend(
     values: Float[Array, "B K _ _"],
     lengths: Int[Array, " B"],
     slots_last: bool,
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
     arrivals: Int32[Array, "B K tiles"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Int32[Array, "B K tiles"] | None]:
     """Attention of N tree nodes to the first `lengths` slots, which are committed, and to their ancestors among M nodes.
 
-    `ancestors`: a node sees itself. `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. `mesh`: where it
-    runs; None: the default device. On GPUs with Triton, in bfloat16 and float32, it is one kernel, whose counters are the
+    `ancestors`: a node sees itself. `values` are [B, K, E, S] with `slots_last`, [B, K, S, E] otherwise. With the kernel
+    of that name in `fused`, in bfloat16 and float32, it is one kernel, whose counters are the
     second result: `arrivals` of the next call with the same shapes, which else fills its own. None elsewhere.
 
     `values` are finite in all slots. Keys, and values of nodes, need not be: they make the queries that see them NaN, and no
     other.
     """
-    capability = None if mesh is None else triton_support.capability(mesh)
-    if capability is None or slots_last or q.dtype not in DTYPES:
+    runs = fused is not None and ATTENTION in fused.on and not slots_last and q.dtype in DTYPES
+    if not runs:
         return attend_in_xla(q, k, v, ancestors, keys, values, lengths, slots_last), None
     from tlt_jax.kernels import tree_attention_triton
 
     B, K, G, N, E = q.shape
-    sizes = attention_sizes.sizes(device_kind(mesh), G * N, E, keys.shape[3], q.dtype.itemsize)
+    sizes = attention_sizes.sizes(
+        device_kind(fused.mesh), G * N, E, keys.shape[3], q.dtype.itemsize
+    )
     if arrivals is None:
         arrivals = jnp.zeros((B, K, sizes.tiles(G * N)), jnp.int32)
     heads, rows = partition(("batch", "kv_heads"), "rollout"), partition(("batch",), "rollout")
     # Every device holds its own heads; XLA would gather the cache for a kernel that it cannot partition.
     return jax.shard_map(
-        partial(tree_attention_triton.attend, capability=capability, sizes=sizes),
-        mesh=mesh,
+        partial(tree_attention_triton.attend, fused=fused, sizes=sizes),
+        mesh=fused.mesh,
         in_specs=(heads, heads, heads, rows, heads, heads, rows, heads),
         out_specs=(heads, heads),
         check_vma=False,

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from tlt_jax.kernels import triton_call
 from tlt_jax.kernels.attention_sizes import Sizes, power
+from tlt_jax.kernels.fused import Fused
 
 LOWEST = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are not NaN
 MERGED = 32  # numbers of partial results that a thread loads at once
@@ -38,10 +38,10 @@ def attend(
     values: Float[Array, "B K S E"],
     lengths: Int[Array, " B"],
     arrivals: Int32[Array, "B K tiles"],
-    capability: int,
+    fused: Fused,
     sizes: Sizes,
 ) -> tuple[Float[Array, "B K G N E"], Int32[Array, "B K tiles"]]:
-    """`tree_attention.attend` on one device with unsharded arrays; `capability`: 90 for compute capability 9.0.
+    """`tree_attention.attend` on one device with unsharded arrays.
 
     Products are computed in the dtype of the arrays (float32 is not rounded to TF32) and accumulate in float32; partial
     results have the dtype of the arrays, and their levels float32. `arrivals`: zeros, `sizes.tiles(G N)` for every head;
@@ -58,9 +58,9 @@ def attend(
     held = sizes.queries * width // (32 * sizes.warps)  # numbers of a partial result in a thread
     # The only node of a tree sees itself: its mask is neither read nor made.
     seen = ancestors if max(N, M) > 1 else lengths
-    mixed, arrivals, _, _ = triton_call.call(
+    mixed, arrivals, _, _ = fused.call(
         q, k, v, seen, keys, values, lengths.astype(jnp.int32), arrivals,
-        capability=capability, kernel=attend_tile, name="tree_attention",
+        kernel=attend_tile, name="tree_attention",
         out_type=(
             jax.ShapeDtypeStruct((B, N, K, G, E), q.dtype),
             jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels import block_attention, cache_rows, tree_attention
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import Layer
@@ -81,16 +82,16 @@ def extend(
     cache: KVCache,
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> KVCache:
     """The cache with W more slots of every row, from starts[b] on, for which it must have space.
 
     Computed in the dtype of `features`; `params`: "rollout" layout.
     """
     rows = slots_of(params, config, features, starts)
-    if cache_rows.runs(mesh, cache.slots_last):
+    if cache_rows.runs(fused, cache.slots_last):
         rows = rows.replace(after=features[:, 0])  # nothing has read the cache
-    return kv_cache.commit(cache, rows, None, starts, mesh)
+    return kv_cache.commit(cache, rows, None, starts, fused)
 
 
 @jax.named_scope("drafter/fill")
@@ -117,7 +118,7 @@ def draft(
     roots: Int[Array, " B"],
     lengths: Int[Array, " B"],
     levels: int,
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> Float[Array, "B P Z"]:
     """Normed hidden states of the first P = `levels` outputs of a block for each row, whose anchor is token roots[b].
 
@@ -140,15 +141,15 @@ def draft(
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), _, _, arrivals = tree_layer(
-            layer, config.block, (x, normed), following.attention_norm, (cos, sin), seen, past, mesh, arrivals
+            layer, config.block, (x, normed), following.attention_norm, (cos, sin), seen, past, fused, arrivals
         )  # fmt: skip
     with jax.named_scope("layer"):
-        q, k, v = node_heads(last, config.block, x, (cos, sin), B, mesh, normed)
+        q, k, v = node_heads(last, config.block, x, (cos, sin), B, fused, normed)
         q, seen = q[:, :, :, outputs], seen[:, outputs]
-        attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, mesh)
+        attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, fused)
         x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
         attended = ops.by_feature(attended)
-        x, normed = finish_nodes(last, config.block, x, attended, params.final_norm, mesh)
+        x, normed = finish_nodes(last, config.block, x, attended, params.final_norm, fused)
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, 0) if normed is None else normed
     # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from tlt_jax.kernels import packed_attention, product_parts, projections, tree_attention
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import finite, sound
 from tlt_jax.models import layers as ops, low_rank, remat as remats
 from tlt_jax.models.architecture import JoinedLayer, Layer, ModelConfig
@@ -131,7 +132,7 @@ def finish_nodes(
     x: Float[Array, "D BN"],
     attended: Float[Array, "HE BN"],
     next_norm: Float[Array, " D"] | None,
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None]:
     """`finish` of tree nodes, by kernels where there are some; and that normed by `next_norm` where one kernel makes both."""
     eps = config.rms_eps
@@ -143,11 +144,11 @@ def finish_nodes(
         if is_low_rank(weight):
             matrix, changed = weight.weight, ops.change(y, weight, 0)
         else:
-            found = projections.added(x, y, weight, bias, arrivals, mesh)
+            found = projections.added(x, y, weight, bias, arrivals, fused)
         if found is not None:
             return found, None
         if norm is not None:
-            found = product_parts.added(x, y, matrix, bias, norm, eps, mesh, changed)
+            found = product_parts.added(x, y, matrix, bias, norm, eps, fused, changed)
         return (x + ops.project(y, weight, bias, 0), None) if found is None else found
 
     with jax.named_scope("attention"):
@@ -159,7 +160,7 @@ def finish_nodes(
         biases = (layer.gate_up_bias,) if joined else (layer.gate_bias, layer.up_bias)
         found = None
         if not any(map(is_low_rank, matrices)):
-            found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, mesh)
+            found = projections.gated(x, layer.mlp_norm, matrices, biases, eps, fused)
         if found is None:
             normed = ops.rms_norm(x, layer.mlp_norm, eps, 0) if normed is None else normed
             found = gated(layer, normed, 0), None
@@ -242,7 +243,7 @@ def node_heads(
     x: Float[Array, "D BN"],
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
-    mesh: Mesh | None,
+    fused: Fused | None,
     normed: Float[Array, "D BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one; `normed`: x normed."""
@@ -255,7 +256,7 @@ def node_heads(
         (K, J - 2, E),
         batch,
         eps,
-        mesh,
+        fused,
     )
     with jax.named_scope("attention"):
         found = None if is_changed else projections.heads((x,), (layer.attention_norm,), *given)
@@ -276,7 +277,7 @@ def tree_layer(
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     ancestors: Bool[Array, "B N N"],
     past: tuple[Float[Array, "B K E S"], Float[Array, "B K _ _"], Int[Array, " B"], bool],
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
     arrivals: Int32[Array, "B K tiles"] | None = None,
 ) -> tuple[
     tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
@@ -290,7 +291,7 @@ def tree_layer(
     on their last axis. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
     """
     x, normed = x
-    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], mesh, normed)
-    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, mesh, arrivals)
-    ended = finish_nodes(layer, config, x, ops.by_feature(attended), next_norm, mesh)
+    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], fused, normed)
+    attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, fused, arrivals)
+    ended = finish_nodes(layer, config, x, ops.by_feature(attended), next_norm, fused)
     return ended, k, v, arrivals

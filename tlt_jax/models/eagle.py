@@ -23,6 +23,7 @@ from tlt_jax.kernels import (
     projections,
     tree_attention,
 )
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
@@ -133,14 +134,14 @@ def node_heads(
     x: Float[Array, "Z BN"],
     angles: tuple[Float[Array, "half BN"], ...],
     batch: int,
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
     """Queries, keys and values as tree_attention.attend takes them, by a kernel where `projections` has one."""
     layer, E, found = params.layer, config.head_dim, None
     K = layer.k.shape[0] // E
     given = (
         (layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias), (layer.q_norm, layer.k_norm), angles,
-        (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, mesh,
+        (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, fused,
     )  # fmt: skip
     with jax.named_scope("attention"):
         if config.kind == "eagle3":
@@ -161,11 +162,11 @@ def nodes_out(
     config: EagleConfig,
     x: Float[Array, "Z BN"],
     attended: Float[Array, "B K G N E"],
-    mesh: Mesh | None,
+    fused: Fused | None,
 ) -> Float[Array, "B N Z"]:
     """Hidden states of nodes after attention."""
     norm = params.final_norm if config.norm_output else None
-    x, normed = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), norm, mesh)
+    x, normed = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), norm, fused)
     hidden = leave(params, config, x, 0) if normed is None else normed
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
@@ -181,7 +182,7 @@ def extend(
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
     last: Int[Array, " B"],
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> tuple[KVCache, Float[Array, "B Z"]]:
     """The cache with W more slots from starts[b] on, and the hidden state of row last[b].
 
@@ -202,14 +203,14 @@ def extend(
     q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
     seen = (jnp.arange(W) <= last[:, None])[:, None]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
-    attended, _ = tree_attention.attend(q, k, v, seen, *past, mesh)
-    hidden = nodes_out(params, config, x, attended, mesh)[:, 0]
-    after = hidden if cache_rows.runs(mesh, cache.slots_last) else None
+    attended, _ = tree_attention.attend(q, k, v, seen, *past, fused)
+    hidden = nodes_out(params, config, x, attended, fused)[:, 0]
+    after = hidden if cache_rows.runs(fused, cache.slots_last) else None
     if after is None:  # XLA copies a cache that may be written before it is read
         sound = (hidden[:, 0] == hidden[:, 0])[:, None, None, None]
         k, v = jnp.where(sound, k, 0), jnp.where(sound, v, 0)
     rows = Scratch((k,), (v,), jnp.zeros((B, W, 0), cache.features.dtype), after=after)
-    return kv_cache.commit(cache, rows, None, starts, mesh), hidden
+    return kv_cache.commit(cache, rows, None, starts, fused), hidden
 
 
 @jax.named_scope("drafter/fill")
@@ -248,7 +249,7 @@ def step(
     starts: Int[Array, " B"],
     ancestors: Bool[Array, "B k R"],
     level: int | Int[Array, ""],
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> tuple[KVCache, Float[Array, "B k Z"]]:
     """The scratch with a level's k nodes from row level * k on, and the nodes' hidden states.
 
@@ -258,20 +259,20 @@ def step(
     """
     first, rows = level * tokens.shape[1], ancestors.shape[2]
     x, embedded, angles = nodes_in(params, config, shared, tokens, hidden, positions, given=False)
-    q, k, v = node_heads(params, config, embedded, x, angles, tokens.shape[0], mesh)
+    q, k, v = node_heads(params, config, embedded, x, angles, tokens.shape[0], fused)
     (keys,), (values,) = scratch.keys, scratch.values
-    if cache_rows.runs(mesh, scratch.slots_last):
+    if cache_rows.runs(fused, scratch.slots_last):
         # Whoever read these rows before has contributed to `hidden`, and so to k.
         start = jnp.asarray(first, jnp.int32)
-        keys, values = cache_rows.write(keys, values, k, v, None, start, start, mesh)
+        keys, values = cache_rows.write(keys, values, k, v, None, start, start, fused)
     else:
         keys = jax.lax.dynamic_update_slice_in_dim(keys, k, first, axis=3)
         values = jax.lax.dynamic_update_slice_in_dim(values, v, first, axis=2)
     seen = keys[..., :rows], values[:, :, :rows]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
-    attended, _ = tree_attention.attend(q, *seen, ancestors, *past, mesh)
+    attended, _ = tree_attention.attend(q, *seen, ancestors, *past, fused)
     return scratch.replace(keys=(keys,), values=(values,)), nodes_out(
-        params, config, x, attended, mesh
+        params, config, x, attended, fused
     )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from tlt_jax.distributed.mesh import is_tpu, sharding
 from tlt_jax.kernels import cache_rows
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import finite
 from tlt_jax.models.architecture import ModelConfig, rollout_kv_heads
 from tlt_jax.shapes import shaped
@@ -121,11 +122,11 @@ def commit(
     scratch: Scratch,
     path: Int[Array, "B M"] | None,
     lengths: Int[Array, " B"],
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> KVCache:
     """The cache with the nodes path[b] (None: all, in order) written at slots lengths[b], lengths[b] + 1, ...
 
-    Nodes past the accepted ones are written past the new length, where the next commit overwrites them. `mesh`: as for the
+    Nodes past the accepted ones are written past the new length, where the next commit overwrites them. `fused`: as for the
     pass that made the scratch.
     """
 
@@ -144,7 +145,7 @@ def commit(
         return each(write, cache, scratch)
     nodes = path if scratch.keys[0].shape[3] > 1 else None
     layers = zip(cache.keys, cache.values, scratch.keys, scratch.values, strict=True)
-    written = [cache_rows.write(*layer, nodes, lengths, scratch.after, mesh) for layer in layers]
+    written = [cache_rows.write(*layer, nodes, lengths, scratch.after, fused) for layer in layers]
     keys, values = zip(*written, strict=True)
     rest = each(write, cache.replace(keys=(), values=()), scratch.replace(keys=(), values=()))
     return rest.replace(keys=keys, values=values)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tlt_jax.distributed.mesh import is_gpu, sharding
 from tlt_jax.kernels import cache_rows
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import decoder_layer, layers as ops, remat as remats
 from tlt_jax.models.architecture import NORMED, Captures, Layer, ModelConfig, Params, head
@@ -150,7 +151,7 @@ def tree_forward(
     lengths: Int[Array, " B"],
     captures: Captures = (),
     captures_states: bool = False,
-    mesh: Mesh | None = None,
+    fused: Fused | None = None,
 ) -> tuple[Float[Array, "B N V"], Scratch]:
     """Logits of tree nodes, and the Scratch from which `commit` takes a path.
 
@@ -167,7 +168,7 @@ def tree_forward(
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), k, v, arrivals = decoder_layer.tree_layer(
-            layer, config, (x, normed), norm, (cos.T, sin.T), ancestors, past, mesh, arrivals
+            layer, config, (x, normed), norm, (cos.T, sin.T), ancestors, past, fused, arrivals
         )
         kept.append((k, v))
         states.append(x)
@@ -175,7 +176,7 @@ def tree_forward(
     x = ops.rms_norm(x, params.final_norm, config.rms_eps, axis=0) if normed is None else normed
     with jax.named_scope("head"):
         # On GPUs XLA fuses more into reductions of the last axis.
-        if mesh is not None and is_gpu(mesh):
+        if fused is not None and is_gpu(fused.mesh):
             scores = contract("dt,vd->tv", x, head(params))
             if config.vocab_size < scores.shape[1]:
                 scores = masked(scores, jnp.arange(scores.shape[1]) < config.vocab_size)
@@ -187,7 +188,7 @@ def tree_forward(
     )
 
     # Make the scratch depend on the end of the pass: XLA would copy a cache that may be written before it is read.
-    after = x.T if cache_rows.runs(mesh, cache.slots_last) else None
+    after = x.T if cache_rows.runs(fused, cache.slots_last) else None
     if after is None:
         sound = (x[0] == x[0]).reshape(B, 1, 1, N)
         still = jnp.swapaxes(sound, 2, 3)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from tlt_jax.config.schema import ADAPTIVE, NONE, Speculation
 from tlt_jax.distributed.mesh import is_cpu, is_gpu
 from tlt_jax.kernels import token_filter
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
@@ -35,19 +36,19 @@ def bind_drafters(
     speculation: Speculation,
     config: DrafterConfig | None,
     target: Target,
-    group_mesh: Mesh,
+    fused: Fused,
     dtype: str,
 ) -> tuple[Drafter, dict[str, Drafter]]:
     """The drafter on one data group, and those that strategies name: they share its state.
 
     An adaptive drafter that is not used yet, without its configuration, is n-grams alone.
     """
-    drafter = bind_drafter(speculation, config, target, group_mesh, dtype)
+    drafter = bind_drafter(speculation, config, target, fused, dtype)
     if speculation.drafter != ADAPTIVE:
         return drafter, {}
     if config is None:
         return drafter, {NGRAM: drafter}
-    ngrams = ngram_drafter(group_mesh)
+    ngrams = ngram_drafter(fused.mesh)
     return drafter, {NGRAM: ngrams, LEARNED: drafter, MERGED: merged_drafter(drafter, ngrams)}
 
 
@@ -55,13 +56,13 @@ def bind_drafter(
     speculation: Speculation,
     config: DrafterConfig | None,
     target: Target,
-    group_mesh: Mesh,
+    fused: Fused,
     dtype: str,
 ) -> Drafter:
     """The drafter on one data group: the learned one when there is its configuration."""
     if config is not None:
-        return learned_drafter(networks.network(config, target, group_mesh, dtype), COUPLING)
-    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(group_mesh)
+        return learned_drafter(networks.network(config, target, fused, dtype), COUPLING)
+    return NO_DRAFTER if speculation.drafter == NONE else ngram_drafter(fused.mesh)
 
 
 def ngram_drafter(group_mesh: Mesh) -> Drafter:
@@ -83,7 +84,7 @@ LANES = 128  # XLA:TPU stores an axis of another length along other axes, and th
 
 def bind_target(
     config: ModelConfig,
-    group_mesh: Mesh,
+    fused: Fused,
     dtype: str,
     captures: Captures,
     path: int,
@@ -91,7 +92,7 @@ def bind_target(
     lora: Lora | None = None,
 ) -> Target:
     """The policy on one data group; a round commits at most `path` tokens. `lora`: adapters that are not merged."""
-    width = len(captures) * config.hidden_size
+    group_mesh, width = fused.mesh, len(captures) * config.hidden_size
     captures_states = captures_states and captures != (NORMED,)  # those features are the states
 
     def padded_slots(slots: int) -> int:
@@ -108,7 +109,7 @@ def bind_target(
 
     def forward(params: PyTree, *rest: Any) -> tuple[jax.Array, Scratch]:
         logits, scratch = transformer.tree_forward(
-            params, config, *rest, captures, captures_states, group_mesh
+            params, config, *rest, captures, captures_states, fused
         )
         return logits, whole(scratch)
 
@@ -126,7 +127,7 @@ def bind_target(
 
     return Target(
         forward=forward,
-        keep=partial(kv_cache.commit, mesh=group_mesh),
+        keep=partial(kv_cache.commit, fused=fused),
         features=lambda cache: cache.features,
         prefill=prefill,
         insert=kv_cache.insert,
@@ -140,17 +141,15 @@ def bind_target(
         choose=partial(one_pass.choose, is_sharded=group_mesh.shape["model"] > 1)
         if is_gpu(group_mesh)
         else None,
-        filter=partial(filtered, group_mesh=group_mesh) if is_gpu(group_mesh) else None,
+        filter=partial(filtered, fused=fused) if is_gpu(group_mesh) else None,
     )
 
 
-def filtered(
-    scaled: Float[Array, "*A V"], rule: Sampling, group_mesh: Mesh
-) -> Float[Array, "*A V"]:
+def filtered(scaled: Float[Array, "*A V"], rule: Sampling, fused: Fused) -> Float[Array, "*A V"]:
     """`sampling.filter`, by the kernels of token_filter where they run."""
     border = None
     if sampling.is_filtered(rule):
-        border = token_filter.border(scaled, rule.top_k, rule.top_p, group_mesh)
+        border = token_filter.border(scaled, rule.top_k, rule.top_p, fused)
     if border is None:
         return sampling.filter(scaled, rule, unrolls=True)
     return jnp.where(sampling.ordered_bits(scaled) >= border, scaled, -jnp.inf)

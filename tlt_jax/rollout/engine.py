@@ -19,6 +19,7 @@ from tlt_jax.data.stop_rules import StopRules
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.keys import sequence_keys
 from tlt_jax.models import architecture, drafter_network, low_rank
 from tlt_jax.models.architecture import ModelConfig, Params
@@ -75,6 +76,7 @@ class Engine(Scheduling):
         self.captures_states = captures_states
         self.lora = low_rank.kept_apart(lora, config.model.compute_dtype)
         self.groups = [meshes.data_group(mesh, index) for index in range(mesh.shape["data"])]
+        self.fused = [Fused.of(group) for group in self.groups]
         self.local_groups = local_groups(mesh, self.job)
         self.basis = tuner_basis(config, mesh, self.drafter_kind)
         self.ngram_memory = None
@@ -99,17 +101,17 @@ class Engine(Scheduling):
         speculation, dtype = self.config.speculation, self.config.model.compute_dtype
         path = max(arm.path for arm in (PLAIN, *self.arms))
         captures, shapes = drafter.captures if drafter else (), []
-        for group in self.groups:
+        for group, fused in zip(self.groups, self.fused, strict=True):
             target = bindings.bind_target(
                 self.model_config,
-                group,
+                fused,
                 dtype,
                 captures,
                 path,
                 self.captures_states and drafter is self.learned,
                 self.lora,
             )
-            learned, named = bindings.bind_drafters(speculation, drafter, target, group, dtype)
+            learned, named = bindings.bind_drafters(speculation, drafter, target, fused, dtype)
             shapes.append(GroupShapes(target, learned, group, named))
         return shapes
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.distributed.mesh import is_cpu, is_gpu
+from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import block_drafter, drafter_network, eagle, kv_cache
 from tlt_jax.models.block_config import BlockConfig
 from tlt_jax.models.drafter_network import DrafterConfig
@@ -21,13 +22,13 @@ from tlt_jax.spec_decode.interface import Target
 from tlt_jax.spec_decode.network import BlockPass, LevelPasses, Network
 
 
-def network(config: DrafterConfig, target: Target, group_mesh: Mesh, dtype: str) -> Network:
+def network(config: DrafterConfig, target: Target, fused: Fused, dtype: str) -> Network:
     """A drafter's network on one data group; embedding and LM head are the target's."""
-    is_block = isinstance(config, BlockConfig)
+    is_block, group_mesh = isinstance(config, BlockConfig), fused.mesh
     module, parts = (block_drafter, block_parts) if is_block else (eagle, eagle_parts)
     width, whole = 0 if is_block else config.hidden_size, NamedSharding(group_mesh, PartitionSpec())
     return Network(
-        **parts(config, group_mesh, dtype),
+        **parts(config, fused, dtype),
         ids=lambda weights: weights.drafter.ids,
         resize=lambda cache, rows, slots: kv_cache.resize(cache, rows, target.padded_slots(slots)),
         empty=lambda batch, slots: module.abstract_cache(
@@ -66,8 +67,9 @@ def gathered(features: jax.Array, group_mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(features, NamedSharding(group_mesh, PartitionSpec()))
 
 
-def eagle_parts(config: EagleConfig, group_mesh: Mesh, dtype: str) -> dict[str, Any]:
+def eagle_parts(config: EagleConfig, fused: Fused, dtype: str) -> dict[str, Any]:
     """What an EAGLE drafter does in its own way."""
+    group_mesh = fused.mesh
 
     def with_windows(function: Callable) -> Callable:
         """A function of the weights, the cache, and tokens and features of windows."""
@@ -77,10 +79,10 @@ def eagle_parts(config: EagleConfig, group_mesh: Mesh, dtype: str) -> dict[str, 
         )
 
     return {
-        "extend": with_windows(partial(eagle.extend, mesh=group_mesh)),
+        "extend": with_windows(partial(eagle.extend, fused=fused)),
         "fill": with_windows(eagle.fill),
         "passes": LevelPasses(
-            step=with_weights(partial(eagle.step, mesh=group_mesh), config),
+            step=with_weights(partial(eagle.step, fused=fused), config),
             scratch=partial(
                 eagle.scratch, config, dtype=dtype, model_axis=group_mesh.shape["model"]
             ),
@@ -89,12 +91,13 @@ def eagle_parts(config: EagleConfig, group_mesh: Mesh, dtype: str) -> dict[str, 
     }
 
 
-def block_parts(config: BlockConfig, group_mesh: Mesh, dtype: str) -> dict[str, Any]:
+def block_parts(config: BlockConfig, fused: Fused, dtype: str) -> dict[str, Any]:
     """What a block drafter does in its own way."""
+    group_mesh = fused.mesh
 
     def extend(weights, cache, tokens, features, starts, last):
         known = gathered(features, group_mesh)
-        cache = block_drafter.extend(weights.drafter, config, cache, known, starts, group_mesh)
+        cache = block_drafter.extend(weights.drafter, config, cache, known, starts, fused)
         return cache, features[:, 0, :0]
 
     def fill(weights, cache, tokens, features, rows, starts):
@@ -115,7 +118,7 @@ def block_parts(config: BlockConfig, group_mesh: Mesh, dtype: str) -> dict[str, 
         "extend": extend,
         "fill": fill,
         "passes": BlockPass(
-            draft=with_weights(partial(block_drafter.draft, mesh=group_mesh), config),
+            draft=with_weights(partial(block_drafter.draft, fused=fused), config),
             depth=config.depth,
             bias=bias if config.markov_rank else None,
             confidence=confidence if config.confidence else None,

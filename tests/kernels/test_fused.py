@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed.mesh import make_mesh
-from tlt_jax.kernels import triton_support
+from tlt_jax.kernels import fused
 
 NEWEST = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.7.1+local"}
 
@@ -27,18 +27,18 @@ def installed(monkeypatch):
 
     def version(package: str) -> str:
         if package not in versions:
-            raise triton_support.PackageNotFoundError(package)
+            raise fused.PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(triton_support, "version", version)
-    triton_support.say.cache_clear()
+    monkeypatch.setattr(fused, "version", version)
+    fused.say.cache_clear()
     yield versions
-    triton_support.say.cache_clear()
+    fused.say.cache_clear()
 
 
 def test_a_cpu_runs_none_and_nothing_is_logged(installed, caplog):
     installed.clear()
-    assert triton_support.capability(make_mesh(1, 1)) is None
+    assert fused.capability(make_mesh(1, 1)) is None
     assert not caplog.records
 
 
@@ -46,7 +46,7 @@ def test_a_cpu_runs_none_and_nothing_is_logged(installed, caplog):
     ("compute_capability", "number"), [("8.0", 80), ("9.0", 90), ("10.0", 100)]
 )
 def test_a_gpu_with_the_packages_runs_them(installed, caplog, compute_capability, number):
-    assert triton_support.capability(gpu(compute_capability)) == number
+    assert fused.capability(gpu(compute_capability)) == number
     assert not caplog.records
 
 
@@ -65,14 +65,14 @@ def test_a_gpu_without_them_logs_once_what_is_missing(
     del installed[package]
     if found:
         installed[package] = found
-    assert [triton_support.capability(gpu("9.0")) for _ in range(2)] == [None, None]
+    assert [fused.capability(gpu("9.0")) for _ in range(2)] == [None, None]
     assert len(caplog.records) == 1 and message in caplog.text
 
 
 @pytest.mark.parametrize("other", ["7.5", "gfx942"])
 def test_a_gpu_that_they_are_not_for_is_named(installed, caplog, monkeypatch, other):
     monkeypatch.setattr(logging.getLogger("tlt_jax"), "propagate", True)
-    assert triton_support.capability(gpu(other)) is None
+    assert fused.capability(gpu(other)) is None
     assert f"compute capability {other}, they need 8.0" in caplog.text
 
 
@@ -80,4 +80,4 @@ def test_a_gpu_that_they_are_not_for_is_named(installed, caplog, monkeypatch, ot
     ("text", "numbers"), [("0.12.0.1", (0, 12, 0)), ("3.8.0.dev1", (3, 8, 0)), ("4", (4,))]
 )
 def test_versions_are_compared_by_their_leading_numbers(text, numbers):
-    assert triton_support.numbers(text) == numbers
+    assert fused.numbers(text) == numbers
