@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +16,6 @@ import pytest
 
 from tlt_jax.config import load as configuration, schema
 from tlt_jax.data import packing
-from tlt_jax.distributed import round_counts
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
@@ -28,7 +25,6 @@ from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
-from tlt_jax.simulate.estimate import Sizes
 from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.spec_decode.decoding_params import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
@@ -501,78 +497,3 @@ def test_a_program_that_does_not_fit_is_reported_with_the_knob(planned, capsys):
     program = next(planned_programs.lower(settings, recipe, engine, kinds))
     assert not report.print_report(program, limit=10).fits
     assert "DOES NOT FIT: the largest are the" in capsys.readouterr().out
-
-
-def test_the_round_of_a_compiled_chunk_is_counted_into_a_file(planned, tmp_path, capsys):
-    """At least the policy's products: two FLOP for each weight and row, and every weight read once; its embedding is not."""
-    settings, recipe, engine = planned
-    programs = planned_programs.lower(settings, recipe, engine, budget(settings, recipe, engine))
-    chunk = next(one for one in programs if one.name == "rollout chunk")
-    outcome = report.print_report(chunk, limit=1 << 40)
-    report.write_counts(
-        tmp_path / "counts.csv", [outcome, outcome._replace(chunk=None)], "v5p:2x2x1", 3
-    )
-    (found,) = round_counts.read(tmp_path / "counts.csv")
-    weights = Sizes.of(recipe.model).read / settings.mesh.model  # of a device
-    assert found[:5] == ("v5p", 3, engine.capacity, chunk.chunk.state.slots, "off")
-    assert found.flop > 2 * engine.capacity * weights and found.moved > weights
-
-
-def test_counts_are_of_devices_that_are_not_here(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan", "--counts", "counts.csv"])
-    with pytest.raises(SystemExit) as end:
-        command.main()
-    assert end.value.code == 2
-    assert (
-        "--counts counts.csv counts for devices that are not here: add --topology"
-        in capsys.readouterr().err
-    )
-
-
-@pytest.mark.tpu
-@pytest.mark.parametrize(
-    ("name", "overrides", "topology"),
-    [
-        (
-            "gsm8k_qwen2.5_0.5b",
-            ("--mesh.data", "8", "--train.rows", "8", "--speculation.drafter", "adaptive"),
-            "v5e:2x4",
-        ),
-        ("math_qwen2.5_7b_pod", (), "v5p:4x4x4"),
-    ],
-)
-def test_the_shipped_configurations_compile_and_fit_on_a_tpu(name, overrides, topology):
-    command = [
-        sys.executable,
-        "-m",
-        "tlt_jax.plan",
-        "--config",
-        f"configs/{name}.yaml",
-        "--topology",
-        topology,
-    ]
-    inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    done = subprocess.run([*command, *overrides], env=inherited, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert (
-        "compilation cache" not in done.stderr
-    )  # JAX warns of every program that it cannot read back
-    said = [line for line in done.stderr.splitlines() if not line.startswith("compiling ")]
-    assert said == []  # libtpu
-    programs = re.findall(r"^(\S.*): compiled in", done.stdout, re.M)
-    assert done.stdout.count("\n  fits") == len(programs)
-    chunks = [
-        program
-        for program in programs
-        if program.startswith(("admission", "rollout chunk", "catching up"))
-    ]
-    assert len(chunks) > 3 and any("catching" in chunk for chunk in chunks)
-    assert {"harvest", "drafter micro-step", "drafter merge"} <= set(programs)
-    for chunk in chunks:
-        found = done.stdout.split(f"\n{chunk}: ")[1].split("\n  fits")[0]
-        assert "over data" not in found, found
-    for name in ("admission", "rollout chunk"):
-        cache, temporaries = re.search(
-            rf"{name}:.*?cache ([\d.]+) .*?temporaries ([\d.]+)", done.stdout, re.S
-        ).groups()
-        assert float(temporaries) < 0.25 * float(cache)  # the cache is not copied

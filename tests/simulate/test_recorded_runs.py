@@ -1,4 +1,4 @@
-"""A run that is recorded and simulated again: costs, lengths and seconds come back; and inputs made of scalars alone."""
+"""A run that is recorded and simulated again: costs, lengths and seconds come back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tlt_jax.config import load as loading
 from tlt_jax.data import packing
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics.run import open_run
-from tlt_jax.simulate import acceptance, cost_table, fitted, lengths, record
+from tlt_jax.simulate import acceptance, cost_table, lengths, record
 from tlt_jax.simulate.acceptance import Acceptances, Curve
 from tlt_jax.simulate.cost_table import CostTable, Row, normal
 from tlt_jax.simulate.lengths import LogNormal
-from tlt_jax.simulate.run import ARMS, SimulatedRun, World
+from tlt_jax.simulate.run import SimulatedRun, World
 from tlt_jax.spec_decode.strategy import NGRAM, PLAIN, parse
 from tlt_jax.train import speculation_metrics
 
@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     config = loading.read_resolved(path / "config.yaml")
     accepted = Acceptances(ACCEPTED, Curve((0.1,), (0.9,)))
     world = World(table(config), LogNormal(80, 0.8), accepted, STEPS, 2)
-    one, results, scalars = SimulatedRun(config, ARMS["ngram"], world), [], []
+    one, results, scalars = SimulatedRun(config, "ngram", world), [], []
     rollout = one.engine.run
 
     def watched(*inputs, **rest):
@@ -177,9 +177,9 @@ def test_a_run_that_is_simulated_again_takes_as_long_step_by_step(folder, tmp_pa
     config = loading.read_resolved(folder / "config.yaml")
     path = tmp_path / "costs.csv"
     path.write_text(cost_table.text_of(*record.of_runs([folder])))
-    accepted = fitted.of_run(folder, acceptance.NEW)
+    accepted = acceptance.of(str(folder))
     world = World(cost_table.read(path), lengths.recorded(folder), accepted, STEPS, 2)
-    again = SimulatedRun(config, ARMS["ngram"], world)
+    again = SimulatedRun(config, "ngram", world)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [again.step() for _ in lines]
     ratios = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tlt_jax.errors import ConfigError, DataError
 from tlt_jax.simulate import (
@@ -14,13 +14,11 @@ from tlt_jax.simulate import (
     acceptance,
     cost_table,
     estimate,
-    fitted,
-    parallel,
     record,
     report,
 )
 from tlt_jax.simulate.acceptance import Curve
-from tlt_jax.simulate.run import Step
+from tlt_jax.simulate.report import Step
 from tlt_jax.spec_decode.strategy import PLAIN, parse
 
 SMALL = """
@@ -38,28 +36,16 @@ train: {steps: 3}
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """The path of a small configuration; arms run in this process."""
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     (tmp_path / "small.yaml").write_text(SMALL)
     return str(tmp_path / "small.yaml")
 
 
 def test_it_prints_a_line_for_each_arm_and_writes_every_step(config, tmp_path, capsys):
-    out, png = str(tmp_path / "out.json"), tmp_path / "pictures/step.png"
-    words = [
-        "--config",
-        config,
-        "--arms",
-        "plain,adaptive",
-        "--json",
-        out,
-        "--explain",
-        "--timeline",
-        str(png),
-    ]
-    changes = ["--what-if", "drafting=0.5", "update=0.9"]
-    assert command.main([*words, *changes, "--rollout.samples", "3"]) == 0
+    out, trace = str(tmp_path / "out.json"), tmp_path / "pictures/step.json"
+    words = ["--config", config, "--arms", "plain,adaptive", "--json", out, "--explain", "--timeline", str(trace)]  # fmt: skip
+    assert command.main([*words, "--rollout.samples", "3"]) == 0
     text = capsys.readouterr().out
-    assert "what if: drafting=0.5 update=0.9" in text
     assert "simulated, not measured: 3 steps of 4 prompts x 3 answers" in text
     assert [line.split()[0] for line in text.splitlines() if line[:4] in ("  pl", "  ad")] == [
         "plain", "adaptive", "plain", "adaptive", "plain:", "adaptive:",
@@ -73,52 +59,42 @@ def test_it_prints_a_line_for_each_arm_and_writes_every_step(config, tmp_path, c
         and 0.02 < mean["round_error"] < 0.3
         and "updates 10 % faster" in text
     )
-    assert Image.open(png).size[0] == 1200
+    kinds = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"prefill", "decode"} <= kinds
 
 
-def test_a_sweep_has_a_line_for_each_number_of_groups(config, capsys):
-    words = [
-        "--config",
-        config,
-        "--arms",
-        "plain",
-        "--sweep",
-        "groups=1..6",
-        "--steps",
-        "2",
-        "--warm",
-    ]
-    assert command.main(words) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
-    assert [line[0] for line in lines] == ["1", "2", "4", "6"]
+def test_several_numbers_of_groups_have_a_line_each_and_a_picture(config, tmp_path, capsys):
+    words = ["--config", config, "--arms", "plain,ngram", "--groups", "1,2,6", "--steps", "2", "--warm"]  # fmt: skip
+    picture, out = tmp_path / "pictures/groups.png", tmp_path / "out.json"
+    assert command.main([*words, "--plot", str(picture), "--json", str(out)]) == 0
+    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert head == ["groups", "plain", "s", "gain", "ngram", "s", "gain"]
+    assert [line[0] for line in lines] == ["1", "2", "6"]
     seconds = [float(line[1]) for line in lines]
     assert seconds == sorted(seconds, reverse=True), "more groups never slow a step"
+    assert all(float(line[4]) == pytest.approx(float(line[1]) / float(line[3]), rel=0.02) for line in lines)  # fmt: skip
+    assert json.loads(out.read_text())["values"].keys() == {"1", "2", "6"}
+    assert picture.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--arms", "plain,fast"], "'fast' is none of plain"),
-        (["--sweep", "1..4"], "--sweep 1..4: write groups=A..B"),
-        (["--sweep", "groups=4..1"], "write groups=A..B"),
-        (["--costs", "b300"], "no such file, table or device"),
+        (["--groups", "1..4"], "--groups 1..4: give numbers from 1, such as 4 or 1,2,4"),
         (
-            ["--counts", "x.csv"],
-            "--counts x.csv is for an estimate, and --costs h200_qwen2.5_7b is a table",
+            ["--plot", "x.png"],
+            "--plot x.png is of several numbers of data groups: add --groups 1,2,4",
         ),
-        (["--counts", "x.csv", "--costs", "h100"], "x.csv: no counts of rounds can be read there"),
+        (["--steps", "-1"], "--steps -1: give 1 or more"),
+        (["--costs", "b300"], "no such file, table or device"),
         (
             ["--mesh.model", "2"],
             "is of 1 devices a data group, and mesh.model is 2: set --mesh.model 1",
         ),
-        (["--lengths", "none.yaml"], "no run folder, file or preset"),
-        (["--groups", "-1"], "give 1 or more"),
-        (
-            ["--what-if", "drafting=0.5", "speed=2"],
-            "--what-if speed=2: no part 'speed': parts are drafting",
-        ),
+        (["--lengths", "none.yaml"], "no run folder or preset"),
+        (["--groups", "0"], "give numbers from 1"),
         (["--rollout.sample", "2"], "rollout.sample"),
-        (["--ahead", "2"], "--ahead 2 is of the arms async and partial"),
         (
             ["--record", "nowhere", "--costs", "x.csv"],
             "leave out --config, only --costs goes with it",
@@ -137,7 +113,7 @@ def test_a_mistake_ends_with_one_line_that_names_it(config, words, message, caps
     [
         (["--costs", "x.csv"], "nowhere is no run folder"),
         ([], "name the file to write"),
-        (["--costs", "x.csv", "--what-if", "update=0.9"], "reads run folders alone: leave out --what-if"),
+        (["--costs", "x.csv", "--groups", "2"], "reads run folders alone: leave out --groups"),
         (["--costs", "x.csv", "--rollout.prompt", "3"], "leave out --rollout.prompt"),
     ],
 )  # fmt: skip
@@ -302,17 +278,15 @@ def test_a_run_without_chunks_is_refused_with_the_fix(folder):
 
 def test_ngrams_accept_by_depth_what_the_chunks_of_a_run_counted(folder):
     """Of 100 rounds 60, 30 and 10 accepted at least 1, 2 and 3 tokens."""
-    found = fitted.of_run(folder, acceptance.PAPER)
+    found = acceptance.of(str(folder))
     assert found.ngram == pytest.approx((0.6, 0.5, 1 / 3))
-    assert found.learned == acceptance.PAPER.learned and "the learned drafter as in" in found.source
+    assert found.learned == acceptance.NEW.learned and "the learned drafter as in" in found.source
     path = folder / "speculation/000001.jsonl"
     path.write_text(path.read_text().replace("ngram:", ""))
     (folder / "config.yaml").write_text(
         SMALL.replace("speculation: {", "speculation: {drafter: ngram, ")
     )
-    assert fitted.of_run(folder, acceptance.PAPER).ngram == found.ngram, (
-        "the only drafter has no name"
-    )
+    assert acceptance.of(str(folder)).ngram == found.ngram, "the only drafter has no name"
 
 
 def test_a_learning_curve_is_recovered_from_the_metrics_of_a_run(folder):
@@ -324,7 +298,7 @@ def test_a_learning_curve_is_recovered_from_the_metrics_of_a_run(folder):
         lines.append({"step": step, "drafter/update_tokens": 4000, "drafter/tokens": 1000})
         lines[-1] |= {f"drafter/acceptance@{depth}": level for depth, level in enumerate(levels, 1)}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    found = command.acceptances_of(str(folder)).learned
+    found = acceptance.of(str(folder)).learned
     for tokens in (0, 2e4, 2e5):
         np.testing.assert_allclose(found.levels(tokens, 2), curve.levels(tokens, 2), atol=0.03)
 
@@ -339,7 +313,7 @@ def test_chains_of_the_learned_drafter_say_what_it_accepts(folder):
     ]
     text = "".join(json.dumps(one) + "\n" for one in lines)
     (folder / "speculation/000001.jsonl").write_text(text)
-    found = fitted.of_run(folder, acceptance.PAPER)
+    found = acceptance.of(str(folder))
     assert found.learned.levels(0, 3) == pytest.approx((110 / 200, 20 / 50, 10 / 20))
     assert found.learned.levels(1e9, 3) == found.learned.levels(0, 3), "one step shows no rise"
     assert found.ngram == pytest.approx((0.1, 0.995, 0.995))
@@ -353,7 +327,7 @@ def test_a_few_longer_chains_do_not_replace_the_others(folder):
         path.write_text(json.dumps(usual) + "\n")
     with path.open("a") as file:
         file.write(json.dumps({"strategy": "learned:4_1_5", "accepted": [2, 4, 4, 0, 0]}) + "\n")
-    found = fitted.of_run(folder, acceptance.PAPER).learned
+    found = acceptance.of(str(folder)).learned
     assert found.levels(0, 2) == pytest.approx((0.8, 0.5), abs=0.01)
     assert len(found.start) == 2
 
@@ -367,7 +341,7 @@ def test_chains_of_one_step_do_not_replace_the_curve_of_the_metrics(folder):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     one = {"strategy": "learned:1_1_2", "accepted": [9, 1]}
     (folder / "speculation/000001.jsonl").write_text(json.dumps(one) + "\n")
-    found = fitted.of_run(folder, acceptance.PAPER).learned
+    found = acceptance.of(str(folder)).learned
     for tokens in (0, 7000):
         assert found.levels(tokens, 1) == pytest.approx(curve.levels(tokens, 1), abs=0.01)
 
@@ -375,4 +349,4 @@ def test_chains_of_one_step_do_not_replace_the_curve_of_the_metrics(folder):
 def test_a_run_that_never_drafted_has_no_acceptance(folder):
     (folder / "speculation/000001.jsonl").unlink()
     with pytest.raises(DataError, match="measured no drafter"):
-        fitted.of_run(folder, acceptance.NEW)
+        acceptance.of(str(folder))

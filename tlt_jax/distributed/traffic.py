@@ -14,23 +14,15 @@ TPUS = {
 BANDWIDTHS = TPUS | {gpu.name: float(gpu.bandwidth) for gpu in GPUS.values()}
 
 
-def counted(compiled: jax.stages.Compiled) -> tuple[float, float]:
-    """Bytes that one device reads and writes in a pass through the program, and its FLOP, by XLA's count.
-
-    Each loop counts as one pass.
-    """
+def moved(compiled: jax.stages.Compiled) -> float:
+    """Bytes that one device reads and writes in a pass through the program, by XLA's count; each loop counts as one pass."""
     found = compiled.cost_analysis()
     if found is None:  # of a program for devices that are not here
         from jax._src.lib import _jax  # no public access to the count of an HLO module
 
         module = compiled.runtime_executable().hlo_modules()[0]
         found = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
-    return found["bytes accessed"], found["flops"]
-
-
-def moved(compiled: jax.stages.Compiled) -> float:
-    """The bytes of `counted`."""
-    return counted(compiled)[0]
+    return found["bytes accessed"]
 
 
 def has_counted_loop(hlo: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
@@ -18,7 +17,6 @@ from tlt_jax import cli
 from tlt_jax.config import Config, load as configuration, validate
 from tlt_jax.config.schema import ADAPTIVE
 from tlt_jax.distributed import mesh as meshes, process, topology, traffic
-from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.plan import programs, report
@@ -30,7 +28,6 @@ TOPOLOGY = (
     "compile for these devices instead of the local ones: GPUs (h200:8, h100:1, or FILE.txtpb:8 with XLA's description of "
     "another) or a TPU topology (v5p:4x4x4); uses no cache"
 )
-COUNTS = "with --topology: write bytes, FLOP and kernels of each chunk's round, for python -m tlt_jax.simulate --counts FILE"
 
 
 def main() -> int:
@@ -40,19 +37,11 @@ def main() -> int:
         name = cli.take(arguments, "--topology")
         jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 
-    counts = cli.take(arguments, "--counts") if "--counts" in arguments else ""
-    if counts and not name:
-        cli.stop(
-            ConfigError(
-                f"--counts {counts} counts for devices that are not here: add --topology NAME"
-            )
-        )
-
     config = configuration.load(
         arguments,
         command="python -m tlt_jax.plan",
         about=cli.COMMANDS["plan"].about,
-        own=configuration.CONFIG | {"[--topology NAME]": TOPOLOGY, "[--counts FILE]": COUNTS},
+        own=configuration.CONFIG | {"[--topology NAME]": TOPOLOGY},
     )
     if name:  # the persistent cache cannot load programs for devices that this machine lacks
         config = replace(config, rollout=replace(config.rollout, compile_cache="off"))
@@ -63,8 +52,6 @@ def main() -> int:
             process.set_accelerator_flags(config)
         found = topology.describe(name) if name else topology.Topology(jax.devices())
         outcomes = compile_all(config, model, found)
-        if counts:
-            report.write_counts(Path(counts), outcomes, name, config.mesh.model)
         return 0 if all(outcome.fits for outcome in outcomes) else 1
 
 

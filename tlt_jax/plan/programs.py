@@ -42,7 +42,7 @@ from tlt_jax.tuner import make
 class PlannedProgram:
     """A program that `lowering` lowers; `holds`: bytes by kind on a device while it runs.
 
-    `layers`: of a chunk's model; `levels`: of its draft trees; `chunk`: the chunk.
+    `layers`: of a chunk's model; `levels`: of its draft trees.
     """
 
     name: str
@@ -51,7 +51,6 @@ class PlannedProgram:
     holds: dict[str, int]
     layers: int = 0
     levels: int = 0
-    chunk: Decode | None = None
 
     @property
     def lowered(self) -> jax.stages.Lowered:
@@ -149,8 +148,7 @@ def lower_rollout(
         if isinstance(program, Decode):
             layers, levels = recipe.model.num_layers, program.strategy.depth
         lowering = partial(engine.programs.lower, program)
-        chunk = program if layers else None
-        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels, chunk)
+        yield PlannedProgram(name, lowering, engine.groups[0], now, layers, levels)
 
 
 def largest_programs(

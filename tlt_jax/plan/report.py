@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from tlt_jax.distributed import launches, mesh as meshes, round_counts, traffic
+from tlt_jax.distributed import launches, mesh as meshes, traffic
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.plan.programs import PlannedProgram
-from tlt_jax.rollout.executables.programs import Decode
-from tlt_jax.spec_decode import strategy as strategies
 from tlt_jax.train.memory import GIB, advice, spell
 
 
 class Outcome(NamedTuple):
-    """What a device needs for a program: its bytes, the capacity, and the text of the seconds by bytes ("" if unknown).
-
-    `counts`: bytes, FLOP and kernels of a chunk's round, (0.0, 0.0, 0) for other programs. `chunk`: the chunk.
-    """
+    """What a device needs for a program: its bytes, the capacity, and the text of the seconds by bytes ("" if unknown)."""
 
     name: str
     needed: int
     capacity: int
     seconds: str
-    counts: tuple[float, float, int] = (0.0, 0.0, 0)
-    chunk: Decode | None = None
 
     @property
     def fits(self) -> bool:
@@ -54,10 +46,6 @@ def print_report(program: PlannedProgram, limit: int, bandwidth: float | None = 
     text = compiled.as_text()
     seconds_by_bytes = by_bytes(program, compiled, text, bandwidth) if bandwidth else ""
     outcome = Outcome(program.name, sum(resident.values()), limit, seconds_by_bytes)
-    if program.chunk:
-        kernels = one_round.kernels if one_round else 0
-        counts = *traffic.counted(compiled), kernels
-        outcome = outcome._replace(counts=counts, chunk=program.chunk)
 
     print(f"{program.name}: compiled in {seconds:.1f} s")
     print(f"  memory       {spell(resident)}")
@@ -114,16 +102,3 @@ def print_round(one_round: launches.Round, program: PlannedProgram, copied: int)
     )
     keys = program.holds["cache"] / program.layers / 2
     print(f"  copies       at most {copied / 2**20:.2f} MiB; a layer's keys are {keys / 2**20:.2f}")
-
-
-def write_counts(path: Path, outcomes: Sequence[Outcome], name: str, devices: int) -> None:
-    """Writes what the rounds of the chunks move, compute and launch; `devices` of a data group, of the topology `name`."""
-    kind = name.partition(":")[0]
-    rows = (
-        round_counts.RoundCounts(
-            kind, devices, one.chunk.state.batch, one.chunk.state.slots, strategies.name(one.chunk.strategy), *one.counts
-        )
-        for one in outcomes
-        if one.chunk
-    )  # fmt: skip
-    round_counts.write(path, rows)

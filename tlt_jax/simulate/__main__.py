@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import math
+import gc
+import json
+import os
 import sys
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from rich.console import Console
+from rich.progress import track
 
 from tlt_jax import atomic, cli
 from tlt_jax.config import Config, load as loading
-from tlt_jax.config.schema import RESOLVED
-from tlt_jax.distributed import round_counts
 from tlt_jax.errors import ConfigError, UserError
 from tlt_jax.metrics import timeline
-from tlt_jax.simulate import (
-    acceptance,
-    alternatives,
-    cost_table,
-    estimate,
-    fitted,
-    lengths,
-    parallel,
-    plot,
-    record,
-    report,
-    run,
-    sweep,
-    what_if,
-)
-from tlt_jax.simulate.acceptance import Acceptances
-from tlt_jax.simulate.alternatives import AHEAD, ALTERNATIVES
+from tlt_jax.simulate import acceptance, cost_table, estimate, lengths, record, report, run
 from tlt_jax.simulate.cost_table import CostTable
-from tlt_jax.simulate.run import ARMS, Step, World
+from tlt_jax.simulate.run import ARMS, World
 
 SHIPPED = Path(__file__).parent / "costs"
 BASE = "h200_qwen2.5_7b"  # the measured table that estimates are scaled by
 STEPS = 20  # when the configuration counts epochs
+COLLECTED = (
+    100_000,
+    20,
+    50,
+)  # gc.set_threshold: a simulation makes many small objects, and few circles of them
 
 
 def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -51,58 +43,28 @@ def arguments_of(words: Sequence[str] | None = None) -> tuple[argparse.Namespace
         allow_abbrev=False,
     )
     tables = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.csv")))
+    options = {
+        "config": ("FILE", "YAML file, or the name of a shipped configuration"),
+        "costs": ("TABLE", f"seconds of programs: a CSV file, a shipped table ({tables}), or a device to estimate for "
+                  f"({', '.join(estimate.DEVICES)})"),
+        "lengths": ("FILE", f"answers: a run's folder, or a preset ({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% "
+                    "beyond rollout.max_new_tokens"),
+        "acceptance": ("FILE", "what drafters accept: a run's folder, acceptance.json of a drafter, or a preset "
+                       f"({', '.join(acceptance.PRESETS)}); default: new"),
+        "groups": ("N,N", "data groups, one number or several; default: mesh.data"),
+        "arms": ("A,B", f"of {', '.join(ARMS)} (default: all)"),
+        "json": ("FILE", "writes every step"),
+        "timeline": ("FILE", "writes the last rollout of the last arm as a trace for ui.perfetto.dev"),
+        "plot": ("FILE", "writes a picture of several --groups: seconds of a step and gain over plain"),
+    }  # fmt: skip
+    usual = {"costs": BASE, "arms": ",".join(ARMS)}
+    for name, (metavar, text) in options.items():
+        parser.add_argument(f"--{name}", metavar=metavar, default=usual.get(name, ""), help=text)
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file, or the name of a shipped configuration")
-    add("--costs", metavar="TABLE", default=BASE,
-        help=f"seconds of programs: a CSV file, a shipped table ({tables}), or a device to estimate for "
-        f"({', '.join(estimate.DEVICES)})")  # fmt: skip
-    add("--counts", metavar="FILE", default="",
-        help="of the rounds that python -m tlt_jax.plan --counts FILE compiled for the device of --costs")  # fmt: skip
-    add("--lengths", metavar="FILE", default="",
-        help=f"answers: a run's folder, a YAML file, or a preset ({', '.join(lengths.PRESETS)}); default: log-normal, 2 %% "
-        "beyond rollout.max_new_tokens")  # fmt: skip
-    add("--acceptance", metavar="FILE", default="",
-        help="what drafters accept: a run's folder, a JSON file, acceptance.json of a drafter, or a preset "
-        f"({', '.join(acceptance.PRESETS)}); default: new")  # fmt: skip
-    add("--groups", metavar="N", type=int, default=0, help="data groups; default: mesh.data")
-    add(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=0,
-        help=f"RL steps; default: train.steps, or {STEPS}",
-    )
-    add("--arms", metavar="A,B", default=",".join(ARMS),
-        help=f"of {', '.join(ARMS)} (default: these), and what teams use instead of drafting: "
-        f"{', '.join(ALTERNATIVES)}")  # fmt: skip
-    add("--ahead", metavar="STEPS", type=float, default=AHEAD,
-        help="of async and partial: prompts that begin beyond those of the step, in steps; default: 1")  # fmt: skip
-    add("--json", metavar="FILE", help="writes every step")
-    add(
-        "--timeline",
-        metavar="FILE",
-        help="writes a picture (PNG) of the last rollout of the last arm",
-    )
-    add(
-        "--sweep",
-        metavar="groups=A..B",
-        help="runs with A, 2 A, ... B data groups, and the same prompts; or KNOB=A,B,C: with these values of a knob",
-    )
-    add(
-        "--plot",
-        metavar="FILE",
-        help="writes a picture (PNG) of a --sweep: seconds of a step and gain over plain",
-    )
+    add("--steps", metavar="N", type=int, default=0,
+        help=f"RL steps; default: train.steps, or {STEPS}")  # fmt: skip
     add("--explain", action="store_true", help="where the seconds go, and what would change most")
-    add(
-        "--warm",
-        action="store_true",
-        help="every program is in the compile cache: nothing compiles",
-    )
-    add("--what-if", metavar="PART=FACTOR", nargs="+", default=[],
-        help="other seconds of a part of the costs, such as drafting=0.5 update=0.9: the seconds times a factor, of "
-        f"{', '.join(what_if.SCALED)}; tree_attention=0.7: trees read the cache at this share of a copy's bandwidth, unless "
-        "faster")  # fmt: skip
+    add("--warm", action="store_true", help="every program is in the compile cache: nothing compiles")  # fmt: skip
     add("--record", metavar="RUN", nargs="+", help="writes the cost table of real runs, of one policy and the same devices, to "
         "--costs, and ends")  # fmt: skip
     return parser.parse_known_args(words)
@@ -124,7 +86,7 @@ def recorded(given: argparse.Namespace, knobs: Sequence[str]) -> int:
     """Writes the cost table of runs. Raises ConfigError for what it does not read: anything but the runs and --costs."""
     usual, path = vars(arguments_of([])[0]), Path(given.costs)
     others = [
-        f"--{name.replace('_', '-')}"
+        f"--{name}"
         for name, value in vars(given).items()
         if name not in ("record", "costs") and value != usual[name]
     ]
@@ -141,97 +103,78 @@ def recorded(given: argparse.Namespace, knobs: Sequence[str]) -> int:
 
 
 def simulated(given: argparse.Namespace, knobs: Sequence[str]) -> int:
-    """Runs the arms, and prints what they take."""
-    names, swept = given.arms.split(","), sweep.parse(given.sweep) if given.sweep else None
-    every = (*ARMS, *ALTERNATIVES)
-    if unknown := [name for name in names if name not in every]:
-        raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(every)}")
-    if not (math.isfinite(given.ahead) and given.ahead >= 0):
-        raise ConfigError(f"--ahead {given.ahead:g}: give 0 or more steps")
-    if given.ahead != AHEAD and not {"async", "partial"} & set(names):
-        raise ConfigError(
-            f"--ahead {given.ahead:g} is of the arms async and partial: add one of them to --arms"
-        )
-    if given.plot and not swept:
-        raise ConfigError(f"--plot {given.plot} is of a sweep: add --sweep groups=1..64")
-    if given.timeline and swept:
-        raise ConfigError(
-            f"--timeline {given.timeline} draws one run, and --sweep makes many: leave out one of them"
-        )
-    found, worlds = {}, {}
-    for value in swept.values if swept else [""]:
-        config = loading.parse([*knobs, *(swept.words(value) if swept else ())])
-        world = world_of(given, config, (swept.groups(value) if swept else 0) or given.groups)
-        if not found:
-            print(heading(config, world, given), flush=True)
-        worlds[value], found[value] = world, each(config, names, world, given.ahead)
-    print(report.sweep(swept.name, found) if swept else report.table(found[""]))
-    for value, results in found.items() if given.explain else ():
-        title = f"{swept.name} {value}: " if swept else ""
-        print(f"\n{title}{report.explained(results, worlds[value].table)}")
+    """Runs the arms on each number of data groups, and prints what they take."""
+    config, names = loading.parse(knobs), given.arms.split(",")
+    if unknown := [name for name in names if name not in ARMS]:
+        raise ConfigError(f"--arms {given.arms}: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    numbers = groups_of(given.groups, config)
+    if given.plot and len(numbers) < 2:
+        raise ConfigError(f"--plot {given.plot} is of several numbers of data groups: add --groups 1,2,4")  # fmt: skip
+    if given.plot:
+        report.drawing(given.plot)
+    world = world_of(given, config, numbers[0])
+    print(heading(config, world, given, numbers), flush=True)
+    jobs = list(product(numbers, names))
+    taken = every([(config, name, replace(world, groups=groups)) for groups, name in jobs])
+    steps = dict(zip(jobs, taken, strict=True))
+    found = {groups: {name: steps[groups, name] for name in names} for groups in numbers}
+    print(report.table(found[numbers[0]]) if len(numbers) == 1 else report.by_groups(found))
+    for groups, results in found.items() if given.explain else ():
+        title = f"groups {groups}: " if len(numbers) > 1 else ""
+        print(f"\n{title}{report.explained(results, world.table)}")
     if given.json:
         facts = {"costs": given.costs, "steps": world.steps}
-        facts |= {"sweep": swept.name} if swept else {"groups": world.groups}
         atomic.write_text(Path(given.json), report.as_json(found, facts))
     if given.timeline:
-        spans = found[""][names[-1]][-1].spans
-        picture(Path(given.timeline), timeline.draw(spans, world.groups))
+        spans = steps[jobs[-1]][-1].spans
+        Path(given.timeline).parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(Path(given.timeline), json.dumps(timeline.trace(spans)))
     if given.plot:
-        picture(Path(given.plot), plot.draw(swept.name, found))
+        report.draw(Path(given.plot), found)
     return 0
 
 
+def every(jobs: Sequence[tuple]) -> list[list[report.Step]]:
+    """run.simulate of each, in the order of the jobs: in processes of their own, as many at once as there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = min(cores or 1, len(jobs))
+    if workers == 1:
+        return [run.simulate(*job) for job in jobs]
+    context = get_context("spawn")  # JAX has threads, which a fork would lose
+    shown = {"console": Console(stderr=True), "disable": not sys.stderr.isatty(), "transient": True}
+    with ProcessPoolExecutor(workers, context, gc.set_threshold, COLLECTED) as pool:
+        found = pool.map(run.simulate, *zip(*jobs, strict=True))
+        return list(track(found, "simulating", len(jobs), **shown))
+
+
+def groups_of(text: str, config: Config) -> list[int]:
+    """The numbers of data groups of --groups; mesh.data without any. Raises ConfigError."""
+    numbers = text.split(",") if text else [str(config.mesh.data)]
+    if not all(one.isdecimal() and int(one) for one in numbers):
+        raise ConfigError(f"--groups {text}: give numbers from 1, such as 4 or 1,2,4")
+    return list(dict.fromkeys(map(int, numbers)))
+
+
 def world_of(given: argparse.Namespace, config: Config, groups: int) -> World:
-    """What the arms need besides the configuration; groups of the arguments, or mesh.data. Raises ConfigError or DataError."""
+    """What the arms need besides the configuration. Raises ConfigError or DataError."""
     if config.rollout.max_prompts:
         raise ConfigError(
             f"rollout.max_prompts {config.rollout.max_prompts}: simulated answers have no rewards, so no prompt is replaced: "
             "use --rollout.max_prompts 0"
         )
-    steps, groups = given.steps or config.train.steps or STEPS, groups or config.mesh.data
-    if steps < 1 or groups < 1:
-        raise ConfigError(f"--steps {steps}, --groups {groups}: give 1 or more")
-    costs = costs_of(given.costs, config, given.counts)
-    costs = what_if.table(costs, what_if.parsed(given.what_if))
-    return World(
-        costs, lengths.of(given.lengths, config.rollout.max_new_tokens),
-        acceptances_of(given.acceptance), steps, groups, not given.warm,
-    )  # fmt: skip
+    steps = given.steps or config.train.steps or STEPS
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: give 1 or more")
+    answers = lengths.of(given.lengths, config.rollout.max_new_tokens)
+    accepted = acceptance.of(given.acceptance)
+    return World(costs_of(given.costs, config), answers, accepted, steps, groups, not given.warm)
 
 
-def each(config: Config, names: Sequence[str], world: World, ahead: float) -> dict[str, list[Step]]:
-    """The steps of each arm."""
-    simulate = partial(
-        alternatives.simulate,
-        config,
-        world=world,
-        plain=run.simulate,
-        make=run.plain_run,
-        ahead=ahead,
-    )
-    return parallel.every(simulate, names, world.steps)
-
-
-def acceptances_of(text: str) -> Acceptances:
-    """What --acceptance gives; see acceptance.of and fitted.of_run."""
-    if text and (Path(text) / RESOLVED).is_file():
-        return fitted.of_run(Path(text), acceptance.NEW)
-    return acceptance.of(text)
-
-
-def costs_of(text: str, config: Config, counts: str = "") -> CostTable:
-    """The cost table of --costs and --counts.
-
-    Raises ConfigError for another number of devices a data group than mesh.model.
-    """
-    kind = config.drafter_training.kind
+def costs_of(text: str, config: Config) -> CostTable:
+    """The cost table of --costs. Raises ConfigError for another number of devices a data group than mesh.model."""
     path = next((one for one in (Path(text), SHIPPED / f"{text}.csv") if one.is_file()), None)
-    if path and counts:
-        raise ConfigError(
-            f"--counts {counts} is for an estimate, and --costs {text} is a table: give a device to --costs"
-        )
     if path:
-        table = cost_table.read(path, drafter=kind)
+        table = cost_table.read(path, drafter=config.drafter_training.kind)
         devices = int(table.facts.get("devices", 1))
         if devices != config.mesh.model:
             raise ConfigError(
@@ -246,28 +189,20 @@ def costs_of(text: str, config: Config, counts: str = "") -> CostTable:
         )
     drafter = run.drafter_of(config, model) if model else None
     base = cost_table.read(SHIPPED / f"{BASE}.csv")
-    compiled = round_counts.read(Path(counts)) if counts else ()
-    return estimate.table(text, config.mesh.model, model, drafter, base, counts=compiled)
+    return estimate.table(text, config.mesh.model, model, drafter, base)
 
 
-def heading(config: Config, world: World, given: argparse.Namespace) -> str:
+def heading(config: Config, world: World, given: argparse.Namespace, numbers: Sequence[int]) -> str:
     """What is simulated, and what it rests on."""
     rollout, facts = config.rollout, world.table.facts
     rest = f", {facts['factor']}" if "factor" in facts else ""
-    changed = f"what if: {' '.join(given.what_if)}\n" if given.what_if else ""
     return (
         f"simulated, not measured: {world.steps} steps of {rollout.prompts} prompts x {rollout.samples} answers of at most "
-        f"{rollout.max_new_tokens} tokens, {world.groups} data groups x {config.mesh.model} devices\n"
+        f"{rollout.max_new_tokens} tokens, {', '.join(map(str, numbers))} data groups x {config.mesh.model} devices\n"
         f"costs: {given.costs} ({world.table.sources('round') or 'estimate'}{rest}); lengths: {world.lengths.describe()}\n"
         f"acceptance: {world.acceptances.source or given.acceptance}\n"
-        f"decisions: every {run.chunk_of(config)} rounds at most, and when the rows fit a smaller batch\n{changed}"
+        f"decisions: every {run.chunk_of(config)} rounds at most, and when the rows fit a smaller batch\n"
     )
-
-
-def picture(path: Path, pixels: np.ndarray) -> None:
-    """Writes uint8 [height, width, 3] as PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path, "PNG")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A table of seconds of programs: read from CSV, interpolated with an uncertainty; knows no program and no clock.
+"""A table of seconds of programs: read from CSV, interpolated with an uncertainty.
 
 Rounds are predicted by the tuner's cost model (tuner.cost_model): a linear model in named terms, fitted on the table's
 rounds, times the residual of the nearest rows. Where attention was measured apart, the model is one of the rest of a round.
@@ -11,15 +11,13 @@ import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from tlt_jax.errors import DataError
-from tlt_jax.simulate import attention
-from tlt_jax.simulate.attention import Attention
 from tlt_jax.spec_decode.strategy import LEARNED, NGRAM, PLAIN, Strategy, name, parse
 from tlt_jax.tuner import cost_model, make
 from tlt_jax.tuner.interface import Cell
@@ -59,6 +57,8 @@ FEATURES, CAPTURED = "features", "captured"
 FIXED = 0.05  # prior share of a call's seconds that does not grow with its tokens
 APART = 0.25  # standard error of log seconds of a call that is unlike the only row of its program
 DRAFTERS = ("ngram", "eagle", "eagle3", "dflash", "dspark")
+# Priors of attention: of a node, in seconds of a token; of what does not grow with the tokens, in those of the mean tokens.
+NODE, LAUNCH = 0.1, 0.2
 
 
 class Row(NamedTuple):
@@ -81,7 +81,31 @@ class Row(NamedTuple):
         return self.held or self.slots
 
 
-@dataclass(frozen=True)
+class Attention(NamedTuple):
+    """Seconds of a row in all layers, for each token that it holds (`token`) and, on top, for each of its nodes (`node`)."""
+
+    token: float
+    node: float
+
+    def slope(self, batch: int, nodes: int) -> float:
+        """Seconds of a round for each token that each of its `batch` rows holds."""
+        return batch * (self.token + self.node * nodes)
+
+
+def fit_attention(
+    rows: Sequence[int], nodes: Sequence[int], held: Sequence[float], seconds: Sequence[float]
+) -> Attention:
+    """The attention that was measured in C cases; what does not grow with the tokens (launches) belongs to the round's rest."""
+    rows_C, nodes_C, held_C, seconds_C = (np.array(one, float) for one in (rows, nodes, held, seconds))  # fmt: skip
+    read_C = rows_C * held_C
+    terms_CF = np.stack([np.ones_like(read_C), read_C, read_C * nodes_C], axis=1)
+    units = np.array([LAUNCH * read_C.mean(), 1.0, NODE])
+    noise_C = np.full(len(seconds_C), cost_model.WARM_NOISE)
+    _, token, node = cost_model.fit(terms_CF, seconds_C, noise_C, units)
+    return Attention(float(token), float(node))
+
+
+@dataclass(frozen=True, eq=False)
 class CostTable:
     """The rows of a table, and `facts` of its head (such as device and policy). `node`: prior cost of a node, in rounds.
 
@@ -113,7 +137,7 @@ class CostTable:
         if not rows:
             return None
         cases = [(row.rows, row.strategy.nodes, row.held, row.seconds) for row in rows]
-        return attention.fit(*zip(*cases, strict=True))
+        return fit_attention(*zip(*cases, strict=True))
 
     @cached_property
     def cells(self) -> dict[str, dict]:
@@ -137,44 +161,29 @@ class CostTable:
         """Weights [F] of the terms of a round, in seconds; see cost_model.fit_weights."""
         return cost_model.fit_weights(self.cells, self.node, self.one_pass)
 
-    @cached_property
-    def _shapes(self) -> dict[tuple[int, Strategy], tuple[float, float, float]]:
-        return {}
-
-    @cached_property
-    def _calls(self) -> dict[tuple[str, float], float]:
-        return {}
-
+    @cache  # noqa: B019 (a command has one table)
     def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
         """Seconds of a round that reads no cache, seconds for each token that a row holds, standard error of log seconds.
 
         The residual is that of the row of this batch and strategy, else of the nearest rows; see cost_model.residual.
         """
-        key = batch, strategy
-        if key not in self._shapes and self.attention:
-            cell = Cell(batch, 0, normal(strategy))
-            logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.one_pass)
-            each = self.attention.slope(batch, strategy.nodes)
-            self._shapes[key] = math.exp(float(logs[0])), each, float(errors[0])
-        elif key not in self._shapes:
-            arm = normal(strategy)
-            read = [round(row.read) for row in self.of("round") if self.is_of(row, batch, arm)]
-            read = read or [round(row.read) for row in self.of("round")]
-            at = sorted(read)[len(read) // 2]
-            logs, errors = cost_model.predict(
-                self.cells, [Cell(batch, at, arm)], self.weights, self.one_pass
-            )
-            ends = [
-                float(
-                    np.array(cost_model.described(batch, tokens, arm, self.one_pass)[:5])
-                    @ self.weights
-                )
-                for tokens in (0, at)
-            ]
-            scale = math.exp(float(logs[0])) / ends[1]
-            slope = (ends[1] - ends[0]) / at
-            self._shapes[key] = scale * ends[0], scale * slope, float(errors[0])
-        return self._shapes[key]
+        arm, at = normal(strategy), 0
+        if not self.attention:
+            rounds = self.of("round")
+            read = [round(row.read) for row in rounds if self.is_of(row, batch, arm)]
+            read = sorted(read or [round(row.read) for row in rounds])
+            at = read[len(read) // 2]
+        cell = Cell(batch, at, arm)
+        logs, errors = cost_model.predict(self.cells, [cell], self.weights, self.one_pass)
+        seconds, error = math.exp(float(logs[0])), float(errors[0])
+        if self.attention:
+            return seconds, self.attention.slope(batch, strategy.nodes), error
+        empty, filled = (
+            float(np.array(cost_model.described(batch, read, arm, self.one_pass)[:5]) @ self.weights)
+            for read in (0, at)
+        )  # fmt: skip
+        scale = seconds / filled
+        return scale * empty, scale * ((filled - empty) / at), error
 
     def is_of(self, row: Row, batch: int, arm: Strategy) -> bool:
         """Whether the row is a round of this batch and arm."""
@@ -185,14 +194,9 @@ class CostTable:
         fixed, each, _ = self.shape(batch, strategy)
         return fixed + each * (held if self.reads_held else slots)
 
+    @cache  # noqa: B019 (a command has one table)
     def seconds(self, program: str, tokens: float = 0.0) -> float:
         """Seconds of a call with this many tokens; 0 for a program without rows."""
-        if (program, tokens) not in self._calls:
-            self._calls[program, tokens] = self.call_seconds(program, tokens)
-        return self._calls[program, tokens]
-
-    def call_seconds(self, program: str, tokens: float) -> float:
-        """As `seconds`, computed."""
         rows = self.of(program)
         if not rows:
             return 0.0

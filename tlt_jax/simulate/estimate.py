@@ -8,25 +8,24 @@ table, scales rounds, and one scales updates. Everything here is an estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from tlt_jax.distributed.round_counts import RoundCounts
 from tlt_jax.distributed.topology import GPUS
 from tlt_jax.distributed.traffic import TPUS
-from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.errors import ConfigError
 from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
-from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
+from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.cost_model import OnePass
 
 BYTES = 2  # of a bfloat16 number
+UNROLL = 5  # draft steps that are trained at every position
 # Kernels of a round: of a layer of the policy and of the rest (noise, filter, choice, verification), of a draft level; and the
 # seconds of one. The counts are those of 7B programs that `tlt_jax.plan --topology h200:1` compiles.
 LAYER_KERNELS, ROUND_KERNELS, LEVEL_KERNELS, KERNEL_S = 19, 40, 30, 1.5e-6
@@ -34,7 +33,6 @@ LAYER_KERNELS, ROUND_KERNELS, LEVEL_KERNELS, KERNEL_S = 19, 40, 30, 1.5e-6
 # product of 8192 x 8192 matrices 791 of 989 TFLOP/s (benchmarks/results/accelerator.csv has the product).
 COPIED, MULTIPLIED = 4.3 / 4.8, 791 / 989
 UPDATE_FLOPS = 6  # for a weight and token: forward 2, backward 4
-SIZES = ("read", "layers", "cached", "level", "width")
 ERROR = 0.15  # standard error of the log seconds of an estimated round, beside that of the factor
 LITERATURE_LINK = 50e9  # bytes a second of a device to other hosts: 400 Gb/s, as in the paper's cluster (arXiv 2511.16665)
 
@@ -76,13 +74,9 @@ class Sizes:
     width: int = 0
     one_pass: OnePass | None = None
 
-    def text(self) -> str:
-        """The sizes for the head of a table, which `parsed` reads; of a drafter that runs a pass a level."""
-        return " ".join(f"{one} {getattr(self, one)}" for one in SIZES)
-
     @classmethod
     def parsed(cls, text: str) -> Sizes:
-        """The sizes that `text` wrote."""
+        """The sizes in the head of a table, such as `read 100 layers 2`; of a drafter that runs a pass a level."""
         words = text.split()
         return cls(**dict(zip(words[::2], map(int, words[1::2]), strict=True)))
 
@@ -119,31 +113,15 @@ class Estimate:
     def round_seconds(self, batch: int, strategy: Strategy, held: float) -> float:
         """A round of `batch` rows that hold `held` tokens on average."""
         sizes, device = self.sizes, self.device
-        levels, nodes = self.drafted(strategy)
+        levels, nodes = strategy.drafted_levels, strategy.topk
+        if levels and sizes.one_pass:
+            levels, nodes = sizes.one_pass
         rows, drafted = batch * strategy.nodes, batch * levels * nodes
         moved = BYTES * (sizes.read + batch * held * sizes.cached + levels * sizes.level)
         flops = 2 * (rows * (sizes.read + held * sizes.width) + drafted * sizes.level)
         busy = moved / (COPIED * device.bandwidth) + flops / (MULTIPLIED * device.flops)
-        kernels = self.kernels(levels)
+        kernels = LAYER_KERNELS * sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
         return busy / self.devices + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
-
-    def drafted(self, strategy: Strategy) -> tuple[int, int]:
-        """Levels that a network drafts in a round, and nodes of a row in each."""
-        levels = strategy.drafted_levels
-        return self.sizes.one_pass if levels and self.sizes.one_pass else (levels, strategy.topk)
-
-    def kernels(self, levels: int) -> int:
-        """Kernels of a round with so many drafted levels."""
-        return LAYER_KERNELS * self.sizes.layers + ROUND_KERNELS + LEVEL_KERNELS * levels
-
-    def compiled_seconds(self, counts: RoundCounts, strategy: Strategy) -> float:
-        """The same of a compiled round of this strategy, which read all slots of its cache."""
-        levels, nodes = self.drafted(strategy)
-        moved = counts.moved / (COPIED * self.device.bandwidth)
-        computed = counts.flop / (MULTIPLIED * self.device.flops)
-        kernels = counts.kernels or self.kernels(levels)
-        rows, drafted = counts.rows * strategy.nodes, counts.rows * levels * nodes
-        return moved + computed + kernels * KERNEL_S + self.exchange(rows, drafted, levels)
 
     def exchange(self, rows: int, drafted: int, levels: int) -> float:
         """The sums over the devices of a group: two a layer of the policy, and of the drafter a level.
@@ -166,17 +144,13 @@ class Estimate:
         return BYTES * self.sizes.read / (LITERATURE_LINK * self.devices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EstimatedTable(CostTable):
-    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log.
-
-    `compiled`: the same from the counts of compiled rounds over the Estimate's, by strategy and rows.
-    """
+    """A table without measured rounds: those of an Estimate, times `factor`, with the standard error of its log."""
 
     estimate: Estimate | None = None
     factor: float = 1.0
     spread: float = 0.0
-    compiled: Mapping[tuple[Strategy, int], float] = field(default_factory=dict)
 
     @property
     def reads_held(self) -> bool:
@@ -184,29 +158,11 @@ class EstimatedTable(CostTable):
 
     def shape(self, batch: int, strategy: Strategy) -> tuple[float, float, float]:
         """As CostTable.shape; the seconds of a token that a row holds are those near 4,096 tokens."""
-        factor = self.factor * self.over_estimate(batch, normal(strategy))
         fixed, filled = (
-            factor * self.estimate.round_seconds(batch, strategy, held) for held in (0.0, 4096.0)
+            self.factor * self.estimate.round_seconds(batch, strategy, held)
+            for held in (0.0, 4096.0)
         )
         return fixed, (filled - fixed) / 4096, math.hypot(ERROR, self.spread)
-
-    def over_estimate(self, batch: int, strategy: Strategy) -> float:
-        """What a compiled round takes over its estimate: of this strategy, or else of one that drafts as well; 1 without one.
-
-        Of several that with the nearest number of rows.
-        """
-        for is_alike in (
-            lambda one: one == strategy,
-            lambda one: (one == PLAIN) == (strategy == PLAIN),
-        ):
-            found = [
-                (abs(math.log(rows / batch)), ratio)
-                for (one, rows), ratio in self.compiled.items()
-                if is_alike(one)
-            ]
-            if found:
-                return min(found)[1]
-        return 1.0
 
 
 def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
@@ -219,13 +175,10 @@ def factor(measured: CostTable, estimate: Estimate) -> tuple[float, float]:
     return float(np.median(found)), float(np.std(np.log(found)))
 
 
-def estimated_rows(estimate: Estimate, efficiency: float, unroll: int) -> list[Row]:
-    """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing.
-
-    `unroll`: draft steps that are trained at every position.
-    """
+def estimated_rows(estimate: Estimate, efficiency: float) -> list[Row]:
+    """Rows of what is no round: updates at `efficiency` of the peak, micro-steps, publishing."""
     sizes, tokens = estimate.sizes, 16384
-    drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else unroll)
+    drafter = sizes.level * (sizes.one_pass.layers if sizes.one_pass else UNROLL)
 
     def row(program: str, weights: int, note: str) -> Row:
         seconds = estimate.update_seconds(tokens, weights) / efficiency
@@ -251,73 +204,29 @@ def table(
     model: ModelConfig,
     drafter: DrafterConfig | None,
     measured: CostTable,
-    unroll: int = 5,
-    efficiency: float | None = None,
-    counts: Sequence[RoundCounts] = (),
 ) -> EstimatedTable:
     """The estimated table of a policy on `devices` of this kind a data group; its factor is fitted on `measured`.
 
-    `efficiency`: share of the peak in an update; None: the measured table's. `counts`: of compiled rounds, which replace those
-    of the policy's sizes. Raises ConfigError for an unknown kind of device, or counts for another one.
+    Updates reach the share of the peak that the measured ones reached. Raises ConfigError for an unknown kind of device.
     """
     if kind not in DEVICES:
         raise ConfigError(
             f"--costs {kind}: no such file, table or device: devices are {', '.join(DEVICES)}"
         )
-    measured_sizes, device = Sizes.parsed(measured.facts["sizes"]), measured.facts["device"]
-    there = Estimate(measured_sizes, DEVICES[device], int(measured.facts["devices"]))
+    sizes, device = Sizes.parsed(measured.facts["sizes"]), measured.facts["device"]
+    there = Estimate(sizes, DEVICES[device], int(measured.facts["devices"]))
     scale, spread = factor(measured, there)
     estimate = Estimate(Sizes.of(model, drafter), DEVICES[kind], devices)
-    share = efficiency or update_efficiency(measured, there)
+    shares = [
+        there.update_seconds(row.tokens, sizes.read) / row.seconds for row in measured.of("update")
+    ]
     rest = [
-        row
+        row._replace(source=ESTIMATE)
         for row in measured.rows
         if row.program in ("compile", "reward", "begin", "host", "other", "save")
     ]
-    rest = [replace_source(row) for row in rest]
-    facts = {
-        "device": kind,
-        "devices": str(devices),
-        "factor": f"{scale:.3f} of {measured.facts['device']}'s rounds",
-    }
+    facts = {"device": kind, "devices": str(devices), "factor": f"{scale:.3f} of {device}'s rounds"}
     return EstimatedTable(
-        (*estimated_rows(estimate, share, unroll), *rest), facts, measured.node, estimate.sizes.one_pass,
-        estimate=estimate, factor=scale, spread=spread, compiled=compiled_ratios(estimate, kind, counts),
+        (*estimated_rows(estimate, float(np.median(shares))), *rest), facts, measured.node, estimate.sizes.one_pass,
+        estimate=estimate, factor=scale, spread=spread,
     )  # fmt: skip
-
-
-def compiled_ratios(
-    estimate: Estimate, kind: str, counts: Sequence[RoundCounts]
-) -> dict[tuple[Strategy, int], float]:
-    """Seconds of compiled rounds over their estimates, by strategy and rows.
-
-    Raises ConfigError for counts of other devices than the estimate's, and DataError for an impossible strategy.
-    """
-    found = {}
-    for one in counts:
-        if (one.device, one.devices) != (kind, estimate.devices):
-            raise ConfigError(
-                f"--counts are of {one.devices} x {one.device} a data group, not of {estimate.devices} x {kind}: "
-                f"set --costs {one.device} --mesh.model {one.devices}, or plan for {kind}"
-            )
-        try:
-            strategy = normal(parse(one.strategy))
-        except ValueError as error:
-            raise DataError(f"--counts: {error}") from error
-        seconds = estimate.round_seconds(one.rows, strategy, one.slots)
-        found[strategy, one.rows] = estimate.compiled_seconds(one, strategy) / seconds
-    return found
-
-
-def replace_source(row: Row) -> Row:
-    """A measured row of another device, as an estimate."""
-    return row._replace(source=ESTIMATE)
-
-
-def update_efficiency(measured: CostTable, there: Estimate) -> float:
-    """The share of the peak that the measured updates reached."""
-    shares: Sequence[float] = [
-        there.update_seconds(row.tokens, there.sizes.read) / row.seconds
-        for row in measured.of("update")
-    ]
-    return float(np.median(shares))

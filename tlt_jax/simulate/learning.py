@@ -176,7 +176,7 @@ class DrafterWorld:
         self.recipe = idle_recipe(config, model, engine.learned, None)
         engine.programs.kinds[MicroStep] = self.micro_step
 
-    def parts(self, start: SimulatedDrafter, is_idle_used: bool) -> LearningParts:
+    def parts(self, start: SimulatedDrafter) -> LearningParts:
         """What DrafterLearning decides about; `start`: a drafter before its first update."""
         groups = len(self.engine.groups)
         relative = (
@@ -189,7 +189,6 @@ class DrafterWorld:
             lambda group, rows, tokens: MicroStep(group, rows * tokens, relative),
             lambda answers: start,
             self.engine.clock,
-            is_idle_used,
         )
 
     def levels(self, drafter: SimulatedDrafter) -> list[float]:

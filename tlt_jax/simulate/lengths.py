@@ -1,4 +1,4 @@
-"""Lengths of simulated answers: recorded in a run's folder, or log-normal; knows no scheduler. No JAX.
+"""Lengths of simulated answers: recorded in a run's folder, or log-normal.
 
 Presets state what is published of the jobs that they are named after, and what is assumed.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.config.parse import read_yaml
 from tlt_jax.config.schema import RESOLVED
-from tlt_jax.errors import ConfigError, DataError
+from tlt_jax.errors import ConfigError
 from tlt_jax.metrics.run import open_run
 
 
@@ -26,26 +25,17 @@ class Drawn(NamedTuple):
     answers: np.ndarray
 
 
-class Lengths(Protocol):
-    """Lengths of every step; `describe` says where they come from."""
-
-    def draw(self, step: int, prompts: int, samples: int, seed: int) -> Drawn: ...
-
-    def describe(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class LogNormal:
     """Log-normal lengths with this median and standard deviation of their logs.
 
-    `alike`: the share of that variance that the answers of a prompt have in common. `drift`: factor of the median from
-    step to step. `prompt`: tokens of a prompt. `source`: what is published, and what is assumed.
+    `alike`: the share of that variance that the answers of a prompt have in common. `prompt`: tokens of a prompt. `source`:
+    what is published, and what is assumed.
     """
 
     median: float
     sigma: float
     alike: float = 0.5
-    drift: float = 1.0
     prompt: int = 256
     source: str = ""
 
@@ -53,16 +43,13 @@ class LogNormal:
         random = np.random.default_rng([seed, step])
         shared = random.standard_normal((prompts, 1)) * math.sqrt(self.alike)
         own = random.standard_normal((prompts, samples)) * math.sqrt(1 - self.alike)
-        tokens = self.median * self.drift**step * np.exp(self.sigma * (shared + own))
+        tokens = self.median * np.exp(self.sigma * (shared + own))
         answers = np.clip(tokens, 1, 1 << 30).astype(np.int64)
         return Drawn(np.full(prompts, self.prompt), answers)
 
     def describe(self) -> str:
-        return (
-            f"log-normal, median {self.median:g}, sigma {self.sigma:g}"
-            f"{f', drift {self.drift:g} a step' if self.drift != 1 else ''}"
-            f"{f' ({self.source})' if self.source else ''}"
-        )
+        source = f" ({self.source})" if self.source else ""
+        return f"log-normal, median {self.median:g}, sigma {self.sigma:g}{source}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +73,8 @@ class Recorded:
         return f"recorded in {len(self.steps)} steps of {self.folder}"
 
 
+Lengths = LogNormal | Recorded
+
 # arXiv 2511.16665 states the limits; neither medians nor spreads are published.
 PAPER = "the limit is the paper's (arXiv 2511.16665); median and spread are assumptions"
 PRESETS: Mapping[str, LogNormal] = {
@@ -105,43 +94,20 @@ PRESETS: Mapping[str, LogNormal] = {
 
 
 def of(text: str, limit: int) -> Lengths:
-    """The lengths of --lengths: a run's folder, a YAML file with the fields of LogNormal, or a preset.
+    """The lengths of --lengths: a run's folder, or a preset.
 
-    "": log-normal, with 2 % of the answers beyond the `limit`. Raises ConfigError or DataError.
+    "": log-normal, with 2 % of the answers beyond the `limit`. Raises ConfigError.
     """
     if not text:
         return LogNormal(limit / math.exp(2.054), 1.0, source="an assumption: 2 % are cut")
     path = Path(text)
     if (path / RESOLVED).is_file():
         return recorded(path)
-    if path.is_file():
-        return parametric(path)
     if text not in PRESETS:
         raise ConfigError(
-            f"--lengths {text}: no run folder, file or preset: presets are {', '.join(PRESETS)}"
+            f"--lengths {text}: no run folder or preset: presets are {', '.join(PRESETS)}"
         )
     return PRESETS[text]
-
-
-def parametric(path: Path) -> LogNormal:
-    """The log-normal lengths of a YAML file. Raises DataError for an unknown field or a value that is no number."""
-    found, known = read_yaml(path), {one.name for one in fields(LogNormal)}
-    unknown = [name for name in found if name not in known]
-    if unknown:
-        raise DataError(
-            f"{path}: unknown field {unknown[0]!r}: the fields are {', '.join(sorted(known))}"
-        )
-    for name in ("median", "sigma"):
-        if name not in found:
-            raise DataError(f"{path}: {name} is missing: give it")
-    for name, value in found.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name != "source" and not (is_number and math.isfinite(value) and value >= 0):
-            raise DataError(f"{path}: {name} {value!r}: give a number, 0 or more")
-    if found.get("alike", 0.5) > 1:
-        raise DataError(f"{path}: alike {found['alike']}: give a share, from 0 to 1")
-    lengths = LogNormal(**found)
-    return replace(lengths, prompt=int(lengths.prompt))
 
 
 def recorded(folder: Path) -> Recorded:

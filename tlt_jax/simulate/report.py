@@ -1,39 +1,45 @@
-"""What a simulation says: a table, JSON, where the seconds go, and a sweep over the number of data groups. No JAX."""
+"""What a simulation says: tables, JSON, a picture, and where the seconds go."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tlt_jax.errors import ConfigError
+from tlt_jax.rollout.recorder import Span
 from tlt_jax.simulate.cost_table import ESTIMATE, CostTable
-from tlt_jax.simulate.off_policy import OffPolicy
 
 COLUMNS = "step s", "rollout s", "update s", "bubble", "accept", "times plain"
-# Where an arm is off-policy: age of its tokens in updates, share of tokens older than 0, groups that roll out + that train.
-OFF_POLICY = "mean age", "most age", "older", "groups"
 PARTS = ("rollout", "update", "drafter", "publish", "reward", "save", "other")
 
 
-class Step(Protocol):
-    """run.Step."""
+@dataclass
+class Step:
+    """Seconds of a step by part, and what its rollout was like. `bubble`: idle share of the groups' time in the rollout.
 
-    seconds: Mapping[str, float]
+    `strategies`: seconds of decoding by drafter. `error`: mean standard error of the log seconds of a round, over the
+    shapes that were decoded. `spans`: the timeline of the rollout.
+    """
+
+    seconds: dict[str, float]
     tokens: int
     bubble: float
     compiling: float
     accept_length: float
     learned: float
-    strategies: Mapping[str, float]
+    strategies: dict[str, float]
     error: float
-    off_policy: OffPolicy
-    split: str
-    recomputing: float
+    spans: list[Span] = field(default_factory=list, repr=False)
 
     @property
-    def total(self) -> float: ...
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
 
 
 Results = Mapping[str, Sequence[Step]]  # the steps of each arm
@@ -49,19 +55,14 @@ def late(steps: Sequence[Step]) -> Sequence[Step]:
 
 
 def table(results: Results) -> str:
-    """A line for each arm: the means over all steps, with compiling, and then over the second half.
-
-    With the columns OFF_POLICY where an arm is off-policy.
-    """
-    lines, columns = [], COLUMNS
-    if any(one.off_policy.most or one.split for steps in results.values() for one in steps):
-        columns = (*COLUMNS, *OFF_POLICY)
+    """A line for each arm: the means over all steps, with compiling, and then over the second half."""
+    lines = []
     for title, chosen in (
         ("all steps, with compiling", list),
         ("the second half of the steps", late),
     ):
         lines.append(f"{title}:")
-        lines.append(f"  {'':<12}" + "".join(f"{name:>13}" for name in columns))
+        lines.append(f"  {'':<12}" + "".join(f"{name:>13}" for name in COLUMNS))
         rows = {name: summary(chosen(steps)) for name, steps in results.items()}
         for name, row in rows.items():
             gain = f"{rows['plain']['step'] / row['step']:.2f}" if "plain" in rows else "-"
@@ -69,19 +70,58 @@ def table(results: Results) -> str:
                 f"{row['step']:.2f}", f"{row['rollout']:.2f}", f"{row['update']:.2f}", f"{row['bubble']:.0%}",
                 f"{row['accept_length']:.2f}" if row["accept_length"] else "-", gain,
             )  # fmt: skip
-            if columns != COLUMNS:
-                ages = f"{row['age']:.2f}", f"{row['most_age']:.0f}", f"{row['older']:.0%}"
-                cells = (*cells, *ages, results[name][-1].split or "all")
             lines.append(f"  {name:<12}" + "".join(f"{cell:>13}" for cell in cells))
         lines.append("")
     return "\n".join(lines[:-1])
 
 
-def summary(steps: Sequence[Step]) -> dict[str, float]:
-    """Means over steps: seconds by part, bubble, seconds of waiting for compilations; accept length of those that drafted.
+def by_groups(found: Mapping[int, Results]) -> str:
+    """A line for each number of data groups: seconds of a step of every arm and gain over plain, of the second half."""
+    names = list(next(iter(found.values())))
+    lines = ["  groups" + "".join(f"{name + ' s':>14}{'gain':>7}" for name in names)]
+    for groups, results in found.items():
+        rows = late_seconds(results)
+        gains = [f"{rows['plain'] / row:.2f}" if "plain" in rows else "-" for row in rows.values()]
+        cells = zip(rows.values(), gains, strict=True)
+        lines.append(f"{groups:>8}" + "".join(f"{row:>14.2f}{gain:>7}" for row, gain in cells))
+    return "\n".join(lines)
 
-    `most_age` is the largest of all steps.
-    """
+
+def late_seconds(results: Results) -> dict[str, float]:
+    """Mean seconds of a step of the second half, by arm."""
+    return {name: summary(late(steps))["step"] for name, steps in results.items()}
+
+
+def draw(path: Path, found: Mapping[int, Results]) -> None:
+    """Writes a picture: seconds of a step by data groups and, with the arm `plain`, the gain over it; a line for each arm."""
+    rows = [late_seconds(results) for results in found.values()]
+    panels = {"seconds of a step (simulated)": rows}
+    if "plain" in rows[0]:
+        gains = [{name: row["plain"] / seconds for name, seconds in row.items()} for row in rows]
+        panels["gain over plain decoding (simulated)"] = gains
+    figure = drawing(path)(figsize=(5.6 * len(panels), 3.6), layout="constrained")
+    for axes, (title, values) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):  # fmt: skip
+        for name in rows[0]:
+            axes.plot([str(groups) for groups in found], [row[name] for row in values], "o-", label=name)  # fmt: skip
+        axes.set(title=title, xlabel="data groups", ylim=(0, None))
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def drawing(path: Path | str) -> type:
+    """matplotlib's Figure. Raises ConfigError when it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot {path} needs matplotlib: pip install matplotlib, or leave it out"
+        ) from error
+    return Figure
+
+
+def summary(steps: Sequence[Step]) -> dict[str, float]:
+    """Means over steps: seconds by part, bubble, seconds of waiting for compilations; accept length of those that drafted."""
     drafted = [one.accept_length for one in steps if one.accept_length]
     parts = {part: mean([one.seconds.get(part, 0.0) for one in steps]) for part in PARTS}
     return parts | {
@@ -91,39 +131,32 @@ def summary(steps: Sequence[Step]) -> dict[str, float]:
         "accept_length": mean(drafted),
         "round_error": mean([one.error for one in steps]),
         "tokens": mean([one.tokens for one in steps]),
-        "age": mean([one.off_policy.mean for one in steps]),
-        "most_age": max((one.off_policy.most for one in steps), default=0),
-        "older": mean([one.off_policy.older for one in steps]),
-        "recomputing": mean([one.recomputing for one in steps]),
     }
 
 
-def as_json(found: Mapping[str, Results], facts: Mapping[str, Any]) -> str:
-    """All of it, as JSON: `facts` about the inputs, and the arms by value of a sweep; "": those of the only run."""
-    runs = {value: arms_of(results) for value, results in found.items()}
-    whole = {"arms": runs[""]} if "" in runs else {"values": runs}
-    return json.dumps({"inputs": dict(facts)} | whole, indent=1) + "\n"
-
-
-def arms_of(results: Results) -> dict[str, Any]:
-    """The means of each arm, and its steps."""
-    return {
-        name: {
-            "mean": summary(steps),
-            "second_half": summary(late(steps)),
-            "split": steps[-1].split if steps else "",
-            "steps": [
-                {
-                    "seconds": dict(one.seconds), "tokens": one.tokens, "bubble": one.bubble,
-                    "compiling": one.compiling, "accept_length": one.accept_length,
-                    "learned": one.learned, "decoding_seconds": dict(one.strategies),
-                    "off_policy": one.off_policy._asdict(), "recomputing": one.recomputing,
-                }
-                for one in steps
-            ],
+def as_json(found: Mapping[int, Results], facts: Mapping[str, Any]) -> str:
+    """All of it, as JSON: `facts` about the inputs, the means of each arm and its steps; of several groups by their number."""
+    runs = {
+        groups: {
+            name: {
+                "mean": summary(steps), "second_half": summary(late(steps)),
+                "steps": [
+                    {
+                        "seconds": dict(one.seconds), "tokens": one.tokens, "bubble": one.bubble,
+                        "compiling": one.compiling, "accept_length": one.accept_length,
+                        "learned": one.learned, "decoding_seconds": dict(one.strategies),
+                    }
+                    for one in steps
+                ],
+            }
+            for name, steps in results.items()
         }
-        for name, steps in results.items()
+        for groups, results in found.items()
     }  # fmt: skip
+    several = len(runs) > 1
+    whole = {"values": runs} if several else {"arms": next(iter(runs.values()))}
+    inputs = dict(facts) | ({} if several else {"groups": next(iter(runs))})
+    return json.dumps({"inputs": inputs} | whole, indent=1) + "\n"
 
 
 def explained(results: Results, costs: CostTable) -> str:
@@ -134,18 +167,13 @@ def explained(results: Results, costs: CostTable) -> str:
         whole = found["step"]
         parts = sorted(((found[part], part) for part in PARTS if found[part]), reverse=True)
         text = ", ".join(f"{part} {seconds / whole:.0%}" for seconds, part in parts)
-        idle = "wait for the longest answers {:.0%} of the rollout"
-        if steps[-1].split:
-            idle = "that roll out or train are idle {:.0%} of the step"
-        lines.append(f"  {name}: {text}; groups {idle.format(found['bubble'])}")
+        idle = f"groups wait for the longest answers {found['bubble']:.0%} of the rollout"
+        lines.append(f"  {name}: {text}; {idle}")
         kinds = decoding_shares(late(steps)).items()
         drafting = ", ".join(f"{kind} {share:.0%}" for kind, share in kinds)
         error = f"rounds are off by about {found['round_error']:.0%} (one standard error)"
         lines.append(f"    decoding: {drafting}; {error}")
-        if not steps[
-            -1
-        ].split:  # else parts overlap: a shorter one does not shorten the step as much
-            lines += [f"    {line}" for line in changes(found)]
+        lines += [f"    {line}" for line in changes(found)]
     lines.append("the seconds rest on:")
     lines.append(f"  round: {costs.sources('round') or ESTIMATE}")
     for program in ("update", "drafter_update", "micro_step", "publish", "compile"):
@@ -180,31 +208,3 @@ def decoding_shares(steps: Sequence[Step]) -> dict[str, float]:
             seconds[kind] = seconds.get(kind, 0.0) + taken
     whole = sum(seconds.values()) or 1.0
     return {kind: taken / whole for kind, taken in sorted(seconds.items(), key=lambda one: -one[1])}
-
-
-def sweep(knob: str, found: Mapping[str, Results]) -> str:
-    """Seconds of a step and gain over plain decoding by values of a knob, over the second half of the steps."""
-    names = list(next(iter(found.values())))
-    width = max(8, len(knob), *map(len, found))
-    columns = "".join(f"{name + ' s':>{max(14, len(name) + 4)}}{'gain':>7}" for name in names)
-    lines = [f"{knob:>{width}}" + columns]
-    for value, results in found.items():
-        rows, gains = late_seconds(results), gains_of(results)
-        cells = (
-            f"{rows[name]:>{max(14, len(name) + 4)}.2f}"
-            + (f"{gains[name]:>7.2f}" if gains else f"{'-':>7}")
-            for name in names
-        )
-        lines.append(f"{value:>{width}}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def late_seconds(results: Results) -> dict[str, float]:
-    """Mean seconds of a step of the second half, by arm."""
-    return {name: summary(late(steps))["step"] for name, steps in results.items()}
-
-
-def gains_of(results: Results) -> dict[str, float]:
-    """Times plain decoding that each arm is as fast; nothing without the arm `plain`."""
-    rows = late_seconds(results)
-    return {name: rows["plain"] / row for name, row in rows.items()} if "plain" in rows else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,14 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.simulate import simulator
-from tlt_jax.simulate.cost_table import CPU
+from tlt_jax.simulate.acceptance import Acceptances
+from tlt_jax.simulate.cost_table import CPU, CostTable
 from tlt_jax.simulate.engine import SimulatedEngine
 from tlt_jax.simulate.learning import DrafterWorld, SimulatedDrafter
+from tlt_jax.simulate.lengths import Lengths
 from tlt_jax.simulate.programs import TabledPrograms
+from tlt_jax.simulate.report import Step
 from tlt_jax.simulate.simulator import VirtualClock
-from tlt_jax.simulate.world import Step, World
 from tlt_jax.spec_decode.strategy import LEARNED, PLAIN, Strategy
 from tlt_jax.train import adaptive
 from tlt_jax.train.drafter_learning import DrafterLearning, Taught
@@ -40,44 +42,36 @@ STAND_IN = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 8, "n
 
 
 @dataclass(frozen=True)
-class Arm:
-    """A way of drafting: speculation.drafter, whether idle groups train the drafter, and whether updates do."""
+class World:
+    """What a simulated run needs besides its configuration. `steps` of the run, `groups` data groups.
 
-    drafter: str
-    idle: bool = False
-    update: bool = False
+    Without `compiles` every program is there from the start.
+    """
 
-    def named(self, strategy: Strategy) -> Strategy:
-        """The strategy with the name of its drafter, as tables and acceptances have it; a run's only drafter has none."""
-        is_ngram = self.drafter == NGRAM and strategy.depth > 0
-        return replace(strategy, drafter=NGRAM) if is_ngram else strategy
-
-
-ARMS = {
-    "plain": Arm(NONE),
-    "ngram": Arm(NGRAM),
-    "frozen": Arm(FROZEN),
-    "adaptive": Arm(ADAPTIVE, idle=True, update=True),
-    "idle": Arm(ADAPTIVE, idle=True),
-    "update": Arm(ADAPTIVE, update=True),
-}
+    table: CostTable
+    lengths: Lengths
+    acceptances: Acceptances
+    steps: int
+    groups: int
+    compiles: bool = True
 
 
-def configured(config: Config, arm: Arm, groups: int) -> Config:
-    """The configuration of an arm on this many data groups."""
-    speculation = replace(config.speculation, drafter=arm.drafter)
-    if arm.drafter != ADAPTIVE:  # its strategies name no drafter
+# Arms: ways of drafting, with their speculation.drafter.
+ARMS = {"plain": NONE, "ngram": NGRAM, "frozen": FROZEN, "adaptive": ADAPTIVE}
+
+
+def configured(config: Config, drafter: str, groups: int) -> Config:
+    """The configuration with this drafter, on this many data groups."""
+    speculation = replace(config.speculation, drafter=drafter)
+    if drafter != ADAPTIVE:  # its strategies name no drafter
         trees = [one.rpartition(":")[2] for one in config.speculation.strategies]
         speculation = replace(speculation, strategies=list(dict.fromkeys(trees)))
-    share = config.drafter_training.share if arm.update else 0
-    if arm.update and not share:
-        share = "auto"
     start = FROZEN if config.drafter_training.start else ""
     return replace(
         config,
         speculation=speculation,
         mesh=replace(config.mesh, data=groups),
-        drafter_training=replace(config.drafter_training, share=share, start=start),
+        drafter_training=replace(config.drafter_training, start=start),
     )
 
 
@@ -106,21 +100,22 @@ def chunk_of(config: Config) -> int:
 class SimulatedRun:
     """The RL steps of one arm in virtual time, in the order of train.trainer.Trainer.step."""
 
-    def __init__(self, config: Config, arm: Arm, world: World):
-        self.config = config = configured(config, arm, world.groups)
-        self.world, self.arm = world, arm
+    def __init__(self, config: Config, arm: str, world: World):
+        drafter = ARMS[arm]
+        self.config = config = configured(config, drafter, world.groups)
+        self.world = world
         self.clock, self.answers = VirtualClock(), {}
         self.drafter = SimulatedDrafter()  # the one that the rollout drafts with
         model = model_of(config) or hf.new_config(STAND_IN, 512, ())
-        learned = drafter_of(config, model) if arm.drafter in (ADAPTIVE, FROZEN) else None
+        learned = drafter_of(config, model) if drafter in (ADAPTIVE, FROZEN) else None
         is_cpu = world.table.facts.get("device") == CPU
         self.engine = SimulatedEngine(config, learned, world.groups, is_cpu, self.programs)
-        begins = bool(config.drafter_training.start) or arm.drafter == FROZEN
+        begins = bool(config.drafter_training.start) or drafter == FROZEN
         start = SimulatedDrafter(int(begins), world.acceptances.pretrained if begins else 0.0)
         self.learning = self.knowledge = None
-        if arm.drafter == ADAPTIVE:
+        if drafter == ADAPTIVE:
             self.knowledge = DrafterWorld(config, self.engine, model, world.acceptances)
-            parts = self.knowledge.parts(start, arm.idle)
+            parts = self.knowledge.parts(start)
             self.learning = DrafterLearning(config, self.engine, world.steps, parts)
         tuner = self.engine.tuner.init()
         if self.knowledge and begins:  # a drafter's directory records its acceptance
@@ -137,13 +132,18 @@ class SimulatedRun:
         """The programs of the engine, which draft as well as the current drafter can."""
         return TabledPrograms(
             self.world.table,
-            lambda one: self.world.acceptances.trees(self.arm.named(one), self.drafter.learned),
+            lambda one: self.world.acceptances.trees(self.named(one), self.drafter.learned),
             lambda key: self.answers[int(key[1])],
             self.clock,
             drafters,
             not self.world.compiles,
-            self.arm.named,
+            self.named,
         )
+
+    def named(self, strategy: Strategy) -> Strategy:
+        """The strategy with the name of its drafter, as tables and acceptances have it; a run's only drafter has none."""
+        is_ngram = self.config.speculation.drafter == NGRAM and strategy.depth > 0
+        return replace(strategy, drafter=NGRAM) if is_ngram else strategy
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -170,14 +170,6 @@ class SimulatedRun:
         tuner = self.after_update(taught, tuner)
         self.state = self.next_state(taught, tuner, result)
         return self.report(result)
-
-    def roll_out_alone(self) -> Step:
-        """The next rollout of a run whose drafter does not learn, without the rest of its step."""
-        self.seconds = {}
-        result, tuner = self.roll_out()
-        step, taught = self.report(result), Taught(self.state.drafter, self.state.investment)
-        self.state = self.next_state(taught, self.after_update(taught, tuner), result)
-        return step
 
     def publish(self) -> None:
         """The rollout's copy of policy and drafter."""
@@ -224,15 +216,15 @@ class SimulatedRun:
 
     def learn(self, taught: Taught, answers: int) -> None:
         """The update of the policy, which may begin with a lesson of the drafter; padding takes as long as tokens."""
-        count, groups = packing.steps(self.config, self.examples(self.answers)), self.world.groups
+        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
+        examples = [
+            len(self.prompts[uid // samples]) + min(tokens, limit)
+            for uid, tokens in self.answers.items()
+        ]
+        count, groups = packing.steps(self.config, examples), self.world.groups
         if taught.lesson:
             self.knowledge.teach(taught.lesson, answers, count, groups)
         self.spend("update", count * packing.step_tokens(self.config) / groups)
-
-    def examples(self, uids: Iterable[int]) -> list[int]:
-        """Tokens of these answers, with their prompts."""
-        limit, samples = self.config.rollout.max_new_tokens, self.config.rollout.samples
-        return [len(self.prompts[uid // samples]) + min(self.answers[uid], limit) for uid in uids]
 
     def save(self) -> None:
         """A checkpoint, when one is due."""
@@ -252,7 +244,7 @@ class SimulatedRun:
         seconds = sum(self.seconds.values()) - compiling - self.seconds.get("drafter", 0.0)
         forget = self.world.acceptances.learned.forget
         drafter = taught.drafter and taught.drafter.forgot(forget)
-        if self.arm.drafter == FROZEN:
+        if self.config.speculation.drafter == FROZEN:
             drafter = self.state.drafter.forgot(forget)
         return RunState(
             self.state.step + 1, self.state.policy, drafter, tuner, taught.investment.after_step(seconds)
@@ -268,9 +260,7 @@ class SimulatedRun:
         idle, whole = sum(one.idle for one in groups), len(groups) * result.stats["seconds"]
         rounds, error = {}, 0.0
         for one in result.measurements:
-            error += (
-                one.seconds * self.world.table.shape(one.batch, self.arm.named(one.strategy))[2]
-            )
+            error += one.seconds * self.world.table.shape(one.batch, self.named(one.strategy))[2]
             kind = (
                 "off" if one.strategy == PLAIN else one.strategy.drafter or self.engine.drafter_kind
             )
@@ -282,19 +272,11 @@ class SimulatedRun:
         )  # fmt: skip
 
 
-def simulate(
-    config: Config, name: str, *, world: World, told: Callable[[int], None] = lambda step: None
-) -> list[Step]:
-    """The steps of an arm of ARMS; `told(step)` after each. Only the last step keeps its spans."""
-    run, steps = SimulatedRun(config, ARMS[name], world), []
-    for number in range(world.steps):
+def simulate(config: Config, name: str, world: World) -> list[Step]:
+    """The steps of an arm of ARMS. Only the last step keeps its spans."""
+    run, steps = SimulatedRun(config, name, world), []
+    for _ in range(world.steps):
         if steps:
             steps[-1].spans = []
         steps.append(run.step())
-        told(number + 1)
     return steps
-
-
-def plain_run(config: Config, world: World) -> SimulatedRun:
-    """The run of the arm `plain`, before its first step: for what uses its engine."""
-    return SimulatedRun(config, ARMS["plain"], world)

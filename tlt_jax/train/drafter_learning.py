@@ -51,7 +51,7 @@ class Taught:
 class LearningParts(NamedTuple):
     """What DrafterLearning decides about: on devices (`on_devices`), or simulated in virtual time.
 
-    `create(answers)`: a drafter before its first update. Without `is_idle_used` no group trains when idle.
+    `create(answers)`: a drafter before its first update.
     """
 
     recipe: Recipe
@@ -60,7 +60,6 @@ class LearningParts(NamedTuple):
     piece: Callable[[int, int, int], Program]
     create: Callable[[Sequence[Completion]], DrafterState]
     clock: Clock = WALL
-    is_idle_used: bool = True
 
 
 def on_devices(config: Config, engine: RolloutEngine) -> LearningParts:
@@ -98,7 +97,7 @@ class DrafterLearning:
             starting=engine.learned_compile_cost,
             job=engine.job,
             follows=config.drafter_training.share != 0,
-            is_idle_used=parts.is_idle_used and not config.rollout.deterministic,
+            is_idle_used=not config.rollout.deterministic,
             clock=parts.clock,
         )
         self.in_update = None
