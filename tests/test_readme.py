@@ -1,4 +1,4 @@
-"""README.md and docs/drafters.md: commands run here or where `WHERE` says, and take the shown arguments."""
+"""README.md and docs/drafters.md: their commands take the shown arguments, and the important ones run."""
 
 from __future__ import annotations
 
@@ -31,64 +31,7 @@ DRAFTERS = re.findall(FENCED, (ROOT / "docs" / "drafters.md").read_text(), re.M 
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
 STARTS = r"(?:\.venv/bin/)?python |pip |tlt |(?:\./)?launch/"
 SHOWN = [line for kind, code in BLOCKS + DRAFTERS if kind == "bash" for line in code.splitlines()]
-SHOWN += re.findall(f"`((?:{STARTS})[^`]+)`", PROSE)
-HERE = "tests/test_readme.py::"
-ROWS = "benchmarks/results/"
-# Where each command of the page runs: in a test, in the gate, or by hand, for the rows of a file.
-WHERE = {
-    "./launch/quickstart.sh": f"{HERE}test_the_quickstart_ends_with_a_model",
-    ".venv/bin/python -m tlt_jax.train --config configs/quickstart.yaml --run runs/cooler "
-    "--rollout.temperature 0.8": f"{HERE}test_the_plain_command_trains",
-    ".venv/bin/python -m tlt_jax.train.drafter --config configs/quickstart.yaml "
-    "--run runs/drafted": f"{HERE}test_a_drafter_is_trained_and_drafts",
-    ".venv/bin/python -m tlt_jax.train --config configs/quickstart.yaml --run runs/drafted "
-    "--speculation.drafter runs/drafted/drafter/hf": f"{HERE}test_a_drafter_is_trained_and_drafts",
-    ".venv/bin/python -m tensorboard.main --logdir runs": f"{HERE}test_tensorboard_takes_the_folder_of_runs",
-    "./launch/test.sh": ".ci/run",
-    'pip install -e ".[benchmarks]"': "launch/install.sh",
-    'pip install -e ".[gpu]"': "launch/install.sh",
-    'pip install -e ".[gpu-aot]"': "launch/install.sh",
-    'pip install -e ".[tpu]"': "launch/install.sh",
-    'pip install -e ".[wandb]"': "launch/install.sh",
-    "python -m benchmarks.whole_runs.learning --plain RUN --adaptive RUN": f"{ROWS}learning.csv",
-    "python benchmarks/end_to_end.py --work DIR --quick": f"{ROWS}end_to_end.csv",
-    "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches warm "
-    "--steps 20": f"{ROWS}end_to_end.csv",
-    "python benchmarks/end_to_end.py --work DIR --drafter none --steps 60 --caches cold --by-step "
-    '--arm adaptive "--speculation.drafter adaptive" --mesh.data 1 --mesh.fake_devices 1': f"{ROWS}end_to_end.csv",
-    "python benchmarks/end_to_end.py --work DIR --processes 2 --by-step --caches cold "
-    "--steps 15": f"{ROWS}end_to_end.csv",
-    "python -m benchmarks.speculation.speed --policy DIR --drafter DIR": f"{ROWS}speculation_speed.csv",
-    "python -m benchmarks.speculation.speed --tail --policy DIR --drafter DIR": f"{ROWS}speculation_tail.csv",
-    "python benchmarks/accelerator.py": f"{ROWS}accelerator.csv",
-    "python benchmarks/rollout.py": f"{ROWS}rollout.csv",
-    "python -m tlt_jax.train --config configs/quickstart.yaml --train.seed SEED": f"{ROWS}quickstart.csv",
-    ".venv/bin/python -m tlt_jax.make_tiny_model --data $GSM8K_DIR/train.jsonl --columns question,answer "
-    "--vocab-size 2048 --out runs/gsm8k_tiny_model": f"{HERE}test_gsm8k_is_trained_on_with_the_model_made_from_it",
-    ".venv/bin/python -m tlt_jax.train --config configs/gsm8k_tiny.yaml": f"{HERE}"
-    "test_gsm8k_is_trained_on_with_the_model_made_from_it",
-    "launch/local.sh 2 --config configs/quickstart.yaml --run runs/two": "tests/train/test_processes.py::"
-    "test_a_job_that_is_stopped_and_killed_and_goes_on_as_two_ends_as_one_process_does",
-    "python -m tlt_jax.train --config FILE [--section.knob VALUE ...]": f"{HERE}test_the_plain_command_trains",
-    "python -m tlt_jax.generate --model DIR --prompt TEXT [--drafter DIR]": f"{HERE}test_a_finished_run_is_used",
-    "python -m tlt_jax.train.drafter --config FILE": "tests/train/test_train_drafter.py::"
-    "test_the_command_trains_and_prints_where_the_drafter_is_and_what_does_not_load_it",
-    "python -m tlt_jax.generate --model DIR --chat [--system TEXT]": "tests/test_generate.py::"
-    "test_the_turns_of_a_chat_are_one_conversation_and_its_text_is_streamed",
-    "python -m tlt_jax.eval --run RUN [--step best]": f"{HERE}test_a_finished_run_is_used",
-    "python -m tlt_jax.show RUN [--step N] [--best K] [--worst K]": f"{HERE}test_a_finished_run_is_used",
-    "python -m tlt_jax.export --run RUN --out DIR [--step best] [--drafter]": f"{HERE}test_a_finished_run_is_used",
-    "python -m tlt_jax.train.sft --config FILE --out DIR": "tests/train/test_train.py::"
-    "test_the_command_of_the_warm_start_says_how_far_it_is",
-    "python -m tlt_jax.make_tiny_model --data FILE --out DIR": f"{HERE}"
-    "test_gsm8k_is_trained_on_with_the_model_made_from_it",
-    "python -m tlt_jax.plan --config FILE [--topology v5p:4x4x4]": "tests/test_plan.py::"
-    "test_the_command_compiles_every_program_and_says_that_it_fits",
-    "python -m tlt_jax.simulate --config FILE [--costs TABLE]": "tests/simulate/test_simulate_command.py::"
-    "test_it_prints_a_line_for_each_arm_and_writes_every_step",
-    "tlt train --config quickstart": "tests/config/test_config.py::test_tlt_runs_the_commands",
-    "tlt --help": f"{HERE}test_tlt_names_the_commands_of_the_table",
-}
+SHOWN = list(dict.fromkeys(SHOWN + re.findall(f"`((?:{STARTS})[^`]+)`", PROSE)))
 TINY = ["--eval.prompts", "2"]
 for name, value in SMALL.items():
     TINY += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
@@ -164,23 +107,8 @@ def start(words: list[str], monkeypatch) -> int | None:
         return end.code
 
 
-def test_every_command_of_the_page_is_run_somewhere():
-    assert set(SHOWN) == set(WHERE)
-    kinds = sorted(kind for kind, _ in BLOCKS)
-    assert kinds == ["bash", "bash", "python"], "test_python_face.py runs the first of Python"
-
-
-@pytest.mark.parametrize("command", WHERE)
-def test_what_runs_a_command_exists(command):
-    file, _, test = WHERE[command].partition("::")
-    started = re.search(
-        r"pip install|launch/\w+\.sh|benchmarks[./][\w.]+|tlt\S*|tensorboard", command
-    )
-    assert (f"def {test}(" if test else started[0]) in (ROOT / file).read_text()
-
-
 @pytest.mark.parametrize(
-    "command", [one for one in WHERE if re.search(r"tlt_|tlt train|benchmarks[./]|local", one)]
+    "command", [one for one in SHOWN if re.search(r"tlt_|tlt train|benchmarks[./]|local", one)]
 )
 def test_a_command_takes_the_arguments_that_the_page_shows(command, tmp_path, monkeypatch):
     """With all optional arguments. Placeholders are names of existing files."""
