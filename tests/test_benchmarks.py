@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +17,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.common import processes, timing
+from benchmarks.common import timing
 from benchmarks.common.results import MEASURED_WITH, ResultTable
-from benchmarks.device import accelerator, sections, setup, tune
-from benchmarks.device.setup import SHAPES, Device, TimeIsOver
-from benchmarks.device.tune import Case
 from benchmarks.whole_runs import end_to_end, learning, runs
-from benchmarks.whole_runs.in_turns import Turns
 from benchmarks.whole_runs.runs import Run
-from tlt_jax import make_tiny_model
-from tlt_jax.config import load as configuration
 from tlt_jax.config.schema import Config, Log
-from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.metrics import Writer, evaluations
 from tlt_jax.metrics.evaluations import Judged
 from tlt_jax.metrics.writer import ChunkRecord, Record
@@ -43,7 +35,13 @@ SCRIPTS = sorted(
     for path in BENCHMARKS.rglob("*.py")
     if "__main__" in path.read_text() and path.name not in OTHERS
 )
+MOST_LINES = 2800
 PAGES = [ROOT / "README.md", BENCHMARKS / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_benchmarks_have_at_most_so_many_lines():
+    counts = {path.name: len(path.read_text().splitlines()) for path in BENCHMARKS.rglob("*.py")}
+    assert sum(counts.values()) <= MOST_LINES, counts
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -248,36 +246,6 @@ def test_the_report_has_every_arm_and_its_ratio(run, capsys):
     assert rows[4][1:] == ["3.00", "2.00 |"]
 
 
-SLEEPER = """
-import sys, threading, time
-from pathlib import Path
-from benchmarks.whole_runs import in_turns
-stop = in_turns.stopping(Path(sys.argv[1]), 0, 1, threading.Lock())
-clocks = [time.time, time.monotonic, time.perf_counter]
-for _ in range(2):
-    before = [clock() for clock in clocks]
-    stop()
-    print(*(clock() - begin for clock, begin in zip(clocks, before, strict=True)), flush=True)
-sys.exit(3)
-"""
-
-
-def test_a_run_that_takes_turns_measures_no_pause_and_its_seconds_have_none(tmp_path):
-    folder = tmp_path / "turns"
-    begin = time.perf_counter()
-    run = Turns([sys.executable, "-c", SLEEPER, str(folder)], processes.environment(), 1, folder)
-    try:
-        for is_last in (False, True):
-            time.sleep(2.0)
-            assert run.go_on() is not is_last
-    finally:
-        run.end()
-    assert run.run.returncode == 3
-    assert run.seconds < time.perf_counter() - begin - 3.9
-    measured = [float(text) for text in run.output.read_text().split()]
-    assert len(measured) == 6 and max(measured) < 1.0
-
-
 def test_the_training_command_takes_a_turn_for_its_start_and_every_step(tmp_path):
     config = tmp_path / "tiny.yaml"
     config.write_text(
@@ -319,13 +287,6 @@ def test_arms_are_given_on_the_command_line_and_plain_is_always_there(tmp_path):
     assert list(end_to_end.arms_of(usual)) == ["plain", "fixed", "ngram", "tlt", "tlt_new"]
     without, _ = end_to_end.parse(["--work", str(tmp_path), "--drafter", "none"])
     assert list(end_to_end.arms_of(without)) == ["plain", "ngram", "tlt_new"]
-
-
-def test_quick_is_two_arms_in_two_processes(tmp_path):
-    args, _ = end_to_end.parse(["--work", str(tmp_path), "--quick"])
-    assert list(end_to_end.arms_of(args)) == ["plain", "tlt"]
-    assert (args.processes, args.by_step, args.caches) == (2, True, ["cold"])
-    assert configuration.load(["--config", args.config]).mesh.data == 2
 
 
 # Learning
@@ -392,137 +353,3 @@ def test_equal_runs_are_equal_whatever_their_seconds_and_the_seconds_are_of_both
     assert rows[4]["adaptive_step_s"] == "2.75"
     assert below[0] == "steps 1 to 4: all answers are equal"
     assert below[1].startswith("steps 1 to 4, step: plain / adaptive 2.00 (")
-
-
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"text": "6."}, "step 4: 1 of 1 answers; the first is uid 0, whose completion is"),
-        ({"weights": b"others"}, "the policies after the last step"),
-    ],
-)
-def test_an_answer_or_a_weight_that_differs_is_named(plain, tmp_path, capsys, change, part):
-    rows, below = table(plain, write(tmp_path / "adaptive", ADAPTIVE_S, **change), capsys)
-    assert (rows[0]["equal"], rows[4]["equal"]) == ("yes", "no")
-    assert part in below[0]
-
-
-# An accelerator
-
-
-def device(seconds: float = 600.0) -> Device:
-    return Device(SHAPES["tiny"], make_mesh(1, 1), time.time() + seconds, 8)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """One call of each program is timed."""
-    monkeypatch.setattr(setup, "REPEATS", (1, 0))
-
-
-@pytest.fixture
-def job_inputs(monkeypatch, tmp_path):
-    """A model and problems in GSM8K's format, for the main job without a drafter."""
-    for name, added in (("train", 3), ("test", 4)):
-        rows = [
-            {"question": f"{i} and {added} ducks?", "answer": f"Many.\n#### {i + added}"}
-            for i in range(20)
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    sizes = ["--vocab-size", "300", "--hidden-size", "16", "--layers", "1", "--mlp-size", "32"]
-    command = ["--data", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "model"), *sizes]
-    assert make_tiny_model.main(command) == 0
-    monkeypatch.setenv("MODEL_DIR", str(tmp_path / "model"))
-    monkeypatch.setenv("GSM8K_DIR", str(tmp_path))
-    monkeypatch.setattr(sections, "JOB_DRAFTERS", ("none",))
-
-
-@pytest.mark.parametrize("section", sections.SECTIONS)
-def test_every_section_measures(section, job_inputs):
-    rows = list(sections.SECTIONS[section](device()))
-    assert bool(rows) == (section not in ("graphs", "tune")), "CUDA graphs and Triton are a GPU's"
-    for row in rows:
-        assert len(row) == len(sections.COLUMNS) - 1
-        case, milliseconds, rate, *_ = row
-        assert math.isfinite(rate) and (milliseconds > 0 or "without drafting" in case)
-    assert len({row[0] for row in rows}) == len(rows)
-
-
-def test_the_operations_of_an_update_are_those_of_its_products(monkeypatch):
-    """By hand: tiny has matrices of 64 x (64 + 2 * 32 + 64 + 3 * 128) in 2 layers, norms and biases, and a head of 256 x 64.
-
-    A quarter of the 128 tokens of a row are a prompt, without a product with the head.
-    """
-    monkeypatch.setattr(setup, "seconds", lambda call: 1.0)
-    one = device()
-    _, flop = sections.update_seconds(one, one.model(), 2, 128)
-    matrices = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128)
-    vectors = 2 * (2 * 64 + 64 + 2 * 32)
-    causal = 2 * 64 * 128  # layers, width of the heads, tokens
-    assert flop == 6 * 2 * (128 * (matrices + vectors + causal) + 96 * 256 * 64)
-
-
-def test_the_bound_of_decoding_is_weights_and_half_full_cache(monkeypatch):
-    monkeypatch.setattr(setup, "round_seconds", lambda *given: 1.0)
-    monkeypatch.setattr(setup, "copy_rate", lambda device: (1.0, 1.0))
-    shares = [row[4] for row in sections.decode(device())]
-    weights = 2 * 64 * (64 + 2 * 32 + 64 + 3 * 128) + 256 * 64 + 2 * (2 * 64 + 64 + 2 * 32) + 64
-    cache = 2 * 2 * 32 * 64  # keys and values, layers, width, slots
-    assert shares == [4 * (weights + batch * cache) for batch in (1, 4)]
-
-
-def case(name: str, seconds: dict[str, float], wrong: str = "") -> Case:
-    """A case whose candidates take these seconds, one of them with a wrong result."""
-    return Case(
-        name=name,
-        candidates=tuple(seconds),
-        error=lambda candidate: math.nan if candidate == wrong else 0.01,
-        most=0.02,
-        seconds=seconds.__getitem__,
-        read=1e9,
-        line=lambda candidate: f"{name!r}: {candidate}",
-    )
-
-
-def test_tuning_prints_the_fastest_of_the_right_candidates_as_code(capfd):
-    cases = [case("one", {"a": 0.3, "b": 0.2}), case("two", {"c": 0.1, "d": 0.4}, wrong="c")]
-    rows = list(tune.measured(cases, device()))
-    assert [row[:3] for row in rows] == [
-        ("one, a", 300.0, pytest.approx(1 / 300)), ("one, b", 200.0, 0.005), ("two, d", 400.0, 0.0025)
-    ]  # fmt: skip
-    printed = capfd.readouterr().out
-    assert "two, c: differs by nan, at most 0.02" in printed
-    assert printed.endswith("\nTABLE = {\n    'one': b,\n    'two': d,\n}\n")
-
-
-def test_every_case_is_tuned_when_the_seconds_are_over(monkeypatch, capfd):
-    monkeypatch.setattr(tune, "SECONDS", 0.0)
-    cases = [case("one", {"a": 0.3, "b": 0.2}), case("two", {"c": 0.1, "d": 0.4})]
-    assert [row[0] for row in tune.measured(cases, device())] == ["one, a", "two, c"]
-    assert "one: 1 of 2 were tried in time" in capfd.readouterr().out
-    with pytest.raises(TimeIsOver):
-        next(tune.measured(cases, device(-1.0)))
-
-
-def test_no_row_begins_when_time_is_over():
-    with pytest.raises(TimeIsOver):
-        next(sections.decode(device(-1.0)))
-
-
-def test_the_command_prints_rows_keeps_them_and_names_what_it_left_out(tmp_path, capfd):
-    path = tmp_path / "rows.csv"
-    command = ["--shape", "tiny", "--csv", str(path)]
-    assert accelerator.main([*command, "--sections", "copies"]) == 0
-    printed = capfd.readouterr().out
-    assert "| copies | product of 256 x 256 |" in printed and "not finished" not in printed
-    assert len(path.read_text().splitlines()) == 4
-    assert accelerator.main([*command, "--minutes", "0", "--sections", "copies,graphs"]) == 0
-    printed = capfd.readouterr().out
-    assert printed.strip().endswith(
-        "not finished within 0 minutes: copies, graphs: loop in the graph, "
-        "graphs: a graph a round, graphs: no graphs"
-    )
-    with pytest.raises(SystemExit):
-        accelerator.main(["--sections", "decoding"])
-    assert "--sections decoding: the sections are copies" in capfd.readouterr().err
