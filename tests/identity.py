@@ -20,7 +20,7 @@ from tlt_jax.models import transformer
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.recorder import Completion
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 ROWS = 32  # sequences of one reference forward
 FACTOR, WIDEST, RARE = 4, 1e-3, 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tlt_jax.spec_decode.draft_tree import ABSENT
+from tlt_jax.spec_decode.interface import ABSENT
 
 
 def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:

@@ -16,13 +16,10 @@ from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape, shardings
-from tlt_jax.spec_decode import admission, decode as chunk, noise, verify
-from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode import decode as chunk, decode_state, noise, verify
 from tlt_jax.spec_decode.decode import Decoder, Report
-from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.draft_tree import DraftTree
-from tlt_jax.spec_decode.interface import Context
+from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Weights
+from tlt_jax.spec_decode.interface import Context, DecodingParams, DraftTree, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 
 
@@ -49,7 +46,7 @@ def begin(
     state = DecodeState(
         roots=zeros, lengths=zeros, limits=zeros, live=zeros > 0, keys=jnp.zeros((batch, 2), jnp.uint32),
         stop_state=zeros,
-        history=jnp.zeros((batch, target.padded_slots(slots) if drafter.remembers else 0), jnp.int32),
+        history=jnp.zeros((batch, target.padded_slots(slots) if drafter.reads_history else 0), jnp.int32),
         cache=empty[0], drafter=empty[1],
     )  # fmt: skip
     new = Admission(
@@ -59,12 +56,12 @@ def begin(
         lengths=jnp.asarray(sizes[source] - 1),
         limits=jnp.asarray(sizes[source] + np.int32(limit)),
         keys=jnp.asarray(keys),
-        history=jnp.asarray(tokens[source][:, : width + 1 if drafter.remembers else 0]),
+        history=jnp.asarray(tokens[source][:, : width + 1 if drafter.reads_history else 0]),
     )
     prefilled = target.prefill(
         weights.target, jnp.asarray(tokens[:, :width]), jnp.asarray(sizes - 1)
     )
-    return admission.admit(target, drafter, state, prefilled, new)
+    return decode_state.admit(target, drafter, state, prefilled, new)
 
 
 def program(

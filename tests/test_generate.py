@@ -23,7 +23,7 @@ from tlt_jax.inference import chat, settings
 from tlt_jax.models import architecture, drafter_network, hf, hf_drafter
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 # A chat template in the letters of the generated task: a turn of the user ends with ":", one of the policy with ",".
 TEMPLATE = (

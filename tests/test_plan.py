@@ -26,7 +26,7 @@ from tlt_jax.rollout.buckets import admission_size
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill, StateShape
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import memory
 from tlt_jax.train.recipe import Recipe

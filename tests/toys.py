@@ -35,12 +35,10 @@ from tlt_jax.rollout.scheduler.state import (
 )
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, Target, stateless
-from tlt_jax.spec_decode.merged_drafter import merged_drafter
+from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Drafter, Target, stateless
 from tlt_jax.spec_decode.network import LevelPasses, Network
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN, Strategy
-from tlt_jax.spec_decode.tree_drafter import learned_drafter
+from tlt_jax.spec_decode.tree_drafter import learned_drafter, merged_drafter
 from tlt_jax.spec_decode.tree_growth import Coupling
 from tlt_jax.tuner import fixed
 from tlt_jax.tuner.interface import Measurement
@@ -272,7 +270,7 @@ def placed(
 ) -> Weights:
     """The tables on a data group."""
     shapes = programs.shapes[group]
-    if not shapes.drafter.remembers:
+    if not shapes.drafter.reads_history:
         return Weights(jax.device_put(weights, shapes.replicated), ())
     return Weights(
         *(
@@ -301,7 +299,7 @@ def contexts(
                 name: Needs(pool if jax.tree.leaves(one.host_context(1)) else no_context, one.catch_up is not None)
                 for name, one in {"": shapes.drafter, **shapes.drafters}.items()
             },
-            remembers=shapes.drafter.remembers,
+            remembers=shapes.drafter.reads_history,
         )
         for i, shapes in enumerate(programs.shapes)
     ]  # fmt: skip

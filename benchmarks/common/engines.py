@@ -20,7 +20,7 @@ from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 

@@ -41,7 +41,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import GENERATE_STREAM
 from tlt_jax.models import architecture, hf
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 PROMPT_TOKENS = 16

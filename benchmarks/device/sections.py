@@ -34,7 +34,7 @@ from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import parse
 from tlt_jax.train import memory, policy_batch, policy_update
 from tlt_jax.train.recipe import Recipe

@@ -20,7 +20,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 
 # Published bytes and dense bfloat16 FLOP a second, by a part of the device's name.

@@ -48,8 +48,8 @@ from tlt_jax.models import from_config, hf
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Emitted, Look, Retired
 from tlt_jax.rollout.recorder import RolloutResult
-from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.spec_decode.stopping import RUNNING
+from tlt_jax.spec_decode.decode_state import RUNNING
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 CONFIG = ROOT / "benchmarks" / "speculation.yaml"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.data.stop_rules import StopRules, stop_texts, stop_tokens
-from tlt_jax.spec_decode.stopping import follow
+from tlt_jax.spec_decode.decode_state import follow
 
 
 def end_of(rules: StopRules, answer: list[int], cuts: list[int]) -> int:

@@ -12,8 +12,7 @@ from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
-from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, TRUNCATED
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, TRUNCATED, Features
 
 PLACES = ("host", "device")
 SAMPLES, ROWS, T = 2, 2, 32

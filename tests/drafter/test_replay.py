@@ -23,8 +23,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.drafter import window_store
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
-from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import RUNNING
+from tlt_jax.spec_decode.decode_state import RUNNING, Features
 
 PROGRAMS = window_store.writer, window_store.reader
 

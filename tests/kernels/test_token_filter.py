@@ -15,7 +15,7 @@ from tlt_jax.kernels import token_filter
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 PADDING = np.finfo(np.float32).min
 ROUNDING = 1e-6  # of a sum of probabilities

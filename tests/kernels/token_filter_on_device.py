@@ -17,7 +17,7 @@ from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.rollout import bindings
 from tlt_jax.spec_decode import sampling
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 if __name__ == "__main__":
     fused, found = Fused.of(make_mesh(1, 1)), []

@@ -24,7 +24,7 @@ from tlt_jax.rollout.scheduler.state import GroupView
 from tlt_jax.spec_decode import decode
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, parse
 from tlt_jax.tuner.interface import Cell
 

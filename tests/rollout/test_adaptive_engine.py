@@ -23,7 +23,7 @@ from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables import compilation, compile_cost
 from tlt_jax.rollout.executables.programs import CatchUp, Decode, StateShape
 from tlt_jax.rollout.scheduler.payback import Payback
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import DRAFTERS, PLAIN, name
 from tlt_jax.train import speculation_metrics
 from tlt_jax.tuner import interface

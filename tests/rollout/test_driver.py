@@ -11,7 +11,7 @@ import toys
 from tlt_jax.rollout.events import Decided, Dispatched, Look, Retired, WentIdle
 from tlt_jax.rollout.recorder import RolloutRecorder
 from tlt_jax.rollout.scheduler import driver
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 
 V = 12
 TABLE = toys.table(V, scale=1.0)

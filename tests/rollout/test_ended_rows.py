@@ -21,8 +21,8 @@ from tlt_jax.models import architecture, drafter_network, transformer
 from tlt_jax.rollout.events import Emitted
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.spec_decode import decode
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.stopping import RUNNING
+from tlt_jax.spec_decode.decode_state import RUNNING
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, ROUNDS, SAMPLES = 12, 2, 3

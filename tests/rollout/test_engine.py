@@ -49,7 +49,7 @@ from tlt_jax.rollout.buckets import batch_buckets, doubling
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape
 from tlt_jax.rollout.ngram_memory import NGramMemory
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.train.run_state import resumed_tuner
 
 FACTORS = ("data", "model", "slots", "batches", "chunk", "setting")

@@ -21,7 +21,7 @@ from tlt_jax.rollout.executables import compilation, compile_cost, disk_cache, s
 from tlt_jax.rollout.executables.programs import Decode, Start, StateShape, of_group
 from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.scheduler.planner import Planner
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import fixed
 

@@ -8,7 +8,7 @@ import toys
 
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.rollout.scheduler.state import InFlight
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, FAR = 12, 40  # FAR: chunks that may be in flight

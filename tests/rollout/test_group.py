@@ -27,9 +27,9 @@ from tlt_jax.rollout.scheduler.group import prefill_sources
 from tlt_jax.rollout.scheduler.queue import WorkQueue
 from tlt_jax.rollout.scheduler.state import GroupState, GroupView
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.stats import BINS, Stats
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.verify import BINS, Stats
 from tlt_jax.tuner import interface
 
 V = 12

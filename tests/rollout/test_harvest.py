@@ -28,8 +28,8 @@ from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.rollout.scheduler import driver, group as machine, harvest as reaper
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.rollout.scheduler.state import InFlight, Running
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TRUNCATED
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 
 V, SAMPLES, WIDTH = 12, 3, 7

@@ -36,8 +36,7 @@ from tlt_jax.simulate.simulator import (
     VirtualClock,
     in_scenario,
 )
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.sampling import Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.tuner import fixed, goodput
 from tlt_jax.tuner.arms import parse_arms

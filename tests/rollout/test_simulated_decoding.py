@@ -10,9 +10,9 @@ import pytest
 from tlt_jax.rollout.executables.programs import Decode, StateShape
 from tlt_jax.simulate import decoding, scenarios
 from tlt_jax.simulate.decoding import Rows
-from tlt_jax.spec_decode.stats import BINS
-from tlt_jax.spec_decode.stopping import RUNNING, STOPPED
+from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.verify import BINS
 
 STRATEGIES = PLAIN, Strategy(1, 1, 2), Strategy(6, 4, 16), Strategy(3, 1, 4)
 

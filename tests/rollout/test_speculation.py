@@ -31,7 +31,7 @@ from tlt_jax.models import architecture, drafter_network
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import interface
 from tlt_jax.tuner.arms import parse_arms

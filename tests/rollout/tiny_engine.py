@@ -22,7 +22,7 @@ from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import ngram_memory
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 MODEL = ModelConfig(
     "qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.4, eos_ids=(0, 5)

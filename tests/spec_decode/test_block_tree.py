@@ -12,7 +12,7 @@ import references
 from test_tree_drafter import PREFIXES, expected_noise, setting
 
 from tlt_jax.spec_decode import tree_drafter
-from tlt_jax.spec_decode.draft_tree import ABSENT
+from tlt_jax.spec_decode.interface import ABSENT
 from tlt_jax.spec_decode.network import BlockPass, Network
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank

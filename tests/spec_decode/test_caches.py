@@ -14,7 +14,7 @@ from tlt_jax.keys import sequence_keys
 from tlt_jax.models import block_config, block_drafter, drafter_network, eagle
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import Strategy
 
 MODEL = ModelConfig("qwen2", 37, 16, 2, 4, 2, 4, 32, 64, qkv_bias=True, tied=True, init_std=0.2)

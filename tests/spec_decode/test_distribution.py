@@ -24,8 +24,7 @@ from tlt_jax.models import architecture
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.interface import NO_DRAFTER
+from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree_growth import Coupling
 

@@ -12,7 +12,7 @@ import toys
 
 from tlt_jax.keys import sequence_keys
 from tlt_jax.rollout.recorder import Completion
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 VOCAB, ERROR = 11, 1e-5
 WEIGHTS = toys.table(VOCAB)

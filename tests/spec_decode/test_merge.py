@@ -16,8 +16,7 @@ from pairwise import marked
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.spec_decode import ngram
 from tlt_jax.spec_decode.decode import Decoder
-from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates
-from tlt_jax.spec_decode.interface import Drafter
+from tlt_jax.spec_decode.interface import ABSENT, Candidates, Drafter
 from tlt_jax.spec_decode.tree import merge, ranks_of, rerank
 
 merged = jax.jit(partial(merge, depth=17))  # the longest chain here

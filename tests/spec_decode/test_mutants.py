@@ -18,7 +18,6 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import (
     decode as chunk,
-    level_tree,
     noise,
     one_pass,
     tree_drafter,
@@ -26,9 +25,7 @@ from tlt_jax.spec_decode import (
 )
 from tlt_jax.spec_decode.decode import Decoder
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
-from tlt_jax.spec_decode.draft_tree import ABSENT, NoiseAhead
-from tlt_jax.spec_decode.interface import Target
+from tlt_jax.spec_decode.interface import ABSENT, DecodingParams, NoiseAhead, Sampling, Target
 from tlt_jax.spec_decode.strategy import Strategy
 
 V, LIMIT, SAMPLES = 12, 16, 4
@@ -180,10 +177,10 @@ VERIFICATION = [
     (Target, "forward", later_positions), (Target, "keep", first_nodes_kept), (Target, "keep", path_kept_late),
 ]  # fmt: skip
 DRAFTING = [
-    (tree_drafter, "window", later_features), (level_tree, "noise_of", noise_of_another_level),
-    (tree_growth, "grown", children_of_another_parent),
+    (tree_drafter, "window", later_features), (tree_growth, "noise_of", noise_of_another_level),
+    (tree_growth, "candidates_below", children_of_another_parent),
 ]  # fmt: skip
-REPEATED = (tree_drafter, "children", repeated_siblings)
+REPEATED = (tree_drafter, "score_children", repeated_siblings)
 
 
 def named(mutant) -> str:

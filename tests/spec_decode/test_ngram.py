@@ -14,7 +14,7 @@ from rounds import match
 from tlt_jax.data import tasks
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.spec_decode import ngram
-from tlt_jax.spec_decode.draft_tree import ABSENT
+from tlt_jax.spec_decode.interface import ABSENT
 from tlt_jax.spec_decode.ngram import ESCAPE, POWER, SEPARATOR, Settings
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, sampling
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 SETTINGS = [  # pairwise over temperature, top-k, top-p
     Sampling(0.5, 0, 1.0), Sampling(0.5, 3, 0.8), Sampling(0.5, 6, 0.5), Sampling(1.0, 0, 0.8), Sampling(1.0, 3, 0.5),

@@ -13,8 +13,7 @@ from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
 from tlt_jax.spec_decode import noise, tree_drafter, tree_growth
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates, score_order
-from tlt_jax.spec_decode.interface import Context
+from tlt_jax.spec_decode.interface import ABSENT, Candidates, Context, score_order
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.spec_decode.tree import rerank
 from tlt_jax.spec_decode.tree_growth import Coupling
@@ -170,7 +169,7 @@ def test_what_is_not_finite_becomes_no_node():
     tree, _ = drawn(Coupling(), strategy, 1.0, guess=table)
     assert (tree.tokens[:, 1:] == ABSENT).all() and (tree.parents == 0).all()
     logits = jnp.array([[[1.0, jnp.nan, 3.0]], [[0.0, jnp.inf, 1.0]]])
-    tokens, scores = tree_growth.children(
+    tokens, scores = tree_growth.score_children(
         logits, None, None, coupling=Coupling(), temperature=1.0, k=2
     )
     assert (scores == -jnp.inf).all() and tokens.shape == (2, 1, 2)

@@ -9,14 +9,11 @@ import references
 import rounds
 
 from tlt_jax.data.stop_rules import stop_tokens
-from tlt_jax.spec_decode import admission, decode as chunk, tree, verify
-from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode import decode as chunk, decode_state, tree, verify
 from tlt_jax.spec_decode.decode import BROKEN, RUNNING, STOPPED, TRUNCATED, Emitted, Report
-from tlt_jax.spec_decode.decode_state import DecodeState
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.draft_tree import DraftTree
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Target
-from tlt_jax.spec_decode.stats import BINS, Stats
+from tlt_jax.spec_decode.decode_state import Admission, DecodeState
+from tlt_jax.spec_decode.interface import NO_DRAFTER, DecodingParams, DraftTree, Target
+from tlt_jax.spec_decode.verify import BINS, Stats
 
 
 def random_trees(
@@ -160,7 +157,7 @@ def test_a_new_sequence_resets_its_row():
         keys=jnp.array([[2, 2], [1, 1]], jnp.uint32),
         history=jnp.array([[9, 9, 9], [8, 7, 1]], jnp.int32),
     )
-    state = admission.admit(target, NO_DRAFTER, state, (), new)
+    state = decode_state.admit(target, NO_DRAFTER, state, (), new)
     assert state.history[:, :4].tolist() == [[8, 7, 1, 0], [0, 0, 0, 0]]
     assert (
         state.stop_state.tolist() == [0, 6]

@@ -18,7 +18,7 @@ from tlt_jax.config import Config
 from tlt_jax.data import dataset as datasets
 from tlt_jax.data.stop_rules import StopRules, stop_texts
 from tlt_jax.spec_decode import noise
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 
 TRAINING, EVALUATION = 3, 4  # streams of the noise
 

@@ -25,7 +25,7 @@ from tlt_jax.keys import DRAFTER_STREAM
 from tlt_jax.models.architecture import ModelConfig, Params
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.recorder import NONFINITE
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 BLOCK = 4096  # examples that are packed together
 

@@ -18,8 +18,7 @@ from tlt_jax.drafter.window_store import STORES, WindowStore
 from tlt_jax.drafter.windows import Piece, Window
 from tlt_jax.rollout.events import Emitted, Ended, Harvested, Look
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import BROKEN
+from tlt_jax.spec_decode.decode_state import BROKEN, Features
 
 WINDOWS, DRAWS = 0, 1  # random streams: which windows are stored, what is drawn
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from tlt_jax.drafter.windows import Placed, Window
-from tlt_jax.spec_decode.harvest import Features
+from tlt_jax.spec_decode.decode_state import Features
 
 MOST_WRITES = 4  # writes of a ring in flight; many of them abort the CPU client
 

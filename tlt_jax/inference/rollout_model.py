@@ -30,7 +30,7 @@ from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.recorder import Completion, RolloutResult
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.spec_decode.strategy import LEARNED
 from tlt_jax.train import adaptive
 from tlt_jax.tuner.acceptance import GUESS

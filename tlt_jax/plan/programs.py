@@ -30,7 +30,7 @@ from tlt_jax.rollout.executables.programs import Admit, CatchUp, Decode, Prefill
 from tlt_jax.rollout.executables.protocols import Program
 from tlt_jax.rollout.scheduler.harvest import Harvest
 from tlt_jax.spec_decode import strategy as strategies
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.train import adaptive, minibatches, policy_update
 from tlt_jax.train.memory import RESIDENT, ROLLOUT, cache_slots, caches, device_bytes, pick

@@ -21,12 +21,17 @@ from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.spec_decode import ngram, one_pass, sampling
-from tlt_jax.spec_decode.decoding_params import Sampling
-from tlt_jax.spec_decode.draft_tree import Candidates
-from tlt_jax.spec_decode.interface import NO_DRAFTER, Drafter, PyTree, Target, stateless
-from tlt_jax.spec_decode.merged_drafter import merged_drafter
+from tlt_jax.spec_decode.interface import (
+    NO_DRAFTER,
+    Candidates,
+    Drafter,
+    PyTree,
+    Sampling,
+    Target,
+    stateless,
+)
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, Strategy
-from tlt_jax.spec_decode.tree_drafter import learned_drafter
+from tlt_jax.spec_decode.tree_drafter import learned_drafter, merged_drafter
 from tlt_jax.spec_decode.tree_growth import Coupling
 
 COUPLING = Coupling()  # of a learned drafter

@@ -40,7 +40,7 @@ from tlt_jax.rollout.scheduler.state import Harvester
 from tlt_jax.rollout.scheduling import Scheduling
 from tlt_jax.rollout.selection import Selection
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams, Sampling
+from tlt_jax.spec_decode.interface import DecodingParams, Sampling
 from tlt_jax.spec_decode.strategy import PLAIN
 from tlt_jax.tuner import goodput
 from tlt_jax.tuner.interface import State as TunerState

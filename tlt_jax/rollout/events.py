@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stats import Stats
+from tlt_jax.spec_decode.decode_state import Features
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.verify import Stats
 from tlt_jax.tuner.interface import MOST_ROUNDS
 
 

@@ -18,7 +18,7 @@ from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.deterministic import CostTable
 from tlt_jax.rollout.scheduler.payback import Payback
 from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.interface import State as TunerState, Tuner
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from tlt_jax.rollout.events import Decided, Decision, Dispatched, Emitted, Look, Retired
 from tlt_jax.rollout.selection import Choice
-from tlt_jax.spec_decode.stats import BINS
-from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, STOPPED, TRUNCATED
 from tlt_jax.spec_decode.strategy import PLAIN
+from tlt_jax.spec_decode.verify import BINS
 from tlt_jax.tuner import cost_model
 from tlt_jax.tuner.interface import Cell, Measurement, is_timed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_jax.errors import ConfigError
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.interface import DecodingParams
 
 
 @dataclass(frozen=True)

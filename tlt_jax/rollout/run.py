@@ -96,7 +96,7 @@ class RolloutRun:
         self, weights: Mapping[int, Weights], harvesters: Mapping[int, Harvester] | None
     ) -> list[GroupContext]:
         """What does not change of each local group while the rollout runs."""
-        engine, remembers = self.engine, self.engine.programs.shapes[0].drafter.remembers
+        engine, remembers = self.engine, self.engine.programs.shapes[0].drafter.reads_history
         return [
             GroupContext(
                 index, engine.programs, weights[index], self.request, self.queues[index], self.planners[index],

@@ -20,7 +20,7 @@ from tlt_jax.models.drafter_network import DrafterConfig
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.scheduler import deterministic
 from tlt_jax.rollout.scheduler.payback import Payback
-from tlt_jax.spec_decode.decoding_params import DecodingParams
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import name
 from tlt_jax.tuner import cost_model, make
 

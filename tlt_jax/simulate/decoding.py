@@ -11,11 +11,10 @@ import numpy as np
 from tlt_jax.rollout.executables.programs import Decode
 from tlt_jax.simulate import scenarios
 from tlt_jax.simulate.scenarios import Trees
-from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.stats import BINS, Stats
-from tlt_jax.spec_decode.stopping import RUNNING, STOPPED, TRUNCATED
+from tlt_jax.spec_decode.decode_state import RUNNING, STOPPED, TRUNCATED, Admission
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
+from tlt_jax.spec_decode.verify import BINS, Stats
 
 VOCAB = 1 << 15  # simulated tokens are hashes below this
 NOTHING = np.int8(0)  # what is emitted where no token is written
@@ -184,7 +183,7 @@ def tree_stats(
     lasted: np.ndarray,
     excess: np.ndarray,
 ) -> Stats:
-    """Statistics of the trees of `lasted`[L] rounds of each row, from `first`[L] on, as spec_decode.stats counts them.
+    """Statistics of the trees of `lasted`[L] rounds of each row, from `first`[L] on, as spec_decode.verify counts them.
 
     In the last of them, the last `excess`[L] accepted nodes (if positive) were not emitted.
     """

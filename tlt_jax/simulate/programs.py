@@ -53,8 +53,8 @@ class TabledPrograms(SimulatedPrograms):
         self.table, self.features, self.compiles_free = table, 0.0, compiles_free
         self.named = named
         self.host, self.waits = table.seconds("host"), table.facts.get("device") == CPU
-        drafter = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=None)
-        learned = SimpleNamespace(remembers=False, host_context=lambda _: (), catch_up=True)
+        drafter = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=None)
+        learned = SimpleNamespace(reads_history=False, host_context=lambda _: (), catch_up=True)
         named = {name: drafter if name == "ngram" else learned for name in drafters if name}
         self.shapes = [SimpleNamespace(drafter=learned, drafters=named)]
         self.compile_costs = CompileCosts()

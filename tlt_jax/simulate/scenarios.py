@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt_jax.spec_decode.stats import BINS
 from tlt_jax.spec_decode.strategy import MERGED, NGRAM, PLAIN, Strategy
+from tlt_jax.spec_decode.verify import BINS
 from tlt_jax.tuner.interface import Choice, Tuner, unchanged
 
 ROUNDS = 2000  # simulated rounds of each strategy in a scenario
@@ -46,7 +46,7 @@ class Trees(Drafts):
 
     @cached_property
     def bins(self) -> np.ndarray:
-        """The bin of each node in the reliability diagram of spec_decode.stats, int[S, N - 1]."""
+        """The bin of each node in the reliability diagram of spec_decode.verify, int[S, N - 1]."""
         return np.minimum((BINS * self.chance).astype(int), BINS - 1)
 
     @cached_property

@@ -33,11 +33,9 @@ from tlt_jax.simulate import decoding, scenarios
 from tlt_jax.simulate.decoding import Acceptance, Lengths, Rows
 from tlt_jax.simulate.round_costs import noiseless_seconds
 from tlt_jax.simulate.scenarios import Scenario
-from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.harvest import Features
+from tlt_jax.spec_decode.decode_state import Admission, Features, Weights
+from tlt_jax.spec_decode.interface import DecodingParams
 from tlt_jax.spec_decode.strategy import LEARNED, MERGED, NGRAM, PLAIN
 
 POLL_BEFORE_S = 1e-6  # `simulate` also polls this long before a program is done

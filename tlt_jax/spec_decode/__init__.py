@@ -1,5 +1,5 @@
-"""Speculative decoding on devices, over an abstract Target and Drafter; knows no network, host or clock.
+"""Speculative decoding on devices, over an abstract Target and Drafter.
 
-Public: decode (decode_chunk, catch_up), admission (admit, resize), interface (Target, Drafter, Network, Context), strategy
-(Strategy), decoding_params (Sampling, DecodingParams).
+Public: decode (decode_chunk, catch_up), decode_state (Sampling, DecodingParams, admit, resize), interface (Target, Drafter,
+Context), strategy (Strategy).
 """

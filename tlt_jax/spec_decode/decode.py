@@ -1,4 +1,4 @@
-"""Rounds of decoding in one data group, on the device; knows no host or clock."""
+"""Rounds of decoding in one data group, on the device: draft a tree, verify it with the target, commit the accepted path."""
 
 from __future__ import annotations
 
@@ -13,15 +13,28 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import sampling, verify
-from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.draft_tree import DraftTree, NoiseAhead
-from tlt_jax.spec_decode.interface import Context, Drafter, PyTree, Target
+from tlt_jax.spec_decode.decode_state import (
+    BROKEN,
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    DecodeState,
+    Weights,
+    follow,
+)
+from tlt_jax.spec_decode.interface import (
+    Context,
+    DecodingParams,
+    Drafter,
+    DraftTree,
+    NoiseAhead,
+    PyTree,
+    Target,
+)
 from tlt_jax.spec_decode.noise import draw_ahead, drawn_whole, gumbel, gumbel_at, nothing_drawn
-from tlt_jax.spec_decode.stats import Stats, measure, nothing
-from tlt_jax.spec_decode.stopping import BROKEN, RUNNING, STOPPED, TRUNCATED, follow
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy
 from tlt_jax.spec_decode.tree import ancestors, rerank, root_only
+from tlt_jax.spec_decode.verify import Stats, measure, nothing
 
 LEVEL = 10**8  # bytes: what an H200 reads at 4.3 TB/s while it runs six kernels of 3.8 us each
 

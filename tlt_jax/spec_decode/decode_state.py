@@ -1,13 +1,17 @@
-"""The state of sequences in decoding, and the weights that they are decoded with; knows no function on it."""
+"""The state of sequences in decoding: admission, resizing, stop texts, and copies of the target's features."""
 
 from __future__ import annotations
 
-from typing import Any
-
+import jax
+import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-PyTree = Any
+from tlt_jax.data.stop_rules import StopRules
+from tlt_jax.shapes import shaped
+from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
+
+RUNNING, STOPPED, TRUNCATED, BROKEN = 0, 1, 2, 3  # BROKEN: the target's logits are not finite
 
 
 @struct.dataclass
@@ -36,3 +40,113 @@ class DecodeState:
     history: Int32[Array, "B S"]
     cache: PyTree
     drafter: PyTree
+
+
+@struct.dataclass
+class Admission:
+    """R new sequences, each for another row of the state, from a row of a prefill; `history` holds their prompts.
+
+    Entries with rows >= B are padding and are dropped.
+    """
+
+    rows: Int32[Array, " R"]
+    source: Int32[Array, " R"]
+    roots: Int32[Array, " R"]
+    lengths: Int32[Array, " R"]
+    limits: Int32[Array, " R"]
+    keys: UInt32[Array, "R 2"]
+    history: Int32[Array, "R P"]
+
+
+def admit(
+    target: Target, drafter: Drafter, state: DecodeState, prefilled: PyTree, new: Admission
+) -> DecodeState:
+    """The state with new sequences in its rows; each takes the keys and values of its prompt from a prefill."""
+
+    def put(ours: Array, theirs: Array | int | bool) -> Array:
+        return ours.at[new.rows].set(theirs, mode="drop", unique_indices=True)
+
+    remembered = state.history[:, : new.history.shape[1]]
+    return state.replace(
+        roots=put(state.roots, new.roots),
+        lengths=put(state.lengths, new.lengths),
+        limits=put(state.limits, new.limits),
+        live=put(state.live, True),
+        keys=put(state.keys, new.keys),
+        stop_state=put(state.stop_state, 0),
+        history=jax.lax.dynamic_update_slice(state.history, put(remembered, new.history), (0, 0)),
+        cache=target.insert(state.cache, prefilled, new.rows, new.source),
+        drafter=drafter.reset(state.drafter, put(jnp.zeros_like(state.live), True)),
+    )
+
+
+def resize(
+    target: Target, drafter: Drafter, slots: int, state: DecodeState, rows: Int32[Array, " C"]
+) -> DecodeState:
+    """The given rows of the state (-1: an empty row), with slots for `slots` committed tokens."""
+    source = jnp.maximum(rows, 0)
+    taken = {
+        name: getattr(state, name)[source]
+        for name in ("roots", "lengths", "limits", "keys", "stop_state")
+    }
+    history, padded = (
+        state.history[source],
+        target.padded_slots(slots) if drafter.reads_history else 0,
+    )
+    history = jnp.pad(history, ((0, 0), (0, max(padded - history.shape[1], 0))))[:, :padded]
+    return state.replace(
+        live=state.live[source] & (rows >= 0),
+        history=history,
+        cache=target.resize(state.cache, rows, slots),
+        drafter=drafter.resize(state.drafter, rows, slots),
+        **taken,
+    )
+
+
+@shaped
+def follow(
+    rules: StopRules, states: Int32[Array, " B"], tokens: Int32[Array, "B M"]
+) -> Int32[Array, "B M"]:
+    """The state of the rules after each token; `states`: those before. rules.end: the token completes a stop text."""
+    table = jnp.asarray(rules.table)
+    classes = jnp.asarray(rules.classes).at[tokens].get(mode="fill", fill_value=rules.other)
+    after = []
+    for m in range(tokens.shape[1]):
+        states = table[states, classes[:, m]]
+        after.append(states)
+    return jnp.stack(after, axis=1)
+
+
+@struct.dataclass
+class Features:
+    """The target's features of R windows of W positions; undefined from a sequence's root on.
+
+    `states`: its normed last hidden states; None when they are not captured, or when the features are these states.
+    """
+
+    features: Float[Array, "R W F"]
+    states: Float[Array, "R W D"] | None
+
+
+def harvest(
+    target: Target,
+    width: int,
+    state: DecodeState,
+    rows: Int32[Array, " R"],
+    starts: Int32[Array, " R"],
+) -> Features:
+    """Copies of positions starts[r], ..., starts[r] + width - 1 of rows[r]."""
+    states = target.states(state.cache) if target.states else None
+    return Features(
+        features=cut(target.features(state.cache), rows, starts, width),
+        states=None if states is None else cut(states, rows, starts, width),
+    )
+
+
+@shaped
+def cut(
+    array: Float[Array, "B S X"], rows: Int32[Array, " R"], starts: Int32[Array, " R"], width: int
+) -> Float[Array, "R W X"]:
+    """array[rows[r], starts[r] : starts[r] + width]; indices past the last slot read the last slot."""
+    slots = jnp.clip(starts[:, None] + jnp.arange(width), 0, array.shape[1] - 1)
+    return array.at[rows[:, None], slots].get(mode="promise_in_bounds")

@@ -1,163 +1,61 @@
-"""The interface of a learned drafter's network, as pure functions; knows no network."""
+"""The interface of a learned drafter's network, as pure functions of all weights, its own and the target's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from tlt_jax.spec_decode.interface import Empty, PyTree, Resize
-
-
-class ExtendCache(Protocol):
-    """The cache with slots starts.. written, and the hidden states at index `last` of the window."""
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        tokens: Int32[Array, "B W"],
-        features: Float[Array, "B W F"],
-        starts: Int32[Array, " B"],
-        last: Int32[Array, " B"],
-        /,
-    ) -> tuple[PyTree, Float[Array, "B Z"]]: ...
-
-
-class Fill(Protocol):
-    """The cache with slots starts.. of these rows written."""
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        tokens: Int32[Array, "R W"],
-        features: Float[Array, "R W F"],
-        rows: Int32[Array, " R"],
-        starts: Int32[Array, " R"],
-        /,
-    ) -> PyTree: ...
-
-
-class Step(Protocol):
-    """The scratch with k more nodes, and their hidden states; `hidden`: those of their parents.
-
-    The nodes are written to scratch rows from level * k on. They attend to `starts` slots, and to those of the first R
-    scratch rows that `ancestors` marks, themselves included.
-    """
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        scratch: PyTree,
-        tokens: Int32[Array, "B k"],
-        hidden: Float[Array, "B k Z"],
-        positions: Int32[Array, "B k"],
-        starts: Int32[Array, " B"],
-        ancestors: Bool[Array, "B k R"],
-        level: int | Int32[Array, ""],
-        /,
-    ) -> tuple[PyTree, Float[Array, "B k Z"]]: ...
-
-
-class Logits(Protocol):
-    """Logits of the tokens that the network can propose."""
-
-    def __call__(
-        self, weights: PyTree, hidden: Float[Array, "... Z"], /
-    ) -> Float[Array, "... U"]: ...
-
-
-class Ids(Protocol):
-    """The token ids of the logits, or None when they are 0, 1, ..."""
-
-    def __call__(self, weights: PyTree, /) -> Int32[Array, " U"] | None: ...
-
-
-class Top(Protocol):
-    """The k largest values along the logits' axis and their indices, as lax.top_k."""
-
-    def __call__(
-        self, values: Float[Array, "... U"], k: int, /
-    ) -> Sequence[Shaped[Array, "... k"]]: ...
-
-
-class Survey(Protocol):
-    """`Top`, and the logsumexp along the axis, NaN where a value is: the others are any there."""
-
-    def __call__(
-        self, values: Float[Array, "... U"], k: int, /
-    ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"], Float[Array, ...]]: ...
-
-
-class DraftBlock(Protocol):
-    """Hidden states of the first `levels` positions after each root, in one pass that sees `starts` slots of the cache."""
-
-    def __call__(
-        self,
-        weights: PyTree,
-        cache: PyTree,
-        roots: Int32[Array, " B"],
-        starts: Int32[Array, " B"],
-        levels: int,
-        /,
-    ) -> Float[Array, "B P Z"]: ...
-
-
-class Bias(Protocol):
-    """What the token before adds to the logits of each of k nodes."""
-
-    def __call__(
-        self, weights: PyTree, tokens: Int32[Array, "B k"], /
-    ) -> Float[Array, "B k U"]: ...
-
-
-class Confidence(Protocol):
-    """Log-probability that the target accepts the best token after each of k nodes, from the hidden state of its position."""
-
-    def __call__(
-        self, weights: PyTree, hidden: Float[Array, "B 1 Z"], tokens: Int32[Array, "B k"], /
-    ) -> Float[Array, "B k"]: ...
+from tlt_jax.spec_decode.interface import PyTree
 
 
 class LevelPasses(NamedTuple):
-    """A draft by one pass for each level of a tree. scratch(batch, rows): zeros."""
+    """A draft by one pass for each level of a tree. Slot t of the cache: features of token t and token t + 1, at position t."""
 
-    step: Step
+    # (weights, cache, scratch, tokens[B, k], hidden[B, k, Z] of the parents, positions[B, k], starts[B], ancestors[B, k, R],
+    # level) -> the scratch with k more nodes from row level * k on, and their hidden states [B, k, Z]. The nodes attend to
+    # `starts` slots, and to those of the first R scratch rows that `ancestors` marks, themselves included.
+    step: Callable
+    # (batch, rows) -> zeros
     scratch: Callable[[int, int], PyTree]
 
 
 class BlockPass(NamedTuple):
-    """A draft of all levels by one pass; `depth`: at most this many. `bias`, `confidence`: None when the network has none."""
+    """A draft of all levels by one pass, at most `depth`. Slot t of the cache: features of token t. No hidden state is read."""
 
-    draft: DraftBlock
+    # (weights, cache, roots[B], starts[B], levels) -> hidden states [B, P, Z] of the first `levels` positions after each root,
+    # in one pass that sees `starts` slots of the cache
+    draft: Callable
     depth: int
-    bias: Bias | None
-    confidence: Confidence | None
+    # (weights, tokens[B, k]) -> what the token before adds to the logits [B, k, U] of each of k nodes; None: nothing
+    bias: Callable | None
+    # (weights, hidden[B, 1, Z], tokens[B, k]) -> log-probability [B, k] that the target accepts the best token after each of
+    # k nodes, from the hidden state of its position; None: unknown
+    confidence: Callable | None
 
 
 class Network(NamedTuple):
-    """A learned drafter's network, as pure functions of all weights, its own and the target's.
+    """A learned drafter's network."""
 
-    `passes` decides what slot t of its cache comes from: features of token t and token t + 1, at rotary position t
-    (LevelPasses), or features of token t alone (BlockPass, which reads no hidden state of tokens: `extend` returns some of
-    width 0). `params`: ShapeDtypeStructs with shardings of its own weights; `hidden`: that of hidden[1, Z]. `unrolls`: the
-    levels of a tree are unrolled, which takes longer to compile, and runs on accelerators without waiting for the host.
-    `survey`: in place of `top`, for GPUs, where kernels cost more than their arithmetic.
-    """
-
-    extend: ExtendCache
-    fill: Fill
+    # (weights, cache, tokens[B, W], features[B, W, F], starts[B], last[B]) -> the cache with slots starts.. written, and the
+    # hidden states [B, Z] at index `last` of the window
+    extend: Callable
+    # (weights, cache, tokens[R, W], features[R, W, F], rows[R], starts[R]) -> the cache with slots starts.. of rows written
+    fill: Callable
     passes: LevelPasses | BlockPass
-    logits: Logits
-    ids: Ids
-    resize: Resize
-    empty: Empty
-    params: PyTree
-    hidden: jax.ShapeDtypeStruct
-    top: Top = jax.lax.top_k
-    unrolls: bool = False
-    survey: Survey | None = None
+    # (weights, hidden[..., Z]) -> logits [..., U] of the tokens that the network can propose
+    logits: Callable
+    # (weights) -> their token ids [U]; None: 0, 1, ...
+    ids: Callable
+    # as those of a Target, of the network's cache
+    resize: Callable
+    empty: Callable
+    params: PyTree  # ShapeDtypeStructs with shardings of its own weights
+    hidden: jax.ShapeDtypeStruct  # [1, Z], with its sharding
+    # (values[..., U], k) -> the k largest values along the axis and their indices
+    top: Callable = jax.lax.top_k
+    unrolls: bool = False  # the levels of a tree, as a Target's small loops
+    # (values[..., U], k) -> `top`, and the logsumexp along the axis, NaN where a value is (the others are any there): in place
+    # of `top`, for GPUs, where kernels cost more than their arithmetic
+    survey: Callable | None = None

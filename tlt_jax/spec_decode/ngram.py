@@ -1,4 +1,4 @@
-"""An n-gram drafter: it proposes what followed earlier occurrences of the newest tokens; knows no network.
+"""An n-gram drafter: it proposes what followed earlier occurrences of the newest tokens.
 
 `propose` searches the sequence itself and a pool of related texts, inside jit: prompt-lookup decoding, with a tree of all
 matches in place of one continuation.
@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.draft_tree import Candidates
+from tlt_jax.spec_decode.interface import Candidates
 from tlt_jax.spec_decode.strategy import Strategy
 
 SEPARATOR = -1

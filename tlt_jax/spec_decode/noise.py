@@ -1,4 +1,4 @@
-"""Gumbel noise as a function of (sequence key, absolute position, token id); knows no network and no batch."""
+"""Gumbel noise as a function of (sequence key, absolute position, token id)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.draft_tree import NoiseAhead
+from tlt_jax.spec_decode.interface import NoiseAhead
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)

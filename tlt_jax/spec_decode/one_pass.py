@@ -1,4 +1,4 @@
-"""Reductions that read a vocabulary once, for devices on which a kernel costs more than its arithmetic; knows no tree.
+"""Reductions that read a vocabulary once, for devices on which a kernel costs more than its arithmetic.
 
 Of a reduction with several results XLA makes one kernel on a GPU. A vocabulary is reduced in PARTS parts, which may lie on
 several devices, and then over the parts.

@@ -1,4 +1,4 @@
-"""Sampling of one token from logits and noise, and its log-probability; knows no sequence, tree or network."""
+"""Sampling of one token from logits and noise, and its log-probability."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 
 LEAST = -1e30  # lower bound of the logits of tokens; padding has the lowest number
 BLOCK, BLOCKS = 16, 256  # neighbouring tokens in a block; blocks that a filter reads first

@@ -1,4 +1,4 @@
-"""Draft trees, and their choice from candidates; knows no network."""
+"""Draft trees, and their choice from candidates, also from those of two drafters at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode.draft_tree import ABSENT, Candidates, DraftTree, score_order
+from tlt_jax.spec_decode.interface import ABSENT, Candidates, DraftTree, score_order
 
 
 @shaped

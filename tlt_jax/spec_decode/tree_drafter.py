@@ -1,4 +1,4 @@
-"""The Drafter of a learned network: its cache follows the committed tokens; knows no network."""
+"""The Drafter of a learned network, whose cache follows the committed tokens, alone and with the candidates of another one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
-from tlt_jax.spec_decode import block_tree, level_tree
-from tlt_jax.spec_decode.draft_tree import Candidates
-from tlt_jax.spec_decode.interface import Context, Drafter, PyTree
+from tlt_jax.spec_decode.interface import Candidates, Context, Drafter, PyTree
 from tlt_jax.spec_decode.network import BlockPass, Network
 from tlt_jax.spec_decode.strategy import Strategy
-from tlt_jax.spec_decode.tree_growth import Coupling, children
+from tlt_jax.spec_decode.tree import merge
+from tlt_jax.spec_decode.tree_growth import (
+    Coupling,
+    expand_by_block,
+    expand_by_level,
+    score_children,
+)
 
 # Sequences x tokens per step of `catch_up`: while many tokens are missing, then for the rest.
 BLOCKS = ((16, 64), (4, 16))
@@ -35,7 +39,7 @@ class LearnedState:
 
 def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
     """The Drafter of a network."""
-    expand = (block_tree if isinstance(network.passes, BlockPass) else level_tree).expand
+    expand = expand_by_block if isinstance(network.passes, BlockPass) else expand_by_level
 
     def extend(weights: PyTree, state: LearnedState, context: Context, width: int) -> LearnedState:
         starts = jnp.minimum(state.built, context.history.shape[1] - width - 1)
@@ -89,7 +93,7 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
         temperature: float,
     ) -> Candidates:
         guess = partial(
-            children,
+            score_children,
             coupling=coupling,
             temperature=temperature or 1.0,
             k=strategy.topk,
@@ -123,9 +127,31 @@ def learned_drafter(network: Network, coupling: Coupling) -> Drafter:
         empty=empty,
         host_context=lambda batch: (),
         params=network.params,
-        remembers=True,
+        reads_history=True,
         reads_noise=coupling.strength != 0,
     )
+
+
+def merged_drafter(learned: Drafter, other: Drafter) -> Drafter:
+    """The Drafter of the candidates of both, with the state and weights of `learned` and the host context of `other`.
+
+    `other` has neither state nor weights. Ranks count the siblings of both drafters, so they can reach 2 topk - 1. They
+    are clipped to topk - 1, the last rank that Stats.hits counts, so no count is lost, and the accept length estimated
+    for the same tree with fewer nodes stays exact. For a tree of smaller topk the estimate is a lower bound: that tree
+    has more nodes than those whose clipped ranks fit it.
+    """
+
+    def draft(
+        weights: PyTree, state: PyTree, context: Context, strategy: Strategy, temperature: float
+    ) -> Candidates:
+        both = merge(
+            learned.draft(weights, state, context, strategy, temperature),
+            other.draft(weights, (), context, strategy, temperature),
+            strategy.depth,
+        )
+        return both.replace(ranks=jnp.minimum(both.ranks, strategy.topk - 1))
+
+    return learned._replace(draft=draft, host_context=other.host_context)
 
 
 @shaped

@@ -1,4 +1,4 @@
-"""Draft trees that grow level by level, correlated with the target's sampling noise; knows no network.
+"""Draft trees that grow level by level, correlated with the target's sampling noise.
 
 The shape is that of EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): k children for each of the k best nodes of
 every level, k + (D - 1) k^2 candidates. The difference: siblings are ordered by log q + strength * noise, with the noise
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from tlt_jax.shapes import shaped
 from tlt_jax.spec_decode import one_pass
-from tlt_jax.spec_decode.draft_tree import Candidates
-from tlt_jax.spec_decode.interface import Context, PyTree
+from tlt_jax.spec_decode.interface import Candidates, Context, PyTree
 from tlt_jax.spec_decode.network import Network
+from tlt_jax.spec_decode.strategy import Strategy, name
 from tlt_jax.spec_decode.tree import chosen
 
 # Tokens of the children of w nodes, and their log-probabilities given the parents.
 Children = tuple[Int32[Array, "B w k"], Float[Array, "B w k"]]
-Guess = Callable[..., Children]  # guess(logits, noise, ids): `children`
+Guess = Callable[..., Children]  # guess(logits, noise, ids): `score_children`
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Coupling:
     sharpness: float = 1.0
 
 
-def grow(
+def expand_tree(
     network: Network,
     root: Children,
     below: Callable[[Candidates, PyTree, PyTree, PyTree], tuple[Children, PyTree, PyTree]],
@@ -65,7 +66,7 @@ def grow(
         beams, index, of_beams, carried = carry
         found, of_beams, carried = below(beams, of_beams, carried, given)
         level = jax.tree.leaves(given)[0]
-        candidates = grown(beams, index, *found, level + 2)
+        candidates = candidates_below(beams, index, *found, level + 2)
 
         is_small = network.survey is not None and k <= one_pass.MOST
         best = (one_pass.top_k if is_small else jax.lax.top_k)(candidates.scores, k)[1]
@@ -95,7 +96,7 @@ def noise_of(
 
 
 @shaped
-def children(
+def score_children(
     logits: Float[Array, "B w U"],
     noise: Float[Array, "B 1 U"] | None,
     ids: Int32[Array, " U"] | None,
@@ -131,7 +132,7 @@ def children(
 
 
 @shaped
-def grown(
+def candidates_below(
     beams: Candidates,
     index: Int32[Array, "B k"],
     tokens: Int32[Array, "B k k2"],
@@ -149,3 +150,93 @@ def grown(
         scores=(beams.scores[:, :, None] + scores).reshape(flat),
         ranks=places.reshape(flat),
     )
+
+
+def expand_by_level(
+    network: Network,
+    guess: Guess,
+    weights: PyTree,
+    cache: PyTree,
+    hidden: Float[Array, "B Z"],
+    context: Context,
+    strategy: Strategy,
+) -> Candidates:
+    """All candidates of a round by a network that runs once for each level.
+
+    `hidden`: the state at the token before the root.
+    """
+    B, k, depth = context.lengths.shape[0], strategy.topk, strategy.depth
+    ids = network.ids(weights)
+    root = guess(network.logits(weights, hidden[:, None]), noise_of(context, 0, ids), ids)
+
+    def below(
+        beams: Candidates, of_beams: tuple[Array, Array], scratch: PyTree, level: Int32[Array, ""]
+    ) -> tuple[Children, tuple[Array, Array], PyTree]:
+        hidden, seen = of_beams
+        seen = seen | (jnp.arange(seen.shape[2]) == level * k + jnp.arange(k)[:, None])
+        positions = jnp.broadcast_to((context.lengths + level)[:, None], (B, k))
+        scratch, hidden = network.passes.step(
+            weights, cache, scratch, beams.tokens, hidden, positions, context.lengths, seen, level
+        )
+        found = guess(network.logits(weights, hidden), noise_of(context, level + 1, ids), ids)
+        return found, (hidden, seen), scratch
+
+    nodes = k * (depth - 1)
+    hidden = jnp.broadcast_to(hidden[:, None], (B, k, hidden.shape[-1]))
+    of_beams, scratch = (hidden, jnp.zeros((B, k, nodes), bool)), network.passes.scratch(B, nodes)
+    levels = np.arange(depth - 1, dtype=np.int32)  # constants of the unrolled levels
+    return expand_tree(network, root, below, of_beams, scratch, levels)
+
+
+def expand_by_block(
+    network: Network,
+    guess: Guess,
+    weights: PyTree,
+    cache: PyTree,
+    _: Float[Array, "B Z"],
+    context: Context,
+    strategy: Strategy,
+) -> Candidates:
+    """All candidates of a round by a network that drafts all levels in one pass.
+
+    Logits of a level are the same for all nodes, apart from a bias by the parent's token (DSpark, arXiv 2607.05147). The
+    confidence of a level scales the scores of its nodes. Raises ValueError when the strategy is deeper than the network
+    drafts.
+    """
+    k, depth, block = strategy.topk, strategy.depth, network.passes
+    if depth > block.depth:
+        raise ValueError(
+            f"strategy {name(strategy)}: the drafter drafts {block.depth} levels: use depth {block.depth} or less"
+        )
+    ids = network.ids(weights)
+    roots = jnp.take_along_axis(context.history, context.lengths[:, None], axis=1)
+    hidden = block.draft(weights, cache, roots[:, 0], context.lengths, depth)
+    hidden = jnp.moveaxis(hidden, 1, 0)[:, :, None]  # levels first: XLA would copy the logits
+    logits = network.logits(weights, hidden)
+
+    def children_of(
+        tokens: Int32[Array, "B w"],
+        level: int | Int32[Array, ""],
+        hidden: Float[Array, "B 1 Z"],
+        logits: Float[Array, "B 1 U"],
+    ) -> Children:
+        """The children, at this level, of nodes with these tokens."""
+        if block.bias is not None:
+            logits = logits + block.bias(weights, tokens)
+        shape = (*tokens.shape, k)
+        found, scores = guess(logits, noise_of(context, level, ids), ids)
+        found, scores = jnp.broadcast_to(found, shape), jnp.broadcast_to(scores, shape)
+        if block.confidence is not None:
+            sure = block.confidence(weights, hidden, tokens)[:, :, None]
+            scores = scores + jnp.where(jnp.isnan(sure), -jnp.inf, sure)
+        return found, scores
+
+    def below(
+        beams: Candidates, _: tuple, __: tuple, given: tuple
+    ) -> tuple[Children, tuple, tuple]:
+        level, *states = given
+        return children_of(beams.tokens, level + 1, *states), (), ()
+
+    root = children_of(roots, 0, hidden[0], logits[0])
+    levels = np.arange(depth - 1, dtype=np.int32)  # constants of the unrolled levels
+    return expand_tree(network, root, below, (), (), (levels, hidden[1:], logits[1:]))

@@ -23,7 +23,7 @@ from tlt_jax.rollout import exchange
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.recorder import LENGTH, Completion, RolloutResult
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.tuner.interface import EVALUATION, TRAINING, State as TunerState
 
 

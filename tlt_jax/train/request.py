@@ -8,7 +8,7 @@ from tlt_jax.data.dataset import Prompt
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.rollout.interface import RolloutEngine
 from tlt_jax.rollout.request import RolloutRequest
-from tlt_jax.spec_decode.decoding_params import Sampling
+from tlt_jax.spec_decode.interface import Sampling
 from tlt_jax.train.setup import Setup
 
 

@@ -18,12 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tlt_jax.rollout import buckets
 from tlt_jax.rollout.executables.protocols import Program, Programs
-from tlt_jax.spec_decode import admission, decode
-from tlt_jax.spec_decode.admission import Admission
+from tlt_jax.spec_decode import decode, decode_state
 from tlt_jax.spec_decode.decode import Decoder, Report
-from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.decoding_params import DecodingParams
-from tlt_jax.spec_decode.interface import Drafter, PyTree, Target
+from tlt_jax.spec_decode.decode_state import Admission, DecodeState, Weights
+from tlt_jax.spec_decode.interface import DecodingParams, Drafter, PyTree, Target
 from tlt_jax.spec_decode.strategy import PLAIN, Strategy, name
 
 
@@ -80,7 +78,9 @@ class GroupShapes:
             live=small(batch, dtype=jnp.bool_),
             keys=small(batch, 2, dtype=jnp.uint32),
             stop_state=small(batch),
-            history=small(batch, self.target.padded_slots(slots) if self.drafter.remembers else 0),
+            history=small(
+                batch, self.target.padded_slots(slots) if self.drafter.reads_history else 0
+            ),
             cache=self.target.empty(batch, slots),
             drafter=self.drafter.empty(batch, slots),
         )
@@ -151,9 +151,11 @@ class Admit:
         new = Admission(
             *(shapes.array(size) for _ in range(5)),
             keys=shapes.array(size, 2, dtype=jnp.uint32),
-            history=shapes.array(size, history_width(self.source.width, shapes.drafter.remembers)),
+            history=shapes.array(
+                size, history_width(self.source.width, shapes.drafter.reads_history)
+            ),
         )
-        function = partial(admission.admit, shapes.target, shapes.drafter)
+        function = partial(decode_state.admit, shapes.target, shapes.drafter)
         program = jax.jit(function, donate_argnums=0, out_shardings=shardings(state))
         return program.lower(state, prefilled, new)
 
@@ -181,7 +183,7 @@ class Resize:
     def lower(self, shapes: GroupShapes, get: Callable[[Program], Any]) -> jax.stages.Lowered:
         state = shapes.state(self.state)
         after = StateShape(self.group, self.batch, self.slots)
-        function = partial(admission.resize, shapes.target, shapes.drafter, self.slots)
+        function = partial(decode_state.resize, shapes.target, shapes.drafter, self.slots)
         program = jax.jit(function, out_shardings=shardings(shapes.state(after)))
         return program.lower(state, shapes.array(self.batch))
 

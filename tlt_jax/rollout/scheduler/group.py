@@ -34,9 +34,8 @@ from tlt_jax.rollout.scheduler.state import (
     parked,
     queued,
 )
-from tlt_jax.spec_decode.admission import Admission
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.stopping import RUNNING
+from tlt_jax.spec_decode.decode_state import RUNNING, Admission
 from tlt_jax.spec_decode.strategy import PLAIN
 
 # Limit on the un-awaited programs of one group: more than about 30 on fake CPU devices abort the process.

@@ -24,10 +24,8 @@ from tlt_jax.rollout.scheduler.state import (
     Window,
     queued,
 )
-from tlt_jax.spec_decode import harvest as on_device
-from tlt_jax.spec_decode.decode_state import DecodeState
-from tlt_jax.spec_decode.harvest import Features
-from tlt_jax.spec_decode.stopping import BROKEN, RUNNING
+from tlt_jax.spec_decode import decode_state
+from tlt_jax.spec_decode.decode_state import BROKEN, RUNNING, DecodeState, Features
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Harvest:
         sources = Features(
             target.features(state.cache), target.states(state.cache) if target.states else None
         )
-        function = partial(on_device.harvest, target.features, target.states, self.width)
+        function = partial(decode_state.harvest, target, self.width)
         program = jax.jit(function, out_shardings=shardings(sources))
         return program.lower(state, places, places)
 

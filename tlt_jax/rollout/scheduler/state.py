@@ -13,8 +13,7 @@ from tlt_jax.rollout.executables.protocols import Program, Programs
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.rollout.scheduler.queue import Taken
 from tlt_jax.spec_decode.decode import Report
-from tlt_jax.spec_decode.decode_state import DecodeState, Weights
-from tlt_jax.spec_decode.harvest import Features
+from tlt_jax.spec_decode.decode_state import DecodeState, Features, Weights
 from tlt_jax.spec_decode.interface import PyTree
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.interface import MOST_ROUNDS, Cell, Measurement
