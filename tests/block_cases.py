@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import block_config, drafter_network
+from tlt_jax.models import drafter as drafters
 
 IDS, VOCAB, policy, shared = (
     drafter_cases.IDS,
@@ -27,14 +27,14 @@ CASES = {
 }  # fmt: skip
 
 
-def config(case: str) -> block_config.BlockConfig:
-    """The BlockConfig of a case."""
-    return drafter_network.for_policy(policy(), **CASES[case])
+def config(case: str, **changes) -> drafters.DrafterConfig:
+    """The DrafterConfig of a case."""
+    return drafters.for_policy(policy(), **CASES[case] | changes)
 
 
-def params(case: str, dtype="float64", mesh=None) -> block_config.BlockParams:
+def params(case: str, dtype="float64", mesh=None) -> drafters.DrafterParams:
     """Weights of a case in the "train" layout: norms near 1, matrices that keep sizes, heads that are not 0."""
-    spec = drafter_network.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
+    spec = drafters.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -83,8 +83,8 @@ def reference(
     `sees(i, j)`: whether query i of the block sees its row j.
     """
     p, own, base = jax.tree.map(np.asarray, params(case)), config(case), shared()
-    E, eps, t = own.head_dim, own.rms_eps, len(before)
-    c = norm(before @ p.fuse.T, p.context_norm, eps)
+    E, eps, t = own.layers.head_dim, own.layers.rms_eps, len(before)
+    c = norm(before @ p.fuse.T, p.hidden_norm, eps)
     ids = [token, *[own.mask_token_id] * (own.block_size - 1)]
     x = np.asarray(base.embed)[ids]
     count = len(ids)
@@ -92,15 +92,15 @@ def reference(
         [[not (own.causal and j > i) and sees(i, j) for j in range(count)] for i in range(count)]
     )
     visible = np.concatenate([np.ones((count, t), bool), visible], 1)
-    for index in range(own.num_layers):
+    for index in range(own.layers.num_layers):
         layer = jax.tree.map(lambda leaf, index=index: leaf[index], p.layers)
         rows = np.concatenate([c, norm(x, layer.attention_norm, eps)])
         q, k, v = (
             (rows @ matrix.T).reshape(len(rows), -1, E) for matrix in (layer.q, layer.k, layer.v)
         )
         places = np.arange(t + count)
-        q = turned(norm(q, layer.q_norm, eps), places, own.rope)[t:]
-        k = turned(norm(k, layer.k_norm, eps), places, own.rope)
+        q = turned(norm(q, layer.q_norm, eps), places, own.layers.rope)[t:]
+        k = turned(norm(k, layer.k_norm, eps), places, own.layers.rope)
         k, v = (np.repeat(part, q.shape[1] // k.shape[1], axis=1) for part in (k, v))
         scores = np.einsum("nhe,she->hns", q, k) / np.sqrt(E)
         scores = np.exp(np.where(visible, scores, -np.inf))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import drafter_network, hf
+from tlt_jax.models import drafter as drafters, hf
 
 POLICY = {
     "model_type": "qwen2",
@@ -26,7 +26,13 @@ VOCAB = 37
 IDS = np.array([0, 3, 4, 9, 11, 20, 30, 36])
 CASES = {
     "eagle": {"kind": "eagle"},
-    "eagle_bias": {"kind": "eagle", "fc_bias": True, "qkv_bias": False, "num_kv_heads": 4},
+    "eagle_bias": {
+        "kind": "eagle",
+        "fc_bias": True,
+        "family": "llama",
+        "qkv_bias": False,
+        "num_kv_heads": 4,
+    },
     "eagle3": {"kind": "eagle3", "draft_vocab_size": len(IDS), "head_dim": 8},
     "eagle3_plain": {"kind": "eagle3", "fc_norm": False, "norm_output": False, "num_kv_heads": 1},
 }
@@ -37,14 +43,14 @@ def policy(**changes):
     return hf.new_config(POLICY | changes, VOCAB, ())
 
 
-def config(case: str) -> drafter_network.DrafterConfig:
+def config(case: str, **changes) -> drafters.DrafterConfig:
     """The DrafterConfig of a case."""
-    return drafter_network.for_policy(policy(), **CASES[case])
+    return drafters.for_policy(policy(), **CASES[case] | changes)
 
 
-def params(case: str, dtype="float64", mesh=None) -> drafter_network.DrafterParams:
+def params(case: str, dtype="float64", mesh=None) -> drafters.DrafterParams:
     """Weights of a case in the "train" layout: norms near 1, biases that are not 0, matrices that keep sizes."""
-    spec = drafter_network.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
+    spec = drafters.abstract(config(case), mesh or meshes.make_mesh(1, 1), "train", dtype)
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)
@@ -62,10 +68,10 @@ def params(case: str, dtype="float64", mesh=None) -> drafter_network.DrafterPara
     return jax.tree_util.tree_map_with_path(draw, spec)
 
 
-def shared(dtype="float64") -> drafter_network.Shared:
+def shared(dtype="float64") -> drafters.Shared:
     """Embedding and head of a policy, its padding included."""
     embed, head = np.random.RandomState(7).randn(2, 64, POLICY["hidden_size"]).astype(dtype) / 2
-    return drafter_network.Shared(jnp.asarray(embed), jnp.asarray(head))
+    return drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
 
 
 def line(case: str, rows: int, length: int, dtype="float64"):

@@ -12,7 +12,7 @@ import numpy as np
 from tlt_jax.config.schema import Speculation
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import architecture, drafter_network
+from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape, shardings
@@ -134,7 +134,7 @@ def tiny(
     model: ModelConfig, kind: str, dtype: str, decoding: DecodingParams, strategy: Strategy
 ) -> tuple[Decoder, Weights]:
     """A random policy, and a random drafter of this kind."""
-    mesh, own = meshes.make_mesh(1, 1), drafter_network.for_policy(model, kind)
+    mesh, own = meshes.make_mesh(1, 1), drafters.for_policy(model, kind)
     group = meshes.data_group(mesh, 0)
     target = bindings.bind_target(model, Fused.of(group), dtype, own.captures, strategy.path)
     drafter = bindings.bind_drafter(
@@ -142,9 +142,9 @@ def tiny(
     )
     params = (
         architecture.init(model, mesh, jax.random.key(0), dtype),
-        drafter_network.init(own, mesh, jax.random.key(7), dtype),
+        drafters.init(own, mesh, jax.random.key(7), dtype),
     )
-    reshard = (architecture.to_rollout, model), (drafter_network.to_rollout, own)
+    reshard = (architecture.to_rollout, model), (drafters.to_rollout, own)
     parts = [
         jax.jit(partial(change, config=config, mesh=mesh, dtype=dtype))(part)
         for (change, config), part in zip(reshard, params, strict=True)

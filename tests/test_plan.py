@@ -19,7 +19,7 @@ from tlt_jax.data import packing
 from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import make_mesh, sharding
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import drafter_network, from_config, hf_drafter_config
+from tlt_jax.models import drafter as drafters, from_config, hf_drafter_config
 from tlt_jax.plan import __main__ as command, programs as planned_programs, report
 from tlt_jax.rollout import networks, ngram_memory
 from tlt_jax.rollout.buckets import admission_size
@@ -56,7 +56,7 @@ DRAFTERS = {
 def save_block(path, model, kind) -> str:
     """A directory with the config.json of a block drafter, which is all that plan reads."""
     path.mkdir()
-    own = drafter_network.for_policy(model, kind)
+    own = drafters.for_policy(model, kind)
     raw = hf_drafter_config.to_raw(own, np.dtype("float32"))
     (path / "config.json").write_text(json.dumps(raw))
     return str(path)
@@ -212,9 +212,9 @@ def test_a_block_drafter_is_drafted_with_and_trained_further(tmp_path, kind):
 def test_a_new_block_drafter_has_the_layers_and_the_block_of_the_knobs():
     new = "--speculation.drafter", "adaptive", "--drafter_training.kind", "dspark"
     found = plan_of(*new)[2].drafter
-    assert (found.kind, found.num_layers, found.block_size) == ("dspark", 2, 8)
+    assert (found.kind, found.layers.num_layers, found.block_size) == ("dspark", 2, 8)
     found = plan_of(*new, "--drafter_training.layers", "3", "--drafter_training.block_size", "5")[2]
-    assert (found.drafter.num_layers, found.drafter.block_size) == (3, 5)
+    assert (found.drafter.layers.num_layers, found.drafter.block_size) == (3, 5)
 
 
 def test_a_misspelt_drafter_gets_a_suggestion_and_a_directory_may_have_any_name(

@@ -14,7 +14,7 @@ from tlt_jax.config import Config
 from tlt_jax.config.schema import NONE
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter_network, hf, lora
+from tlt_jax.models import architecture, drafter as drafters, hf, lora
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout.engine import Engine
@@ -61,9 +61,9 @@ def random_engine(
     drafter, params = None, None
     if drafts:
         vocab = draft_vocab or model.vocab_size
-        drafter = drafter_network.for_policy(model, kind, draft_vocab_size=vocab)
+        drafter = drafters.for_policy(model, kind, draft_vocab_size=vocab)
         ids = np.arange(vocab) if draft_vocab else None
-        params = drafter_network.init(drafter, mesh, jax.random.key(1), dtype, ids)
+        params = drafters.init(drafter, mesh, jax.random.key(1), dtype, ids)
     engine = Engine(
         config, model, mesh, drafter=drafter, captures_states=captures_states, lora=adapters
     )

@@ -14,7 +14,7 @@ from tlt_jax.drafter import batch as drafter_batch, block_loss, recipe as drafte
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.block_loss import Objective
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.models import architecture, block_config, block_drafter, drafter_network
+from tlt_jax.models import architecture, block_drafter, drafter as drafters
 
 IDS = updates.IDS
 DFLASH, DSPARK, REDUCED, BARE = "dflash", "dspark", "dspark reduced", "dspark bare"
@@ -33,7 +33,7 @@ STEP = 3
 
 
 def recipe_of(kind=REDUCED, objective=None, data=1, model=1, **changes) -> Recipe:
-    drafter = drafter_network.for_policy(updates.MODEL, kind.split()[0], **CHANGES[kind])
+    drafter = drafters.for_policy(updates.MODEL, kind.split()[0], **CHANGES[kind])
     recipe = updates.recipe_of(updates.EAGLE, None, data, model, **changes)
     return replace(recipe, drafter=drafter, objective=objective or Objective())
 
@@ -56,7 +56,7 @@ def setting(recipe: Recipe):
     batch = updates.observed(recipe, policy, updates.batch_of(recipe))
     holes = np.random.default_rng(5).random(batch.tokens.shape) < 0.2
     batch = batch.replace(loss_mask=(batch.segments > 0) & ~jnp.asarray(holes))
-    return policy, params, drafter_network.shared(policy), batch
+    return policy, params, drafters.shared(policy), batch
 
 
 # Scores of single positions
@@ -133,7 +133,7 @@ def test_scores_and_their_gradients_are_those_of_torch(x64):
 def plain_loss(recipe: Recipe, params, policy, batch: Batch, anchors, hidden) -> dict[str, float]:
     """Loss and metrics from hidden states [R, A, P, Z] of blocks at `anchors`, position by position."""
     config, goal = recipe.drafter, recipe.objective
-    kept = np.arange(11) if config.whole else IDS
+    kept = np.arange(11) if config.has_full_vocab else IDS
     head, states = np.asarray(policy.head)[:11], np.asarray(batch.states)
     tokens, answers, segments = (
         np.asarray(array) for array in (batch.tokens, batch.loss_mask, batch.segments)
@@ -232,17 +232,17 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
     model = replace(
         updates.MODEL, vocab_size=3, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, rms_eps=0.0
     )  # fmt: skip
-    drafter = drafter_network.for_policy(
+    drafter = drafters.for_policy(
         model, "dspark", block_size=1, num_layers=1, markov_rank=0, confidence=False, captures=(1,), mlp_dim=1
     )  # fmt: skip
     recipe = replace(recipe_of(), model=model, drafter=drafter)
-    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), block_config.weights(drafter, 1))
+    zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), drafters.weights(drafter, 1))
     one, eye = jnp.ones(2), jnp.eye(2)
     layers = zeros.layers.replace(
         attention_norm=one[None], mlp_norm=one[None], q_norm=one[None], k_norm=one[None],
         q=eye[None], k=eye[None], v=3 * eye[None], o=eye[None],
     )  # fmt: skip
-    params = zeros.replace(fuse=eye, context_norm=one, final_norm=one, layers=layers)
+    params = zeros.replace(fuse=eye, hidden_norm=one, final_norm=one, layers=layers)
     embed = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     head = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
     state = np.array([0.3, -0.4])  # the policy's, at the anchor
@@ -250,7 +250,7 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
         jnp.array([[0, 1, 2]]), jnp.array([[0, 1, 2]]), jnp.array([[1, 1, 1]]), jnp.array([[False, True, False]]),
         features=jnp.array([[[5.0, 5.0], [9.0, 0.0], [7.0, 7.0]]]), states=jnp.array([[[9.0, 9.0], state, [8.0, 8.0]]]),
     )  # fmt: skip
-    shared = drafter_network.Shared(jnp.asarray(embed), jnp.asarray(head))
+    shared = drafters.Shared(jnp.asarray(embed), jnp.asarray(head))
     loss, metrics = jax.jit(lambda *given: block_loss.loss(*given, recipe, STEP))(
         params, shared, batch
     )
@@ -366,7 +366,7 @@ def test_rows_without_answers_have_no_loss_and_no_gradient(x64):
 def compiled(length: int, vocab: int = 64, **changes):
     """The compiled update of 2 rows of `length` tokens, features included."""
     model = replace(updates.MODEL, vocab_size=vocab, max_positions=length)
-    drafter = drafter_network.for_policy(model, "dspark", num_layers=1, block_size=4)
+    drafter = drafters.for_policy(model, "dspark", num_layers=1, block_size=4)
     recipe = replace(
         recipe_of(param_dtype="float32", compute_dtype="float32", logits_chunk=64, attention_block=64),
         model=model, drafter=drafter,
@@ -401,7 +401,7 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
     model = replace(
         updates.MODEL, vocab_size=V, hidden_size=D, num_heads=heads, num_kv_heads=kv, head_dim=width, mlp_dim=mlp
     )  # fmt: skip
-    drafter = drafter_network.for_policy(
+    drafter = drafters.for_policy(
         model, "dspark", num_layers=1, block_size=4, draft_vocab_size=U, markov_rank=r
     )
     recipe = replace(
@@ -409,7 +409,7 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
         model=model, drafter=drafter,
     )  # fmt: skip
     policy = architecture.abstract(model, recipe.mesh, "train", "float32")
-    params = drafter_network.abstract(drafter, recipe.mesh, "train", "float32")
+    params = drafters.abstract(drafter, recipe.mesh, "train", "float32")
     batch = drafter_batch.abstract_batch(recipe.mesh, R, T)
     features, states = (
         jax.ShapeDtypeStruct((R, T, size), jnp.float32) for size in (drafter.feature_width, D)
@@ -417,7 +417,7 @@ def test_the_operations_of_a_loss_are_those_of_its_products():
     batch = batch.replace(features=features, states=states)
 
     def loss(params, policy, batch):
-        return block_loss.loss(params, drafter_network.shared(policy), batch, recipe, STEP)[0]
+        return block_loss.loss(params, drafters.shared(policy), batch, recipe, STEP)[0]
 
     found = jax.jit(loss).lower(params, policy, batch).compile().cost_analysis()["flops"]
     positions = T // 2 * 4  # a block of 4 for every second token

@@ -25,7 +25,7 @@ from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.eagle_loss import Objective
 from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.recipes import recipe_of as configured
-from tlt_jax.models import architecture, drafter_network, eagle
+from tlt_jax.models import architecture, drafter as drafters, eagle
 from tlt_jax.optimizer import Adam
 
 MODEL = architecture.ModelConfig(
@@ -40,7 +40,7 @@ EAGLE, WHOLE, REDUCED = "eagle", "eagle3", "eagle3 reduced"
 
 def recipe_of(kind=EAGLE, objective=None, data=1, model=1, **changes) -> Recipe:
     size = {"draft_vocab_size": len(IDS)} if kind == REDUCED else {}
-    drafter = drafter_network.for_policy(MODEL, kind.split()[0], **size)
+    drafter = drafters.for_policy(MODEL, kind.split()[0], **size)
     objective = objective or Objective(unroll=UNROLL, decay=0.5)
     fixed = {
         "param_dtype": "float64",
@@ -64,8 +64,8 @@ def policy_of(recipe: Recipe) -> architecture.Params:
     return drawn(architecture.abstract(MODEL, recipe.mesh, "train", recipe.param_dtype), seed=0)
 
 
-def params_of(recipe: Recipe, seed: int = 1) -> drafter_network.DrafterParams:
-    target = drafter_network.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+def params_of(recipe: Recipe, seed: int = 1) -> drafters.DrafterParams:
+    target = drafters.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     ids = None if target.ids is None else jax.device_put(IDS, target.ids.sharding)
     return drawn(target.replace(ids=None), seed).replace(ids=ids)
 
@@ -232,7 +232,7 @@ def test_loss_and_metrics_are_those_of_a_plain_loop_and_the_gradient_is_its_slop
     monkeypatch.setattr(eagle_loss, "TOP", 3)
     recipe = recipe_of(kind, Objective(UNROLL, 0.5, top_loss=top_loss))
     policy, params = policy_of(recipe), params_of(recipe)
-    batch, shared = observed(recipe, policy, batch_of(recipe)), drafter_network.shared(policy)
+    batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
     rows = (batch.tokens, batch.features, batch.positions, batch.segments)
     hidden = jax.jit(lambda params: eagle.unroll(params, recipe.drafter, shared, *rows, UNROLL))(
         params
@@ -284,7 +284,7 @@ def test_segments_and_not_positions_determine_what_a_draft_step_can_predict(kind
     """Attention depends on differences of positions only: where a segment starts changes nothing."""
     recipe = recipe_of(kind)
     policy, params = policy_of(recipe), params_of(recipe)
-    batch, shared = observed(recipe, policy, batch_of(recipe)), drafter_network.shared(policy)
+    batch, shared = observed(recipe, policy, batch_of(recipe)), drafters.shared(policy)
     moved = batch.replace(positions=jnp.where(batch.segments > 0, batch.positions + 5, 0))
     loss = loss_of(recipe)
     assert_same(loss(params, shared, batch), loss(params, shared, moved), rtol=1e-10)
@@ -324,7 +324,7 @@ def test_state_is_the_one_announced_for_checkpoints(x64):
 
 def test_update_never_holds_the_logits_of_all_tokens():
     model = replace(MODEL, vocab_size=32768)
-    drafter = drafter_network.for_policy(model, "eagle3")
+    drafter = drafters.for_policy(model, "eagle3")
     recipe = Recipe(
         model,
         drafter,
@@ -450,13 +450,13 @@ def test_decay_pulls_matrices_only(x64):
 def test_recipe_holds_the_numbers_of_the_configuration():
     knobs = DrafterTraining(learning_rate=2e-4, steps=40, unroll=3)
     config = Config(drafter_training=knobs, optim=Optim(beta2=0.9, grad_clip=0.5))
-    recipe = configured(config, MODEL, drafter_network.for_policy(MODEL, "eagle"), make_mesh(1, 1))
+    recipe = configured(config, MODEL, drafters.for_policy(MODEL, "eagle"), make_mesh(1, 1))
     assert recipe.adam == Adam(2e-4, 40, "cosine", 2, 0.1, 0.9, 0.9, 0.0, 0.5)
     assert recipe.objective == Objective(3)
     config = replace(config, drafter_training=replace(knobs, unroll=0))
     assert (
         configured(
-            config, MODEL, drafter_network.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
+            config, MODEL, drafters.for_policy(MODEL, "eagle3"), make_mesh(1, 1)
         ).objective.unroll
         == 5
     )

@@ -13,7 +13,7 @@ from tlt_jax.drafter import batch as drafter_batch, eagle_loss, update as drafte
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.windows import Piece
-from tlt_jax.models import drafter_network, eagle
+from tlt_jax.models import drafter as drafters, eagle
 
 pytestmark = pytest.mark.usefixtures("x64")
 # (prompt, answer) tokens: features of 20, 12, 9, 11, 8 and 4 positions are known, which fill 2 rows.
@@ -80,7 +80,7 @@ def test_packed_windows_give_the_gradients_of_each_alone(kind):
     texts, policy = texts_of(((2, 27), (7, 15), (3, 4))), updates.policy_of(recipe)
     params, shared, observed = (
         updates.params_of(recipe),
-        drafter_network.shared(policy),
+        drafters.shared(policy),
         whole(recipe, texts),
     )
     features, states = np.asarray(observed.features), np.asarray(observed.states)

@@ -17,7 +17,14 @@ import numpy as np
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels import product_parts
 from tlt_jax.kernels.fused import ADDED, GATED, HEADS, Fused
-from tlt_jax.models import architecture, decoder_layer, drafter_network, eagle, layers as ops, lora
+from tlt_jax.models import (
+    architecture,
+    decoder_layer,
+    drafter as drafters,
+    eagle,
+    layers as ops,
+    lora,
+)
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.models.low_rank import Lora
 
@@ -50,7 +57,7 @@ def noisy(tree, dtype: str):
 def layers(name: str, dtype: str):
     """The policy's configuration and layer, and those of a drafter for it."""
     config, mesh = POLICIES[name], make_mesh(1, 1)
-    drafter = drafter_network.for_policy(config, "eagle3")
+    drafter = drafters.for_policy(config, "eagle3")
     params = noisy(architecture.init(config, mesh, jax.random.key(0), "float32"), dtype)
     adapters = ADAPTERS if name == "adapters" else None
     if adapters:
@@ -60,7 +67,7 @@ def layers(name: str, dtype: str):
         architecture.to_rollout, config=config, mesh=mesh, dtype=dtype, lora=adapters
     )
     rollout = jax.jit(to_rollout)(params)
-    drafts = noisy(drafter_network.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
+    drafts = noisy(drafters.init(drafter, mesh, jax.random.key(0), "float32"), dtype)
     return config, rollout.layers[0], drafter, drafts
 
 
@@ -80,10 +87,10 @@ def both(name: str, dtype: str, batch: int, nodes: int, fused: Fused) -> list[li
     angles = jnp.asarray(np.cos(turns), dtype), jnp.asarray(np.sin(turns), dtype)
 
     def results(fused: Fused | None) -> list[np.ndarray]:
-        heads = decoder_layer.node_heads(layer, config, 3 * x, angles, batch, fused)
+        heads = decoder_layer.attention_heads(layer, config, (3 * x, None), angles, batch, fused)
         drafted = eagle.node_heads(drafts, drafter, other, 3 * x, angles, batch, fused)
         ends = []
-        for one, of in ((layer, config), (drafts.layer, drafter.block)):
+        for one, of in ((layer, config), (drafts.layers, drafter.layers)):
             norm = one.attention_norm
             total, normed = decoder_layer.finish_nodes(one, of, x, attended, norm, fused)
             ends += [total, ops.rms_norm(total, norm, of.rms_eps, 0) if normed is None else normed]

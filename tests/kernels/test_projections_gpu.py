@@ -16,7 +16,7 @@ from kernels.triton_runs import FUSED, REASON, compiled, kernels, resource_usage
 from tlt_jax.distributed.mesh import make_mesh
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.projection_sizes import Product, sizes
-from tlt_jax.models import drafter_network, eagle, hf
+from tlt_jax.models import drafter as drafters, eagle, hf, kv_cache
 
 # (D, F, K, G, E) of Qwen2.5-0.5B, SmolLM2-135M and Qwen3-0.6B; the last norms heads.
 POLICIES = {
@@ -110,7 +110,7 @@ def test_a_level_of_a_draft_is_a_kernel_a_product():
          "num_key_value_heads": 2, "intermediate_size": 4864, "max_position_embeddings": 4096},
         2048, (),
     )  # fmt: skip
-    config = drafter_network.for_policy(policy, "eagle3")
+    config = drafters.for_policy(policy, "eagle3")
     B, k, levels = 8, 4, 3
 
     def placed(tree):
@@ -120,20 +120,20 @@ def test_a_level_of_a_draft_is_a_kernel_a_product():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def loop(params, embed, cache, tokens, hidden, starts, seen):
-        shared = drafter_network.Shared(embed, embed)
+        shared = drafters.Shared(embed, embed)
         scratch = eagle.scratch(config, B, k * levels, "bfloat16")
 
         def body(carry):
             level, scratch, hidden = carry
             positions = jnp.broadcast_to(starts[:, None], (B, k))
             step = tokens, hidden, positions, starts, seen, 1, Fused.of(mesh)
-            return level + 1, *eagle.step(params, config, shared, cache, scratch, *step)
+            return level + 1, *eagle.draft_level(params, config, shared, cache, scratch, *step)
 
         return jax.lax.while_loop(lambda carry: carry[0] < levels, body, (0, scratch, hidden))
 
     given = (
-        placed(drafter_network.abstract(config, mesh, "rollout", "bfloat16")), array(2048, 896, dtype="bfloat16"),
-        placed(eagle.abstract_cache(config, B, 1152, "bfloat16", mesh)), array(B, k),
+        placed(drafters.abstract(config, mesh, "rollout", "bfloat16")), array(2048, 896, dtype="bfloat16"),
+        placed(kv_cache.abstract(config.layers, B, 1152, 0, "bfloat16", mesh)), array(B, k),
         array(B, k, 896, dtype="bfloat16"), array(B), array(B, k, k * levels, dtype="bool"),
     )  # fmt: skip
     compiled, found = launches.compile_and_read(jax.jit(loop).lower(*given))

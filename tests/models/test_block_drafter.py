@@ -13,19 +13,19 @@ import pytest
 from pairwise import marked
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, block_config, block_drafter, drafter_network
+from tlt_jax.models import architecture, block_drafter, drafter as drafters, kv_cache
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def rolled(params, config, mesh, shared):
     """The drafter as the programs of the last data group read it, and that group."""
-    layout = drafter_network.shardings(config, mesh, "rollout")
-    reshard = partial(drafter_network.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
+    layout = drafters.shardings(config, mesh, "rollout")
+    reshard = partial(drafters.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
     group = meshes.data_group(mesh, mesh.shape["data"] - 1)
     copy = meshes.view(jax.jit(reshard, out_shardings=layout)(params), group)
     policy = architecture.Params(shared.embed, (), copy.final_norm, shared.head)
-    return drafter_network.bind(copy, config, policy, group), group
+    return drafters.bind(copy, config, policy, group), group
 
 
 def drafted(case, tokens, features, lengths, mesh, levels=None):
@@ -40,7 +40,7 @@ def drafted(case, tokens, features, lengths, mesh, levels=None):
     params, group = rolled(cases.params(case, mesh=mesh), config, mesh, shared)
     B, levels = tokens.shape[0], levels or config.depth
     rows = jnp.arange(B, dtype=jnp.int32)
-    spec = block_drafter.abstract_cache(config, B, 16, "float64", group)
+    spec = kv_cache.abstract(config.layers, B, 16, 0, "float64", group)
     cache = jax.tree.map(
         lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
     )
@@ -49,13 +49,16 @@ def drafted(case, tokens, features, lengths, mesh, levels=None):
     def run(params, shared, cache, tokens, features):
         starts = jnp.zeros(B, jnp.int32)
         for turn in range(3):
-            window = features[rows[:, None], starts[:, None] + jnp.arange(4)]
+            at = starts[:, None] + jnp.arange(4)
+            window = tokens[rows[:, None], at + 1], features[rows[:, None], at]
             if turn == 1:
-                cache = block_drafter.fill(params, config, cache, window, rows, starts)
+                cache = block_drafter.fill(params, config, shared, cache, *window, rows, starts)
             else:
-                cache = block_drafter.extend(params, config, cache, window, starts)
+                cache, _ = block_drafter.extend(
+                    params, config, shared, cache, *window, starts, starts
+                )
             starts = jnp.minimum(starts + 4, jnp.asarray(lengths))
-        hidden = block_drafter.draft(
+        hidden = block_drafter.draft_block(
             params,
             config,
             shared,
@@ -105,7 +108,7 @@ def test_a_draft_and_training_compute_what_the_reference_computes(case, shape, x
         np.testing.assert_allclose(hidden[row], wanted, **EXACT)
         np.testing.assert_allclose(blocks[row], wanted, **EXACT)
         head = np.asarray(cases.shared().head)
-        head = head[: cases.VOCAB] if cases.config(case).whole else head[cases.IDS]
+        head = head[: cases.VOCAB] if cases.config(case).has_full_vocab else head[cases.IDS]
         np.testing.assert_allclose(logits[row, :, : len(head)], wanted @ head.T, **EXACT)
         assert (logits[row, :, len(head) :] == np.finfo(np.float64).min).all()
 
@@ -180,7 +183,7 @@ def test_gradients_do_not_depend_on_the_chunks(case, x64):
 
 def test_memory_of_training_grows_linearly_with_the_row():
     config, mesh = cases.config("dspark"), meshes.make_mesh(1, 1)
-    params = drafter_network.abstract(config, mesh, "train", "float32")
+    params = drafters.abstract(config, mesh, "train", "float32")
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
     def temporary(length):
@@ -204,21 +207,25 @@ def test_memory_of_training_grows_linearly_with_the_row():
 
 def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
     """By hand: no MLP, attention to one earlier token whose value is known, so the logits are those of x + its value."""
-    config = dataclasses.replace(
-        cases.config("dspark_bare"),
-        block_size=1, num_layers=1, hidden_size=2, mlp_dim=1, num_heads=1, num_kv_heads=1, head_dim=2, vocab_size=3,
-        draft_vocab_size=3, captures=(1,), mask_token_id=0, rms_eps=0.0,
+    small = cases.config("dspark_bare")
+    sizes = dataclasses.replace(
+        small.layers, num_layers=1, hidden_size=2, mlp_dim=1, num_heads=1, num_kv_heads=1, head_dim=2, vocab_size=3,
+        rms_eps=0.0,
     )  # fmt: skip
-    spec = block_config.weights(config, 1)
+    config = dataclasses.replace(
+        small, layers=sizes,
+        block_size=1, draft_vocab_size=3, captures=(1,), mask_token_id=0,
+    )  # fmt: skip
+    spec = drafters.weights(config, 1)
     zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape), spec)
     ones = jnp.ones(2)
     layers = zeros.layers.replace(
         attention_norm=ones[None], mlp_norm=ones[None], q_norm=ones[None], k_norm=ones[None],
         q=jnp.eye(2)[None], k=jnp.eye(2)[None], v=3 * jnp.eye(2)[None], o=jnp.eye(2)[None],
     )  # fmt: skip
-    params = zeros.replace(fuse=jnp.eye(2), context_norm=ones, final_norm=ones, layers=layers)
+    params = zeros.replace(fuse=jnp.eye(2), hidden_norm=ones, final_norm=ones, layers=layers)
     embed = jnp.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
-    shared = drafter_network.Shared(embed, jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]]))
+    shared = drafters.Shared(embed, jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]]))
     rows = jnp.array([[1]]), jnp.array([[[5.0, 5.0]]]), jnp.array([[0]]), jnp.array([[1]])
     hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[0]]))
     # The anchor alone: x = (0, 2), with norm (0, sqrt 2), gets the value (0, 3 sqrt 2); the last norm makes it (0, sqrt 2).
@@ -235,7 +242,7 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
         jnp.array([[1, 1]]),
     )
     hidden = block_drafter.forward_blocks(params, config, shared, *rows, jnp.array([[1]]))
-    turn = 1 / config.rope.factor
+    turn = 1 / config.layers.rope.factor
     query = root * np.array([-np.sin(turn), np.cos(turn)])
     weight = np.exp(np.array([query @ [1, 1], 2.0]) / root)
     weight /= weight.sum()
@@ -244,14 +251,14 @@ def test_one_layer_and_a_block_of_one_is_a_next_token_head(x64):
 
 
 def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
-    config, params = cases.config("dspark"), cases.params("dspark")
+    params = cases.params("dspark")
     random = np.random.RandomState(3)
     hidden, tokens = random.randn(2, 3, 16), random.randint(0, cases.VOCAB, (2, 3))
     hidden, tokens = jnp.asarray(hidden), jnp.asarray(tokens)
     embedding = block_drafter.markov_embedding(params, tokens, "float64")
     np.testing.assert_array_equal(embedding, np.asarray(params.markov_in)[tokens])
     np.testing.assert_allclose(
-        block_drafter.markov_bias(params, config, embedding),
+        block_drafter.markov_bias(params, embedding),
         embedding @ params.markov_out.T,
         **EXACT,
     )
@@ -265,7 +272,7 @@ def test_the_heads_of_dspark_are_linear_in_what_they_read(x64):
 def test_new_weights_are_the_same_on_every_mesh_and_begin_without_a_markov_bias():
     config = cases.config("dspark")
     one, other = (
-        drafter_network.init(config, meshes.make_mesh(*shape), jax.random.key(3), "float32", cases.IDS)
+        drafters.init(config, meshes.make_mesh(*shape), jax.random.key(3), "float32", cases.IDS)
         for shape in ((1, 1), (2, 2))
     )  # fmt: skip
     jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -278,21 +285,30 @@ def test_new_weights_are_the_same_on_every_mesh_and_begin_without_a_markov_bias(
 
 
 def test_defaults_follow_the_policy():
-    config = drafter_network.for_policy(cases.policy(), "dspark")
-    assert (config.num_layers, config.block_size, config.depth, config.markov_rank) == (2, 8, 8, 16)
-    assert (config.captures, config.mask_token_id, config.whole) == ((2, 3, 4, 5), 36, True)
-    config = drafter_network.for_policy(cases.policy(), "dflash")
+    config = drafters.for_policy(cases.policy(), "dspark")
+    assert (config.layers.num_layers, config.block_size, config.depth, config.markov_rank) == (
+        2,
+        8,
+        8,
+        16,
+    )
+    assert (config.captures, config.mask_token_id, config.has_full_vocab) == (
+        (2, 3, 4, 5),
+        36,
+        True,
+    )
+    config = drafters.for_policy(cases.policy(), "dflash")
     assert (config.depth, config.markov_rank, config.confidence) == (7, 0, False)
     ranks = {576: 64, 896: 64, 1023: 64, 1024: 128, 3584: 256, 5120: 256, 64: 16, 2: 16}
-    assert {width: block_config.default_rank(width) for width in ranks} == ranks
+    assert {width: drafters.default_rank(width) for width in ranks} == ranks
     depths = {36: (2, 10, 18, 26, 34), 12: (2, 4, 6, 8, 10), 4: (1, 2, 3, 4), 1: (1,), 2: (1, 2)}
-    assert {depth: block_config.default_captures(depth) for depth in depths} == depths
+    assert {depth: drafters.block_captures(depth) for depth in depths} == depths
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("dflash", {"markov_rank": 4}, "markov_rank 4, confidence False: not for a drafter of kind dflash"),
+        ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
         ("dflash", {"block_size": 1}, "block_size 1: a dflash drafter needs at least 2"),
         ("dspark", {"block_size": 0}, "block_size 0: a dspark drafter needs at least 1"),
         ("dspark", {"mask_token_id": 37}, "mask_token_id 37 is not within 0..36"),
@@ -306,12 +322,12 @@ def test_defaults_follow_the_policy():
 )  # fmt: skip
 def test_conflicting_fields_are_refused_by_name(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        drafter_network.for_policy(cases.policy(), kind, **changes)
+        drafters.for_policy(cases.policy(), kind, **changes)
 
 
 def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
     with pytest.raises(ValueError, match="4 attention heads.*use one of"):
-        drafter_network.abstract(cases.config("dflash"), meshes.make_mesh(1, 3), "train", "float32")
+        drafters.abstract(cases.config("dflash"), meshes.make_mesh(1, 3), "train", "float32")
     config = dataclasses.replace(cases.config("dspark"), markov_rank=5)
     with pytest.raises(ValueError, match="mesh.data 2 does not divide the drafter's Markov rank 5"):
-        drafter_network.abstract(config, meshes.make_mesh(2, 1), "train", "float32")
+        drafters.abstract(config, meshes.make_mesh(2, 1), "train", "float32")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter_network, eagle, eagle_config, kv_cache, transformer
+from tlt_jax.models import architecture, drafter as drafters, eagle, kv_cache, transformer
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 STEPS = 3
@@ -20,14 +20,14 @@ STEPS = 3
 
 def rolled(params, config, mesh):
     """The drafter as the last data group holds it, and that group."""
-    shardings = drafter_network.shardings(config, mesh, "rollout")
-    reshard = partial(drafter_network.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
+    shardings = drafters.shardings(config, mesh, "rollout")
+    reshard = partial(drafters.to_rollout, config=config, mesh=mesh, dtype=params.fuse.dtype)
     group = meshes.data_group(mesh, mesh.shape["data"] - 1)
     return meshes.view(jax.jit(reshard, out_shardings=shardings)(params), group), group
 
 
 def junk_cache(config, batch, slots, mesh, dtype="float64"):
-    spec = eagle.abstract_cache(config, batch, slots, dtype, mesh)
+    spec = kv_cache.abstract(config.layers, batch, slots, 0, dtype, mesh)
     return jax.tree.map(
         lambda leaf: jnp.full(leaf.shape, 1e3, leaf.dtype, device=leaf.sharding), spec
     )
@@ -72,7 +72,7 @@ def drafted(case, tokens, features, lengths, mesh):
         for level in range(STEPS - 1):
             token = tokens[rows, lengths + level + 1][:, None]
             args = (cache, scratch, token, states[-1], (lengths + level)[:, None], lengths)
-            scratch, state = eagle.step(
+            scratch, state = eagle.draft_level(
                 params, config, shared, *args, jnp.ones((B, 1, level + 1), bool), level
             )
             states.append(state)
@@ -134,7 +134,7 @@ def test_a_node_sees_its_own_branch_only(x64):
                 jnp.array(lengths),
                 seen,
             )
-            scratch, state = eagle.step(params, config, shared, *args, level)
+            scratch, state = eagle.draft_level(params, config, shared, *args, level)
             found.append(state)
         return jnp.stack(found)
 
@@ -211,7 +211,7 @@ def test_detached_steps_get_no_gradient_from_later_ones(x64):
     config = dataclasses.replace(cases.config("eagle3"), norm_output=True)
     params, shared = cases.params("eagle3"), cases.shared()
     random = np.random.default_rng(2)
-    tokens = jnp.asarray(random.integers(0, config.vocab_size, (2, 6)))
+    tokens = jnp.asarray(random.integers(0, cases.VOCAB, (2, 6)))
     features = jnp.asarray(random.normal(size=(2, 6, config.feature_width)))
     places = jnp.broadcast_to(jnp.arange(6), (2, 6))
 
@@ -233,7 +233,7 @@ def test_detached_steps_get_no_gradient_from_later_ones(x64):
 
 def test_memory_of_training_grows_linearly_with_the_row():
     config, mesh = cases.config("eagle3"), meshes.make_mesh(1, 1)
-    params = drafter_network.abstract(config, mesh, "train", "float32").replace(ids=None)
+    params = drafters.abstract(config, mesh, "train", "float32").replace(ids=None)
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
     def temporary(length):
@@ -251,9 +251,9 @@ def test_memory_of_training_grows_linearly_with_the_row():
 
 
 def test_a_drafting_loop_updates_the_donated_cache_in_place():
-    config, mesh = dataclasses.replace(cases.config("eagle3"), head_dim=32), meshes.make_mesh(1, 1)
+    config, mesh = cases.config("eagle3", head_dim=32), meshes.make_mesh(1, 1)
     batch, slots, width = 4, 512, 3
-    params = drafter_network.abstract(config, mesh, "rollout", "float32")
+    params = drafters.abstract(config, mesh, "rollout", "float32")
     shared = jax.eval_shape(lambda: cases.shared("float32"))
 
     def loop(params, shared, cache, tokens, features, lengths):
@@ -269,7 +269,7 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
                 jnp.ones((batch, width, width), bool),
             )
             positions = lengths[:, None] + jnp.arange(width)
-            scratch, hidden = eagle.step(
+            scratch, hidden = eagle.draft_level(
                 params,
                 config,
                 shared,
@@ -287,7 +287,7 @@ def test_a_drafting_loop_updates_the_donated_cache_in_place():
 
         return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache, tokens, lengths))[1:]
 
-    cache = eagle.abstract_cache(config, batch, slots, "float32", mesh)
+    cache = kv_cache.abstract(config.layers, batch, slots, 0, "float32", mesh)
     integers = (
         jax.ShapeDtypeStruct((batch, width), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
@@ -306,7 +306,6 @@ def test_the_cache_is_resized_as_the_policy_s():
     smaller = kv_cache.resize(cache, jnp.array([2, -1]), 5)
     assert smaller.keys[0].shape == (2, 2, 8, 5)
     assert smaller.values[0].shape == (2, 2, 5, 8)
-    eagle.abstract_cache(config, 2, 5, "float32", mesh)
 
 
 def test_shift_stays_within_segments():
@@ -333,13 +332,15 @@ def test_logits_are_those_of_the_policy_s_head_or_of_the_draft_vocabulary():
     policy = dataclasses.replace(cases.policy(), tied=True)
     params = architecture.Params(embed=shared.head, layers=(), final_norm=x[0, 0], head=None)
     np.testing.assert_allclose(whole, transformer.logits(params, policy, x), rtol=1e-6)
-    assert drafter_network.shared(params).head is params.embed
+    assert drafters.shared(params).head is params.embed
     own, config = cases.params("eagle3", "float32"), cases.config("eagle3")
     np.testing.assert_allclose(
         eagle.logits(own, config, shared, x), x @ own.head.T, rtol=1e-4, atol=1e-5
     )
     own, config = cases.params("eagle3_plain", "float32"), cases.config("eagle3_plain")
-    normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.rms_eps) * own.final_norm
+    normed = (
+        x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + config.layers.rms_eps) * own.final_norm
+    )
     found = eagle.logits(own, config, shared, x)
     np.testing.assert_allclose(
         found[..., : cases.VOCAB], (normed @ own.head.T)[..., : cases.VOCAB], rtol=1e-4, atol=1e-5
@@ -354,7 +355,7 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
     assert rough.dtype == jnp.bfloat16
     np.testing.assert_allclose(rough[:, :, :4].astype("float32"), exact[:, :, :4], atol=0.1)
     params, config = cases.params("eagle3", "bfloat16"), cases.config("eagle3")
-    assert params.ids.dtype == drafter_network.cast(params, "float32").ids.dtype == jnp.int32
+    assert params.ids.dtype == drafters.cast(params, "float32").ids.dtype == jnp.int32
     assert (
         eagle.logits(params, config, cases.shared("bfloat16"), jnp.asarray(rough)).dtype
         == jnp.float32
@@ -363,17 +364,13 @@ def test_bfloat16_keeps_its_dtype_and_float32_logits():
 
 def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
     config = cases.config("eagle3")
-    one = drafter_network.init(
-        config, meshes.make_mesh(1, 1), jax.random.key(3), "float32", cases.IDS
-    )
-    other = drafter_network.init(
-        config, meshes.make_mesh(2, 2), jax.random.key(3), "float32", cases.IDS
-    )
+    one = drafters.init(config, meshes.make_mesh(1, 1), jax.random.key(3), "float32", cases.IDS)
+    other = drafters.init(config, meshes.make_mesh(2, 2), jax.random.key(3), "float32", cases.IDS)
     jax.tree.map(np.testing.assert_array_equal, one, other)
     np.testing.assert_array_equal(one.ids, cases.IDS)
-    assert other.layer.gate.sharding.spec == other.head.sharding.spec == jax.P("model", "data")
-    assert np.std(one.layer.gate) == pytest.approx(0.02, rel=0.1)
-    whole = drafter_network.init(
+    assert other.layers.gate.sharding.spec == other.head.sharding.spec == jax.P("model", "data")
+    assert np.std(one.layers.gate) == pytest.approx(0.02, rel=0.1)
+    whole = drafters.init(
         cases.config("eagle3_plain"), meshes.make_mesh(1, 1), jax.random.key(3), "float32"
     )
     assert whole.ids is None
@@ -393,29 +390,30 @@ def test_new_weights_are_the_same_on_every_mesh_and_hold_the_draft_vocabulary():
 )
 def test_invalid_draft_vocabularies_are_refused(ids, message):
     with pytest.raises(ValueError, match=message):
-        drafter_network.check_ids(cases.config("eagle3"), ids)
+        drafters.check_ids(cases.config("eagle3"), ids)
 
 
 def test_defaults_follow_the_policy():
     policy = cases.policy()
-    config = drafter_network.for_policy(policy, "eagle")
-    assert (config.captures, config.qkv_bias, config.fc_norm, config.feature_width) == (
+    config = drafters.for_policy(policy, "eagle")
+    assert (config.captures, config.layers.qkv_bias, config.fc_norm, config.feature_width) == (
         (-1,),
         True,
         False,
         16,
     )
-    assert not drafter_network.for_policy(
+    assert not drafters.for_policy(
         dataclasses.replace(policy, family="qwen3"), "eagle"
-    ).qkv_bias
-    config = drafter_network.for_policy(policy, "eagle3")
+    ).layers.qkv_bias
+    config = drafters.for_policy(policy, "eagle3")
     assert (config.captures, config.fc_norm, config.norm_output, config.feature_width) == (
         (2, 3, 4),
         True,
         True,
         48,
     )
-    assert (config.max_positions, config.rope, config.whole) == (64, policy.rope, True)
+    assert (config.layers.max_positions, config.layers.rope) == (64, policy.rope)
+    assert config.has_full_vocab
     depths = {
         36: (2, 18, 33),
         8: (2, 4, 5),
@@ -426,15 +424,15 @@ def test_defaults_follow_the_policy():
         2: (1, 2),
         1: (1,),
     }
-    assert {depth: eagle_config.default_captures(depth) for depth in depths} == depths
+    assert {depth: drafters.level_captures(depth) for depth in depths} == depths
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("medusa", {}, "kind 'medusa' is unknown: use eagle or eagle3"),
-        ("eagle", {"fc_norm": True}, "fc_norm true: not for a drafter of kind eagle"),
-        ("eagle3", {"fc_bias": True}, "fc_bias true"),
+        ("medusa", {}, "kind 'medusa' is unknown: use eagle, eagle3, dflash, dspark"),
+        ("eagle", {"fc_norm": True}, "fc_norm True: not for a drafter of kind eagle"),
+        ("eagle3", {"fc_bias": True}, "fc_bias True"),
         ("eagle", {"captures": (1, 2)}, "captures \\(1, 2\\): eagle reads"),
         ("eagle3", {"captures": (2, 2, 3)}, "rising depth"),
         ("eagle3", {"captures": ()}, "rising depth"),
@@ -453,9 +451,9 @@ def test_defaults_follow_the_policy():
 )
 def test_conflicting_fields_are_refused_by_name(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        drafter_network.for_policy(cases.policy(), kind, **changes)
+        drafters.for_policy(cases.policy(), kind, **changes)
 
 
 def test_a_mesh_that_does_not_divide_the_drafter_is_refused():
     with pytest.raises(ValueError, match="4 attention heads.*use one of"):
-        drafter_network.abstract(cases.config("eagle"), meshes.make_mesh(1, 3), "train", "float32")
+        drafters.abstract(cases.config("eagle"), meshes.make_mesh(1, 3), "train", "float32")

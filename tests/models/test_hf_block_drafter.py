@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter_network, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "block_drafters.json").read_text())
 
@@ -69,7 +69,7 @@ def test_a_round_trip_keeps_every_bit(case, dtype, mesh, tmp_path):
     again, read = load(tmp_path / "one", other, dtype)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, params)
-    wanted = drafter_network.abstract(config, other, "train", dtype)
+    wanted = drafters.abstract(config, other, "train", dtype)
     jax.tree.map(
         lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted
     )
@@ -136,7 +136,7 @@ def test_what_other_programs_write_is_read(written, mesh):
         ("dflash", {"hidden_size": 32}, "hidden_size 32 is not the policy's 16"),
         ("dflash", {"target_hidden_size": 32}, "target_hidden_size 32 is not hidden_size 16"),
         ("dflash", {"draft_vocab_size": 8}, "draft_vocab_size 8: a block drafter with an LM head of its own"),
-        ("dflash", {"markov_rank": 4}, "markov_rank 4, confidence False: not for a drafter of kind dflash"),
+        ("dflash", {"markov_rank": 4}, "markov_rank 4: not for a drafter of kind dflash"),
         ("dflash", {"num_hidden_layers": 3}, "missing layers.2.input_layernorm.weight"),
         ("dspark", {"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported, only 'vanilla'"),
         ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov False with markov_rank 6"),

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter_network, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "drafters.json").read_text())
 
@@ -82,7 +82,7 @@ def test_a_round_trip_keeps_every_bit(case, mesh, tmp_path):
     again, read = load(tmp_path / "one", meshes.make_mesh(1, 4))
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, params)
-    wanted = drafter_network.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
+    wanted = drafters.abstract(config, meshes.make_mesh(1, 4), "train", "float32")
     jax.tree.map(
         lambda one, other: one.sharding == other.sharding or pytest.fail(str(one)), read, wanted
     )
@@ -114,24 +114,22 @@ def test_config_json_alone_describes_the_drafter(case, mesh, tmp_path):
             "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both",
         ),
         (
-            {"kind": "eagle", "qkv_bias": False, "fc_bias": True},
+            {"kind": "eagle", "family": "llama", "qkv_bias": False, "fc_bias": True},
             "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang",
         ),
-        ({"kind": "eagle", "qkv_bias": False}, None),
+        ({"kind": "eagle", "family": "llama", "qkv_bias": False}, None),
         ({"kind": "eagle3"}, None),
     ],
 )
 def test_what_vllm_does_not_load_is_reported(changes, message):
-    assert (
-        hf_drafter_config.caveat(drafter_network.for_policy(cases.policy(), **changes)) == message
-    )
+    assert hf_drafter_config.caveat(drafters.for_policy(cases.policy(), **changes)) == message
 
 
 def test_bfloat16_files_and_parameters(mesh, tmp_path):
     params, config = cases.params("eagle3", "float32", mesh), cases.config("eagle3")
     hf_drafter.save(params, config, tmp_path, "bfloat16")
     _, read = load(tmp_path, mesh, "bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, read, drafter_network.cast(params, "bfloat16"))
+    jax.tree.map(np.testing.assert_array_equal, read, drafters.cast(params, "bfloat16"))
     assert load(tmp_path, mesh)[1].fuse.dtype == jnp.float32
 
 
@@ -280,7 +278,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ("eagle3", {"attention_bias": True, "mlp_bias": True}, "attention_bias, mlp_bias true"),
         ("eagle3", {"bias": True}, "bias true"),
-        ("eagle3", {"fc_bias": True}, "fc_bias true: not for a drafter of kind eagle3"),
+        ("eagle3", {"fc_bias": True}, "fc_bias True: not for a drafter of kind eagle3"),
         (
             "eagle3",
             {"norm_before_fc": True, "magic": 3},
@@ -315,7 +313,7 @@ def test_layer_ids_are_read_in_both_conventions(outputs, counts, captures):
             "unknown fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight",
         ),
         ("eagle3_plain", {"fc_norm": True}, "missing fc_norm.0.weight"),
-        ("eagle", {"norm_output": True}, "norm_output true: not for a drafter of kind eagle"),
+        ("eagle", {"norm_output": True}, "norm_output True: not for a drafter of kind eagle"),
         ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("eagle", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("eagle", {"num_key_value_heads": 3}, "3 KV heads"),
@@ -366,7 +364,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(case, tensors, message, wri
 
 def test_positions_and_directories_are_checked(written, mesh, tmp_path):
     folder = written("eagle", max_position_embeddings=20)
-    assert load(folder, mesh, positions=20)[0].max_positions == 20
+    assert load(folder, mesh, positions=20)[0].layers.max_positions == 20
     with pytest.raises(ModelError, match="max_position_embeddings 20 is below the 21 positions"):
         load(folder, mesh, positions=21)
     with pytest.raises(ModelError, match="has 9 layers|after layers"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter_network, hf
+from tlt_jax.models import architecture, drafter as drafters, hf
 from tlt_jax.models.params import Weight, abstract, init, shardings
 
 IN_LAYER = (
@@ -19,7 +19,7 @@ IN_LAYER = (
 )  # fmt: skip
 POLICY = (".embed", *(f".layers.{name}" for name in IN_LAYER), ".final_norm", ".head")
 DRAFTER = (
-    ".fuse", ".fuse_bias", ".feature_norms", ".hidden_norm", *(f".layer.{name}" for name in IN_LAYER),
+    ".fuse", ".fuse_bias", ".feature_norms", ".hidden_norm", *(f".layers.{name}" for name in IN_LAYER),
     ".final_norm", ".head", ".ids",
 )  # fmt: skip
 
@@ -85,10 +85,11 @@ def test_each_weight_of_a_new_policy_has_its_part_of_the_key(case, shape, dtype,
 )
 def test_each_weight_of_a_new_drafter_has_its_part_of_the_key(case, shape, dtype, key):
     config = drafter_cases.config(case)
-    ids = None if config.whole else drafter_cases.IDS.astype(np.int32)
-    params = drafter_network.init(config, meshes.make_mesh(*shape), key, dtype, ids)
-    padded = (".head",) if config.whole else ()
-    pairs = expected(params, DRAFTER, key, config.init_std, config.vocab_size, padded, ids)
+    ids = None if config.has_full_vocab else drafter_cases.IDS.astype(np.int32)
+    params = drafters.init(config, meshes.make_mesh(*shape), key, dtype, ids)
+    padded = (".head",) if config.has_full_vocab else ()
+    sizes = config.layers
+    pairs = expected(params, DRAFTER, key, sizes.init_std, sizes.vocab_size, padded, ids)
     assert_drawn(pairs)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import model_cases
 
 from tlt_jax.distributed import mesh as meshes
-from tlt_jax.models import architecture, drafter_network, eagle, hf, kv_cache, transformer
+from tlt_jax.models import architecture, drafter as drafters, eagle, hf, kv_cache, transformer
 
 
 def array(*shape, dtype="int32"):
@@ -57,9 +57,9 @@ def test_the_policy_names_its_parts():
 
 def test_the_drafter_names_its_parts():
     config, mesh = drafter_cases.config("eagle3"), meshes.make_mesh(1, 1)
-    params = drafter_network.abstract(config, mesh, "rollout", "float32")
+    params = drafters.abstract(config, mesh, "rollout", "float32")
     shared = jax.eval_shape(lambda: drafter_cases.shared("float32"))
-    cache = eagle.abstract_cache(config, 2, 8, "float32", mesh)
+    cache = kv_cache.abstract(config.layers, 2, 8, 0, "float32", mesh)
 
     def draft(params, shared, cache, tokens, features, lengths):
         cache, hidden = eagle.extend(
@@ -68,7 +68,7 @@ def test_the_drafter_names_its_parts():
         node = jnp.argmax(eagle.logits(params, config, shared, hidden), -1)[:, None]
         scratch, seen = eagle.scratch(config, 2, 1, "float32"), jnp.ones((2, 1, 1), bool)
         nodes = (node, hidden[:, None], lengths[:, None], lengths, seen)
-        return eagle.step(params, config, shared, cache, scratch, *nodes, 0)
+        return eagle.draft_level(params, config, shared, cache, scratch, *nodes, 0)
 
     features = array(2, 4, config.feature_width, dtype="float32")
     found = paths(draft, params, shared, cache, array(2, 4), features, array(2))

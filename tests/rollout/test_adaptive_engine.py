@@ -16,7 +16,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.keys import TRAIN_STREAM
 from tlt_jax.metrics import names
-from tlt_jax.models import drafter_network, eagle
+from tlt_jax.models import drafter as drafters, eagle
 from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout import learned_drafter
 from tlt_jax.rollout.engine import Engine
@@ -44,7 +44,7 @@ def adaptive(kind: str = "eagle3", data: int = 1, settings=SETTINGS, **rollout) 
         tiny.MODEL,
         plain.mesh,
         stop_tokens(tiny.STOPS),
-        drafter_network.for_policy(tiny.MODEL, kind),
+        drafters.for_policy(tiny.MODEL, kind),
     )
 
 
@@ -139,7 +139,7 @@ def test_only_ngram_drafters_get_texts_and_features_are_stored_for_all():
     for arm in engine.arms:
         context = Decode(StateShape(0, 2, 32), 2, arm).lower(shapes, None).args_info[0][2]
         assert bool(jax.tree.leaves(context)) == (arm.drafter != "learned")
-    captures = drafter_network.for_policy(tiny.MODEL, "eagle3").captures
+    captures = drafters.for_policy(tiny.MODEL, "eagle3").captures
     features = shapes.target.features(shapes.state(StateShape(0, 2, 32)).cache)
     assert features.shape[2] == len(captures) * tiny.MODEL.hidden_size
 

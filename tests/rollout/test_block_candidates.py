@@ -53,7 +53,7 @@ def log_softmax(x):
 def children(case: str, hidden, token: int) -> dict[int, float]:
     """The score of every token at a position with this hidden state, after this token."""
     own, params = cases.config(case), jax.tree.map(np.asarray, cases.params(case))
-    ids = np.arange(cases.VOCAB) if own.whole else cases.IDS
+    ids = np.arange(cases.VOCAB) if own.has_full_vocab else cases.IDS
     logits, sure = np.asarray(cases.shared().head)[ids] @ hidden, 0.0
     before = params.markov_in[token] if own.markov_rank else np.zeros(0)
     if own.markov_rank:

@@ -16,7 +16,7 @@ from tlt_jax.config.schema import Speculation
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.errors import ConfigError
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import drafter_network
+from tlt_jax.models import drafter as drafters
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.spec_decode.strategy import PLAIN, name
 
@@ -35,8 +35,8 @@ KINDS = {
 
 def drafter_of(kind, mesh, policy=tiny.MODEL, dtype="float64"):
     """A random drafter, whose heads of zeros are random too; the same on every mesh."""
-    own = drafter_network.for_policy(policy, **KINDS[kind])
-    params = drafter_network.init(own, mesh, jax.random.key(7), dtype, None if own.whole else IDS)
+    own = drafters.for_policy(policy, **KINDS[kind])
+    params = drafters.init(own, mesh, jax.random.key(7), dtype, None if own.has_full_vocab else IDS)
 
     def filled(path, leaf):
         if not any(part in jax.tree_util.keystr(path) for part in ("markov", "confidence")):

@@ -13,7 +13,7 @@ from tlt_jax.distributed.collectives import collectives
 from tlt_jax.distributed.mesh import data_group, make_mesh
 from tlt_jax.kernels import cache_rows
 from tlt_jax.kernels.fused import Fused
-from tlt_jax.models import drafter_network
+from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.rollout import bindings
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
@@ -35,7 +35,7 @@ def lowered(kind: str, chip: str, strategy: str, batch: int, model: int, tempera
     """The program that drafts alone, of a new drafter of this kind; `chip` "cpu": on the devices that are here."""
     mesh = make_mesh(1, model, None if chip == "cpu" else topology.describe(chip).devices)
     group, shape = data_group(mesh, 0), parse(strategy)
-    own = drafter_network.for_policy(POLICY, kind, draft_vocab_size=DRAFT_VOCAB)
+    own = drafters.for_policy(POLICY, kind, draft_vocab_size=DRAFT_VOCAB)
     target = bindings.bind_target(POLICY, Fused.of(group), "bfloat16", own.captures, shape.path)
     settings = Speculation(drafter="a directory")
     drafter = bindings.bind_drafter(settings, own, target, Fused.of(group), "bfloat16")

@@ -17,7 +17,7 @@ import toys
 
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter_network, transformer
+from tlt_jax.models import architecture, drafter as drafters, transformer
 from tlt_jax.rollout.events import Emitted
 from tlt_jax.rollout.scheduler import group as machine
 from tlt_jax.spec_decode import decode
@@ -105,7 +105,7 @@ def fresh(texts: list[list[int]]) -> np.ndarray:
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    captures = drafter_network.for_policy(tiny.MODEL, "eagle3").captures
+    captures = drafters.for_policy(tiny.MODEL, "eagle3").captures
     rest = {"compute_dtype": "float64", "captures": captures}
     ones = jnp.ones_like(positions)
     _, features = transformer.hidden(

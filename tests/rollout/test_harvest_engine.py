@@ -15,7 +15,7 @@ import test_speculation as drafting
 from tlt_jax.data.stop_rules import stop_tokens
 from tlt_jax.distributed import mesh as meshes
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.models import architecture, drafter_network, transformer
+from tlt_jax.models import architecture, drafter as drafters, transformer
 from tlt_jax.plan import programs as planned_programs
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.events import Ended, Harvested
@@ -87,7 +87,7 @@ def fresh(texts: tuple[tuple[int, ...], ...], kind: str) -> tuple[np.ndarray, np
 
 def captures(kind: str) -> tuple[int, ...]:
     """The layers that a drafter of this kind reads."""
-    return () if kind == "none" else drafter_network.for_policy(tiny.MODEL, kind).captures
+    return () if kind == "none" else drafters.for_policy(tiny.MODEL, kind).captures
 
 
 @pytest.mark.parametrize("kind, data, model", [

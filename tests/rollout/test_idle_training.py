@@ -26,7 +26,7 @@ from tlt_jax.drafter.micro_step import MicroStep
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.replay import Replay, ReplayConfig
 from tlt_jax.keys import TRAIN_STREAM
-from tlt_jax.models import drafter_network
+from tlt_jax.models import drafter as drafters
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.executables import compile_cost
 from tlt_jax.rollout.executables.programs import Decode, StateShape
@@ -51,8 +51,10 @@ class Setting:
             attention_block=16,
             **fixed,
         )
-        ids = None if drafter.whole else np.arange(drafter.draft_vocab_size, dtype=np.int32)
-        params = drafter_network.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
+        ids = (
+            None if drafter.has_full_vocab else np.arange(drafter.draft_vocab_size, dtype=np.int32)
+        )
+        params = drafters.init(drafter, self.engine.mesh, jax.random.key(3), "float64", ids)
         self.state = drafter_recipe.create(params, self.recipe)
         replay = ReplayConfig(width=32, max_bytes=10**6, held_out=4)
         values, self.groups = (

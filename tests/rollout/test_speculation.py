@@ -27,7 +27,7 @@ from tlt_jax.drafter import (
 from tlt_jax.drafter.eagle_loss import Objective
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.keys import TRAIN_STREAM, sequence_keys
-from tlt_jax.models import architecture, drafter_network
+from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.optimizer import Adam
 from tlt_jax.rollout.engine import Engine
@@ -58,9 +58,9 @@ UPDATES, CERTAIN = 60, 20.0
 
 
 @cache
-def trained() -> drafter_network.DrafterParams:
+def trained() -> drafters.DrafterParams:
     """A drafter after a few dozen updates towards the policy's distribution on random texts; on the host."""
-    mesh, own = make_mesh(1, 1), drafter_network.for_policy(tiny.MODEL, **KINDS["trained"])
+    mesh, own = make_mesh(1, 1), drafters.for_policy(tiny.MODEL, **KINDS["trained"])
     recipe = Recipe(
         tiny.MODEL, own, mesh, Adam(2e-2, UPDATES), Objective(unroll=3), param_dtype="float64", compute_dtype="float64",
         logits_chunk=128, attention_block=32,
@@ -89,9 +89,11 @@ def drafter_of(
     drafter: str, mesh: jax.sharding.Mesh, policy: ModelConfig = tiny.MODEL, dtype: str = "float64"
 ):
     """The weights of a drafter: random; trained; or trained, but preferring the policy's least likely tokens."""
-    own = drafter_network.for_policy(policy, **KINDS[drafter])
+    own = drafters.for_policy(policy, **KINDS[drafter])
     if drafter not in ("trained", "adversary"):
-        return drafter_network.init(own, mesh, jax.random.key(7), dtype, None if own.whole else IDS)
+        return drafters.init(
+            own, mesh, jax.random.key(7), dtype, None if own.has_full_vocab else IDS
+        )
     params = trained()
     if drafter == "adversary":
         params = params.replace(final_norm=-CERTAIN * params.final_norm)
@@ -100,7 +102,7 @@ def drafter_of(
         more = [(0, wanted - size) for wanted, size in zip(target.shape, leaf.shape, strict=True)]
         return jax.device_put(np.pad(leaf, more), target.sharding)
 
-    return jax.tree.map(place, params, drafter_network.abstract(own, mesh, "train", dtype))
+    return jax.tree.map(place, params, drafters.abstract(own, mesh, "train", dtype))
 
 
 def speculating(
@@ -115,7 +117,7 @@ def speculating(
     mesh, own, params = plain.mesh, None, None
     if drafter != "ngram":
         own, params = (
-            drafter_network.for_policy(policy, **KINDS[drafter]),
+            drafters.for_policy(policy, **KINDS[drafter]),
             drafter_of(drafter, mesh, policy, dtype),
         )
     engine = Engine(config, policy, mesh, stop_tokens(tiny.STOPS), own, captures_states)

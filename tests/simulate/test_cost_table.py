@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tlt_jax.errors import ConfigError, DataError
-from tlt_jax.models import drafter_network, hf
+from tlt_jax.models import drafter as drafters, hf
 from tlt_jax.rollout.executables.programs import CatchUp, StateShape
 from tlt_jax.simulate import cost_table, estimate
 from tlt_jax.simulate.cost_table import CostTable, Row
@@ -125,7 +125,7 @@ POLICY = {
 }  # fmt: skip
 MODEL = hf.new_config(POLICY, 152064, ())
 SIZES = "read", "layers", "cached", "level", "width"
-DRAFTER = drafter_network.for_policy(MODEL, "eagle3", draft_vocab_size=32000)
+DRAFTER = drafters.for_policy(MODEL, "eagle3", draft_vocab_size=32000)
 
 
 def test_sizes_are_those_counted_by_hand():
@@ -140,7 +140,7 @@ def test_sizes_are_those_counted_by_hand():
 def test_levels_of_a_drafter_read_its_weights_and_the_head_that_it_uses():
     """EAGLE multiplies by the policy's head of 152064 tokens, EAGLE-3 by its own of 32000; by hand for EAGLE."""
     own, shared = (
-        Sizes.of(MODEL, drafter_network.for_policy(MODEL, kind)) for kind in ("eagle3", "eagle")
+        Sizes.of(MODEL, drafters.for_policy(MODEL, kind)) for kind in ("eagle3", "eagle")
     )
     layer = 3584 * 128 * (28 + 2 * 4) + 28 * 128 * 3584 + 3 * 3584 * 18944
     norms_and_biases = 40_000

@@ -11,7 +11,7 @@ import pytest
 import rounds
 
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import block_config, block_drafter, drafter_network, eagle
+from tlt_jax.models import block_drafter, drafter as drafters, eagle
 from tlt_jax.models.architecture import ModelConfig
 from tlt_jax.spec_decode import tree_drafter
 from tlt_jax.spec_decode.interface import DecodingParams, Sampling
@@ -61,18 +61,16 @@ def test_after_many_rounds_both_caches_are_those_of_fresh_passes(x64, monkeypatc
         like = drafter.empty(batch, size - target.padded_slots(0)).cache
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         own, shared = (
-            drafter_network.for_policy(MODEL, kind),
-            drafter_network.shared(weights.target),
+            drafters.for_policy(MODEL, kind),
+            drafters.shared(weights.target),
         )
         lines = (
             history[:, 1:],
             prefilled.features[:, :-1],
         )  # slot t comes from the features of token t, and token t + 1
         zeros = jnp.zeros(batch, jnp.int32)
-        if kind in block_config.KINDS:
-            cache = block_drafter.extend(weights.drafter, own, empty, lines[1], zeros)
-            return prefilled, cache, jnp.zeros((batch, 0))
-        return prefilled, *eagle.extend(
+        network = block_drafter if own.is_block else eagle
+        return prefilled, *network.extend(
             weights.drafter, own, shared, empty, *lines, zeros, built - 1
         )
 

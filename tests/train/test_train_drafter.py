@@ -27,7 +27,7 @@ from tlt_jax.errors import ConfigError, DataError, ModelError
 from tlt_jax.keys import DRAFTER_STREAM, EVAL_STREAM, GENERATE_STREAM, TRAIN_STREAM
 from tlt_jax.models import (
     architecture,
-    drafter_network,
+    drafter as drafters,
     from_config,
     hf,
     hf_drafter,
@@ -303,7 +303,7 @@ def test_a_drafter_can_be_trained_on_and_given_texts_without_any_answers(
     ):
         with pytest.raises(ConfigError, match=message):
             drafter.train(configure(tmp_path / "wrong", knobs | wrong))
-    own = drafter_network.for_policy(hf.read_config(Path(whole.model.path)), "dspark")
+    own = drafters.for_policy(hf.read_config(Path(whole.model.path)), "dspark")
     raw = hf_drafter_config.to_raw(own, np.dtype("float32"))
     (tmp_path / "block").mkdir()
     (tmp_path / "block" / "config.json").write_text(json.dumps(raw))
@@ -364,9 +364,7 @@ def test_a_reduced_vocabulary_holds_the_most_frequent_tokens(configure, whole, t
     )
     assert sorted(counts[np.asarray(params.ids)]) == sorted(counts)[-5:]
     answers = [np.array([3, 3, 1, 2]), np.array([2, 5])]
-    np.testing.assert_array_equal(
-        drafter_network.frequent_ids(answers, 3, 9), [1, 2, 3]
-    )  # 1 before 5
+    np.testing.assert_array_equal(drafters.frequent_ids(answers, 3, 9), [1, 2, 3])  # 1 before 5
 
 
 def test_a_training_that_is_not_finite_stops(whole, tmp_path, configure, capsys, monkeypatch):

@@ -20,9 +20,8 @@ from tlt_jax import keys
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.scores import mean, part_logits, policy_heads, policy_logits, split
-from tlt_jax.models import block_drafter, drafter_network, token_logprobs as scoring
-from tlt_jax.models.block_config import BlockParams
-from tlt_jax.models.drafter_network import Shared
+from tlt_jax.models import block_drafter, drafter as drafters, token_logprobs as scoring
+from tlt_jax.models.drafter import DrafterParams, Shared
 from tlt_jax.shapes import shaped
 
 HEADS = ("markov_out", "confidence", "confidence_bias")  # trained weights that read hidden states
@@ -48,7 +47,7 @@ class Objective:
     spacing: int = 2
 
     def evaluate(
-        self, params: BlockParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
     ) -> tuple[Array, dict[str, Array]]:
         """The loss of this objective, and its metrics: `loss`."""
         return loss(params, shared, batch, recipe, step)
@@ -56,7 +55,7 @@ class Objective:
 
 @shaped
 def loss(
-    params: BlockParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
+    params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states in optimizer step `step`, and its metrics.
 
@@ -165,7 +164,7 @@ class Scores:
 
 
 def position_scores(
-    params: BlockParams,
+    params: DrafterParams,
     shared: Shared,
     batch: Batch,
     places: Places,
@@ -178,7 +177,7 @@ def position_scores(
     computed once for each token of the rows; several positions may predict it.
     """
     mesh, ids, size = recipe.mesh, params.ids, recipe.model.vocab_size
-    axis = drafter_network.vocab_axis(recipe.drafter, mesh)
+    axis = drafters.vocab_axis(recipe.drafter, mesh)
     heads = policy_heads(shared, ids, axis, hidden.dtype, mesh)
     draft, last = draft_logits(params, heads, recipe), batch.tokens.shape[1] - 1
 
@@ -257,7 +256,7 @@ def score(
 
 
 def draft_logits(
-    params: BlockParams, heads: tuple[Array, Array], recipe: Recipe
+    params: DrafterParams, heads: tuple[Array, Array], recipe: Recipe
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """A function of hidden states and Markov embeddings [G, ..., Z] and [G, ..., r] of G data groups.
 
@@ -265,9 +264,9 @@ def draft_logits(
     are gathered once per data group. `heads`: scores.policy_heads.
     """
     config, (whole, part) = recipe.drafter, heads
-    axes = drafter_network.weights(config, recipe.mesh.shape["model"])
-    cast = drafter_network.cast(params, whole.dtype)
-    cast = cast.replace(head=None if config.whole else part)
+    axes = drafters.weights(config, recipe.mesh.shape["model"])
+    cast = drafters.cast(params, whole.dtype)
+    cast = cast.replace(head=None if config.has_full_vocab else part)
     shared = Shared(embed=whole, head=whole)  # the embedding is not read
     copies = {
         name: scoring.group_copies(getattr(cast, name), getattr(axes, name).axes, recipe.mesh)
@@ -279,7 +278,7 @@ def draft_logits(
         mine = cast.replace(**copies)
         logits = block_drafter.logits(mine, config, shared, hidden)
         if mine.markov_out is not None:
-            logits += block_drafter.markov_bias(mine, config, embedding)
+            logits += block_drafter.markov_bias(mine, embedding)
         confidence = None
         if config.confidence:
             confidence = block_drafter.confidence(mine, hidden, embedding)

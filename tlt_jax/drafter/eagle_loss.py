@@ -21,9 +21,8 @@ from tlt_jax import keys
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import Recipe
 from tlt_jax.drafter.scores import gathered, mean, part_logits, policy_heads, policy_logits, split
-from tlt_jax.models import drafter_network, eagle, token_logprobs as scoring
-from tlt_jax.models.drafter_network import Shared
-from tlt_jax.models.eagle_config import EagleParams
+from tlt_jax.models import drafter as drafters, eagle, token_logprobs as scoring
+from tlt_jax.models.drafter import DrafterParams, Shared
 from tlt_jax.shapes import shaped
 
 # Weight of the token loss; that of eagle's feature loss is 1 (arXiv 2401.15077, section 3.2).
@@ -54,7 +53,7 @@ class Objective:
         return self.unroll
 
     def evaluate(
-        self, params: EagleParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
+        self, params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Array | int
     ) -> tuple[Array, dict[str, Array]]:
         """The loss of this objective, and its metrics: `loss`."""
         return loss(params, shared, batch, recipe, step)
@@ -62,7 +61,7 @@ class Objective:
 
 @shaped
 def loss(
-    params: EagleParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
+    params: DrafterParams, shared: Shared, batch: Batch, recipe: Recipe, step: Int[Array, ""] | int
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
     """The loss of a batch with features and states in optimizer step `step`, and its metrics.
 
@@ -129,7 +128,7 @@ class Scores:
 
 
 def token_scores(
-    params: EagleParams,
+    params: DrafterParams,
     shared: Shared,
     states: Float[Array, "R T D"],
     hidden: list[Float[Array, "R T Z"]],
@@ -142,7 +141,7 @@ def token_scores(
     mesh, ids, size = recipe.mesh, params.ids, recipe.model.vocab_size
     draft, axis = (
         draft_logits(params, shared, recipe),
-        drafter_network.vocab_axis(recipe.drafter, mesh),
+        drafters.vocab_axis(recipe.drafter, mesh),
     )
     head, part = policy_heads(shared, ids, axis, states.dtype, mesh)
 
@@ -193,13 +192,13 @@ def score(
     return Scores(token_loss, ids[guess] == top, acceptance, ids[place] == top, top_loss)
 
 
-def draft_logits(params: EagleParams, shared: Shared, recipe: Recipe) -> Callable[[Array], Array]:
+def draft_logits(params: DrafterParams, shared: Shared, recipe: Recipe) -> Callable[[Array], Array]:
     """A function of hidden states [G, ..., Z] of G data groups that returns draft logits.
 
     The head's weights are gathered once per data group.
     """
-    axes = drafter_network.weights(recipe.drafter, recipe.mesh.shape["model"])
-    cast, names = drafter_network.cast(params, recipe.compute_dtype), ("final_norm", "head")
+    axes = drafters.weights(recipe.drafter, recipe.mesh.shape["model"])
+    cast, names = drafters.cast(params, recipe.compute_dtype), ("final_norm", "head")
     copies = {
         name: scoring.group_copies(getattr(cast, name), getattr(axes, name).axes, recipe.mesh)
         for name in names

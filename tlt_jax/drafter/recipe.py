@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from tlt_jax import optimizer
 from tlt_jax.drafter.batch import Batch
-from tlt_jax.models import drafter_network
+from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams, Shared
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams, Shared
 from tlt_jax.optimizer import Adam, TrainState
 
 # Batches of at least this many tokens use the full learning rate. Gradients of smaller batches are noisier: with 190 tokens
@@ -72,7 +72,7 @@ def create(params: DrafterParams, recipe: Recipe) -> DrafterState:
 @cache
 def abstract_state(recipe: Recipe) -> DrafterState:
     """ShapeDtypeStructs with shardings of the state, for restoring a checkpoint or compiling."""
-    params = drafter_network.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
+    params = drafters.abstract(recipe.drafter, recipe.mesh, "train", recipe.param_dtype)
     return optimizer.abstract(recipe.adam, params.replace(ids=None), recipe.mesh).replace(
         params=params
     )

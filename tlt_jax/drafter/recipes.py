@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from tlt_jax.config import Config
 from tlt_jax.drafter import block_loss, eagle_loss
 from tlt_jax.drafter.recipe import Recipe
-from tlt_jax.models import block_config
+from tlt_jax.models import drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.optimizer import Adam
 
 UNROLL = {"eagle": 1, "eagle3": 5}  # default draft steps
@@ -21,7 +21,7 @@ IDLE_WARMUP = 20  # micro-steps of linear warm-up
 def recipe_of(config: Config, model: ModelConfig, drafter: DrafterConfig, mesh: Mesh) -> Recipe:
     """The recipe of `drafter_training`."""
     knobs, train = config.drafter_training, config.train
-    if drafter.kind in block_config.KINDS:
+    if drafter.kind in drafters.BLOCK_KINDS:
         objective = block_loss.Objective()
     else:
         objective = eagle_loss.Objective(knobs.unroll or UNROLL[drafter.kind])

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from tlt_jax.distributed.mesh import sharding
 from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models.drafter_network import Shared
+from tlt_jax.models.drafter import Shared
 from tlt_jax.shapes import shaped
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from tlt_jax import optimizer
 from tlt_jax.drafter.batch import Batch
 from tlt_jax.drafter.recipe import DrafterState, Recipe, abstract_state
-from tlt_jax.models import drafter_network, transformer
+from tlt_jax.models import drafter as drafters, transformer
 from tlt_jax.models.architecture import Params
-from tlt_jax.models.drafter_network import DrafterParams
+from tlt_jax.models.drafter import DrafterParams
 
 
 def update(
@@ -31,7 +31,7 @@ def update(
         batch = observe(policy, batch, recipe)
 
     ids, trained = state.params.ids, state.params.replace(ids=None)
-    shared = drafter_network.shared(policy)
+    shared = drafters.shared(policy)
 
     def trained_loss(trained: DrafterParams) -> tuple[Array, dict[str, Array]]:
         return recipe.objective.evaluate(
@@ -39,7 +39,7 @@ def update(
         )
 
     (total, metrics), grads = jax.value_and_grad(trained_loss, has_aux=True)(trained)
-    placed = drafter_network.shardings(recipe.drafter, recipe.mesh, "train").replace(ids=None)
+    placed = drafters.shardings(recipe.drafter, recipe.mesh, "train").replace(ids=None)
     grads = jax.lax.with_sharding_constraint(optimizer.widen(grads), placed)
 
     norm = optax.tree.norm(grads)

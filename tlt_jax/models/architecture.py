@@ -168,20 +168,6 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
         )
 
 
-def check_policy(config: Any, policy: ModelConfig) -> None:
-    """Raises ValueError, naming both numbers, when the drafter with this config was made for another policy."""
-    for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(config, name), getattr(policy, name)
-        if ours != theirs:
-            raise ValueError(
-                f"the drafter's {name} {ours} is not the policy's {theirs}: it was made for another policy"
-            )
-    if max(config.captures) > policy.num_layers:
-        raise ValueError(
-            f"the drafter reads hidden states after layers {config.captures}, the policy has {policy.num_layers} layers"
-        )
-
-
 def layer_weights(config: ModelConfig, kv_heads: int, kv_axis: str | None) -> Layer:
     """A Weight for every array of one layer."""
     D, F, E = config.hidden_size, config.mlp_dim, config.head_dim

@@ -21,53 +21,54 @@ from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
 from tlt_jax.models import kv_cache, layers as ops
 from tlt_jax.models.architecture import Layer
-from tlt_jax.models.block_config import BlockConfig, BlockParams
 from tlt_jax.models.decoder_layer import (
+    attention_heads,
     finish,
     finish_nodes,
     heads,
     keys_values,
-    node_heads,
     packed_angles,
     rotated,
     tree_layer,
 )
-from tlt_jax.models.drafter_network import Shared, cast
+from tlt_jax.models.drafter import (
+    DrafterConfig,
+    DrafterParams,
+    Shared,
+    as_rows,
+    cast,
+    gathered,
+)
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
 
-def abstract_cache(
-    config: BlockConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
-) -> KVCache:
-    """Shape, dtype and sharding of a data group's cache: a KVCache of the drafter's layers."""
-    return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
-
-
 def context(
-    params: BlockParams, config: BlockConfig, features: Float[Array, "*A F"], axis: int
+    params: DrafterParams, config: DrafterConfig, features: Float[Array, "*A F"], axis: int
 ) -> Float[Array, "*A Z"]:
     """c, which every layer reads, from the policy's features."""
     fused = ops.project(features, params.fuse, None, axis)
-    return ops.rms_norm(fused, params.context_norm, config.rms_eps, axis)
+    return ops.rms_norm(fused, params.hidden_norm, config.layers.rms_eps, axis)
 
 
 @shaped
 def slots_of(
-    params: BlockParams,
-    config: BlockConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
 ) -> Scratch:
     """Keys and values of W tokens of each row, from position starts[b] on, in every layer. `params`: "rollout" layout."""
     B, W, _ = features.shape
     positions = (starts[:, None] + jnp.arange(W)).reshape(-1)
-    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions, features.dtype)
+    cos, sin = ops.rope_angles(
+        config.layers.rope, config.layers.head_dim, positions, features.dtype
+    )
     c = context(params, config, features.reshape(B * W, -1).T, 0)
     kv = ops.project(c, params.context_kv, None, 0)
     keys, values = [], []
     for layer, (k, v) in zip(params.layers, kv, strict=True):
-        k = rotated(k, layer.k_norm, config.block, cos.T, sin.T, 0)
+        k = rotated(k, layer.k_norm, config.layers, cos.T, sin.T, 0)
         k, v = ops.kv_by_node(k, v, B)
         keys.append(k)
         values.append(v)
@@ -77,42 +78,51 @@ def slots_of(
 @jax.named_scope("drafter/extend")
 @shaped
 def extend(
-    params: BlockParams,
-    config: BlockConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
     cache: KVCache,
+    tokens: Int[Array, "B W"],
     features: Float[Array, "B W F"],
     starts: Int[Array, " B"],
+    last: Int[Array, " B"],
     fused: Fused | None = None,
-) -> KVCache:
-    """The cache with W more slots of every row, from starts[b] on, for which it must have space.
+) -> tuple[KVCache, Float[Array, "B 0"]]:
+    """The cache with W more slots of every row, from starts[b] on, for which it must have space, and no hidden state.
 
-    Computed in the dtype of `features`; `params`: "rollout" layout.
+    The arguments are those of eagle.extend: `shared`, `tokens` and `last` are not read. Computed in the dtype of `features`;
+    `params`: "rollout" layout.
     """
+    features = gathered(features, fused)
     rows = slots_of(params, config, features, starts)
     if cache_rows.runs(fused, cache.slots_last):
         rows = rows.replace(after=features[:, 0])  # nothing has read the cache
-    return kv_cache.commit(cache, rows, None, starts, fused)
+    return kv_cache.commit(cache, rows, None, starts, fused), features[:, 0, :0]
 
 
 @jax.named_scope("drafter/fill")
 @shaped
 def fill(
-    params: BlockParams,
-    config: BlockConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
     cache: KVCache,
+    tokens: Int[Array, "R W"],
     features: Float[Array, "R W F"],
     rows: Int[Array, " R"],
     starts: Int[Array, " R"],
+    fused: Fused | None = None,
 ) -> KVCache:
-    """The cache with W more slots of sequences rows[r], from starts[r] on. `params`: "rollout" layout."""
+    """The cache with W more slots of sequences rows[r], from starts[r] on; arguments as for `extend`."""
+    features = gathered(features, fused)
     return kv_cache.write(cache, slots_of(params, config, features, starts), rows, starts)
 
 
 @jax.named_scope("drafter/block")
 @shaped
-def draft(
-    params: BlockParams,
-    config: BlockConfig,
+def draft_block(
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     cache: KVCache,
     roots: Int[Array, " B"],
@@ -130,7 +140,7 @@ def draft(
     tokens = jnp.full((B, N), config.mask_token_id, roots.dtype).at[:, 0].set(roots)
     positions = (lengths[:, None] + jnp.arange(N)).reshape(-1)
     x = shared.embed[tokens.reshape(-1)].T
-    angles = ops.rope_angles(config.rope, config.head_dim, positions, x.dtype)
+    angles = ops.rope_angles(config.layers.rope, config.layers.head_dim, positions, x.dtype)
     cos, sin = (angle.T for angle in angles)
     seen = jnp.ones((N, N), bool)
     seen = jnp.broadcast_to(jnp.tril(seen) if config.causal else seen, (B, N, N))
@@ -141,16 +151,16 @@ def draft(
     ):
         past = keys, values, lengths, cache.slots_last
         (x, normed), _, _, arrivals = tree_layer(
-            layer, config.block, (x, normed), following.attention_norm, (cos, sin), seen, past, fused, arrivals
+            layer, config.layers, (x, normed), following.attention_norm, (cos, sin), seen, past, fused, arrivals
         )  # fmt: skip
     with jax.named_scope("layer"):
-        q, k, v = node_heads(last, config.block, x, (cos, sin), B, fused, normed)
+        q, k, v = attention_heads(last, config.layers, (x, normed), (cos, sin), B, fused)
         q, seen = q[:, :, :, outputs], seen[:, outputs]
         attended, _ = tree_attention.attend(q, k, v, seen, *kept, lengths, cache.slots_last, fused)
         x = x.reshape(-1, B, N)[:, :, outputs].reshape(len(x), -1)
         attended = ops.by_feature(attended)
-        x, normed = finish_nodes(last, config.block, x, attended, params.final_norm, fused)
-    x = ops.rms_norm(x, params.final_norm, config.rms_eps, 0) if normed is None else normed
+        x, normed = finish_nodes(last, config.layers, x, attended, params.final_norm, fused)
+    x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps, 0) if normed is None else normed
     # A CPU is slow at a product that reads its tokens along columns, into which XLA would turn the head's.
     return jax.lax.optimization_barrier(x.T).reshape(B, levels, -1)
 
@@ -158,9 +168,17 @@ def draft(
 @jax.named_scope("drafter/head")
 @shaped
 def logits(
-    params: BlockParams, config: BlockConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    hidden: Float[Array, "*batch Z"],
+    fused: Fused | None = None,
 ) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary without the Markov bias, in at least float32; those of padding are the lowest."""
+    """Logits over the draft vocabulary without the Markov bias, in at least float32; those of padding are the lowest.
+
+    `fused`: of the data group in a rollout, else None.
+    """
+    hidden = as_rows(hidden, fused)
     if params.head is not None:
         matrix = params.head
     else:
@@ -168,12 +186,12 @@ def logits(
     scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
     if params.ids is not None:
         return scores
-    return masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+    return masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)
 
 
 @shaped
 def markov_embedding(
-    params: BlockParams, tokens: Int[Array, "*batch"], dtype: DTypeLike
+    params: DrafterParams, tokens: Int[Array, "*batch"], dtype: DTypeLike
 ) -> Float[Array, "*batch r"]:
     """The Markov head's embedding of the tokens before the predicted ones; of width 0 without that head."""
     if params.markov_in is None:
@@ -184,7 +202,7 @@ def markov_embedding(
 @jax.named_scope("drafter/markov")
 @shaped
 def markov_bias(
-    params: BlockParams, config: BlockConfig, embedding: Float[Array, "*batch r"]
+    params: DrafterParams, embedding: Float[Array, "*batch r"]
 ) -> Float[Array, "*batch U"]:
     """What the Markov head adds to `logits`, in at least float32; 0 at padding. For drafters with that head only."""
     return contract("...r,vr->...v", embedding, params.markov_out.astype(embedding.dtype))
@@ -192,7 +210,7 @@ def markov_bias(
 
 @shaped
 def confidence(
-    params: BlockParams, hidden: Float[Array, "*batch Z"], embedding: Float[Array, "*batch r"]
+    params: DrafterParams, hidden: Float[Array, "*batch Z"], embedding: Float[Array, "*batch r"]
 ) -> Float[Array, "*batch"]:
     """The confidence head's log-odds that the policy accepts the token here, given those before, in at least float32.
 
@@ -206,8 +224,8 @@ def confidence(
 @jax.named_scope("drafter/blocks")
 @shaped
 def forward_blocks(
-    params: BlockParams,
-    config: BlockConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     tokens: Int[Array, "R T"],
     features: Float[Array, "R T F"],
@@ -217,7 +235,7 @@ def forward_blocks(
     block: int = 512,
     mesh: Mesh | None = None,
 ) -> Float[Array, "R A P Z"]:
-    """Normed hidden states of the P outputs of the blocks at A tokens of packed rows; what `extend` and `draft` compute.
+    """Normed hidden states of the P outputs of the blocks at A tokens of packed rows; what `extend` and `draft_block` compute.
 
     anchors[r, a]: a token of row r; -1: none, and the result is any finite number. Output j predicts token
     anchors[r, a] + 1 + j. Computed in the dtype of `features`; `params`: "train" layout. The backward pass recomputes every
@@ -235,21 +253,21 @@ def forward_blocks(
     queries = jnp.full((*anchors.shape, N), config.mask_token_id, tokens.dtype)
     queries = queries.at[..., 0].set(jnp.take_along_axis(tokens, at, axis=1))
     places = jnp.take_along_axis(positions, at, axis=1)[..., None] + jnp.arange(N)
-    angles = packed_angles(config.block, places.reshape(places.shape[0], -1), features.dtype)
+    angles = packed_angles(config.layers, places.reshape(places.shape[0], -1), features.dtype)
     angles = tuple(one.reshape(*places.shape, 1, -1) for one in angles)
-    past_angles = packed_angles(config.block, positions, features.dtype)
+    past_angles = packed_angles(config.layers, positions, features.dtype)
     c = rows(context(params, config, rows(features), -1))
 
     @jax.checkpoint
     def advance(x: Array, layer: Layer) -> tuple[Array, None]:
-        y = ops.rms_norm(x, layer.attention_norm, config.rms_eps)
-        q, k, v = heads(layer, config.block, y, *angles, -1)
-        q = q.reshape(*k.shape[:4], -1, config.head_dim)
-        past = keys_values(layer, config.block, c, *past_angles, -1)
+        y = ops.rms_norm(x, layer.attention_norm, config.layers.rms_eps)
+        q, k, v = heads(layer, config.layers, y, *angles, -1)
+        q = q.reshape(*k.shape[:4], -1, config.layers.head_dim)
+        past = keys_values(layer, config.layers, c, *past_angles, -1)
         attended = block_attention.attend(q, k, v, anchors, *past, segments, config.causal, block)
-        return rows(finish(layer, config.block, x, attended.reshape(*x.shape[:3], -1), -1)), None
+        return rows(finish(layer, config.layers, x, attended.reshape(*x.shape[:3], -1), -1)), None
 
     x = rows(shared.embed[queries].astype(features.dtype))
     x, _ = jax.lax.scan(advance, x, params.layers)
-    x = ops.rms_norm(x, params.final_norm, config.rms_eps)
+    x = ops.rms_norm(x, params.final_norm, config.layers.rms_eps)
     return x[:, :, config.skipped :]

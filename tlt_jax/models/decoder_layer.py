@@ -5,6 +5,7 @@ Features lie on `axis`, as in layers.py; shapes are written for axis -1 in funct
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -238,33 +239,58 @@ def packed_angles(
 
 
 def node_heads(
-    layer: JoinedLayer,
+    layer: Layer | JoinedLayer,
     config: ModelConfig,
-    x: Float[Array, "D BN"],
+    inputs: tuple[Float[Array, "D BN"], ...],
+    norms: tuple[Float[Array, " D"], ...],
+    normed: Callable[[], Float[Array, "In BN"]],
     angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
     batch: int,
     fused: Fused | None,
-    normed: Float[Array, "D BN"] | None = None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
-    """`qkv` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one; `normed`: x normed."""
-    (K, J, E, _), eps, is_changed = layer.qkv.shape, config.rms_eps, is_low_rank(layer.qkv)
+    """`heads` of the nodes of B trees as tree_attention.attend takes it, by a kernel where there is one.
+
+    normed() is what the matrices read: the inputs, each normed alone, below each other. Without inputs no kernel norms them.
+    """
+    eps, E = config.rms_eps, config.head_dim
+    joined = isinstance(layer, JoinedLayer)
+    matrices = (layer.qkv,) if joined else (layer.q, layer.k, layer.v)
+    biases = (layer.qkv_bias,) if joined else (layer.q_bias, layer.k_bias, layer.v_bias)
+    changed = is_low_rank(matrices[0])
+    K = layer.qkv.shape[0] if joined else layer.k.shape[0] // E
+    G = layer.qkv.shape[1] - 2 if joined else layer.q.shape[0] // (K * E)
     given = (
-        (layer.qkv.weight if is_changed else layer.qkv,),
-        (layer.qkv_bias,),
-        (layer.q_norm, layer.k_norm),
-        angles,
-        (K, J - 2, E),
-        batch,
-        eps,
-        fused,
-    )
+        (matrices[0].weight,) if changed else matrices, biases, (layer.q_norm, layer.k_norm), angles, (K, G, E), batch,
+        eps, fused,
+    )  # fmt: skip
     with jax.named_scope("attention"):
-        found = None if is_changed else projections.heads((x,), (layer.attention_norm,), *given)
+        found = None
+        if inputs and not changed:
+            found = projections.heads(inputs, norms, *given)
         if found is not None:
             return found
-        y = ops.rms_norm(x, layer.attention_norm, eps, 0) if normed is None else normed
-        found = product_parts.heads(y, *given, ops.change(y, layer.qkv, 0) if is_changed else None)
+        y = normed()
+        found = product_parts.heads(y, *given, ops.change(y, layer.qkv, 0) if changed else None)
     return ops.by_node(*heads(layer, config, y, *angles, 0), batch) if found is None else found
+
+
+def attention_heads(
+    layer: JoinedLayer,
+    config: ModelConfig,
+    x: tuple[Float[Array, "D BN"], Float[Array, "D BN"] | None],
+    angles: tuple[Float[Array, "half BN"], Float[Array, "half BN"]],
+    batch: int,
+    fused: Fused | None,
+) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
+    """`node_heads` of a layer that reads x; x: also normed, where a kernel made that too."""
+    x, normed = x
+
+    def enter() -> Array:
+        if normed is not None:
+            return normed
+        return ops.rms_norm(x, layer.attention_norm, config.rms_eps, 0)
+
+    return node_heads(layer, config, (x,), (layer.attention_norm,), enter, angles, batch, fused)
 
 
 @jax.named_scope("layer")
@@ -290,8 +316,7 @@ def tree_layer(
     `past`: the cached keys and values, the number of committed slots of each sequence, and whether the values have slots
     on their last axis. x and the output: also normed, for this layer and by `next_norm`, where one kernel made both.
     """
-    x, normed = x
-    q, k, v = node_heads(layer, config, x, angles, ancestors.shape[0], fused, normed)
+    q, k, v = attention_heads(layer, config, x, angles, ancestors.shape[0], fused)
     attended, arrivals = tree_attention.attend(q, k, v, ancestors, *past, fused, arrivals)
-    ended = finish_nodes(layer, config, x, ops.by_feature(attended), next_norm, fused)
+    ended = finish_nodes(layer, config, x[0], ops.by_feature(attended), next_norm, fused)
     return ended, k, v, arrivals

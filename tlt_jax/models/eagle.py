@@ -9,6 +9,8 @@ Features lie on `axis`, as in layers.py; shapes are written for axis -1 in funct
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,16 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tlt_jax.distributed.mesh import sharding
-from tlt_jax.kernels import (
-    cache_rows,
-    packed_attention,
-    product_parts,
-    projections,
-    tree_attention,
-)
+from tlt_jax.kernels import cache_rows, packed_attention, tree_attention
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.kernels.numerics import contract, masked
-from tlt_jax.models import kv_cache, layers as ops
+from tlt_jax.models import decoder_layer, kv_cache, layers as ops
 from tlt_jax.models.architecture import rollout_kv_heads
 from tlt_jax.models.decoder_layer import (
     finish,
@@ -35,24 +31,23 @@ from tlt_jax.models.decoder_layer import (
     packed_angles,
     queries,
 )
-from tlt_jax.models.drafter_network import Shared, cast
-from tlt_jax.models.eagle_config import EagleConfig, EagleParams
+from tlt_jax.models.drafter import (
+    DrafterConfig,
+    DrafterParams,
+    Shared,
+    as_rows,
+    cast,
+    gathered,
+)
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.shapes import shaped
 
 
-def abstract_cache(
-    config: EagleConfig, batch: int, slots: int, dtype: DTypeLike, mesh: Mesh
-) -> KVCache:
-    """Shape, dtype and sharding of a data group's cache: a KVCache of one layer."""
-    return kv_cache.abstract(config.block, batch, slots, 0, dtype, mesh)
-
-
 def scratch(
-    config: EagleConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1
+    config: DrafterConfig, batch: int, rows: int, dtype: DTypeLike, model_axis: int = 1
 ) -> KVCache:
     """Zeros for the keys and values of `rows` tree nodes, on a mesh with this `model` axis."""
-    K, E = rollout_kv_heads(config.block, model_axis), config.head_dim
+    K, E = rollout_kv_heads(config.layers, model_axis), config.layers.head_dim
     return KVCache(
         keys=(jnp.zeros((batch, K, E, rows), dtype),),
         values=(jnp.zeros((batch, K, rows, E), dtype),),
@@ -61,8 +56,8 @@ def scratch(
 
 
 def fuse(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     embedded: Float[Array, "*A Z"],
     state: Float[Array, "*A F"],
     axis: int,
@@ -79,14 +74,14 @@ def fuse(
         parts = jnp.split(state, len(config.captures), axis=axis)
         pairs = zip(parts, params.feature_norms, strict=True)
         state = jnp.concatenate(
-            [ops.rms_norm(x, weight, config.rms_eps, axis) for x, weight in pairs], axis=axis
+            [ops.rms_norm(x, weight, config.layers.rms_eps, axis) for x, weight in pairs], axis=axis
         )
     return ops.project(state, params.fuse, None, axis)
 
 
 def attention_input(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     embedded: Float[Array, "*A Z"],
     x: Float[Array, "*A Z"],
     axis: int,
@@ -94,26 +89,28 @@ def attention_input(
     """The input of the query, key and value projections, from the layer's input."""
     if config.kind == "eagle":
         return x
-    e = ops.rms_norm(embedded, params.layer.attention_norm, config.rms_eps, axis)
+    e = ops.rms_norm(embedded, params.layers.attention_norm, config.layers.rms_eps, axis)
     return jnp.concatenate(
-        [e, ops.rms_norm(x, params.hidden_norm, config.rms_eps, axis)], axis=axis
+        [e, ops.rms_norm(x, params.hidden_norm, config.layers.rms_eps, axis)], axis=axis
     )
 
 
 def leave(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     x: Float[Array, "*A Z"],
     axis: int,
 ) -> Float[Array, "*A Z"]:
     """The hidden state, from the layer's output: the next level of the tree and the head read it."""
-    return ops.rms_norm(x, params.final_norm, config.rms_eps, axis) if config.norm_output else x
+    return (
+        ops.rms_norm(x, params.final_norm, config.layers.rms_eps, axis) if config.norm_output else x
+    )
 
 
 @shaped
 def nodes_in(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     tokens: Int[Array, "B N"],
     state: Float[Array, "B N F"],
@@ -123,50 +120,41 @@ def nodes_in(
     """The layer's input, the tokens' embeddings, and cosine and sine of the rotary embedding."""
     state = state.reshape(-1, state.shape[-1]).T
     embedded = shared.embed[tokens.reshape(-1)].astype(state.dtype).T
-    cos, sin = ops.rope_angles(config.rope, config.head_dim, positions.reshape(-1), state.dtype)
+    cos, sin = ops.rope_angles(
+        config.layers.rope, config.layers.head_dim, positions.reshape(-1), state.dtype
+    )
     return fuse(params, config, embedded, state, 0, given), embedded, (cos.T, sin.T)
 
 
 def node_heads(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     embedded: Float[Array, "Z BN"],
     x: Float[Array, "Z BN"],
     angles: tuple[Float[Array, "half BN"], ...],
     batch: int,
     fused: Fused | None,
 ) -> tuple[Float[Array, "B K G N E"], Float[Array, "B K E N"], Float[Array, "B K N E"]]:
-    """Queries, keys and values as tree_attention.attend takes them, by a kernel where `projections` has one."""
-    layer, E, found = params.layer, config.head_dim, None
-    K = layer.k.shape[0] // E
-    given = (
-        (layer.q, layer.k, layer.v), (layer.q_bias, layer.k_bias, layer.v_bias), (layer.q_norm, layer.k_norm), angles,
-        (K, layer.q.shape[0] // (K * E), E), batch, config.rms_eps, fused,
+    """Queries, keys and values as tree_attention.attend takes them."""
+    is_normed = config.kind == "eagle3"
+    return decoder_layer.node_heads(
+        params.layers, config.layers, (embedded, x) if is_normed else (),
+        (params.layers.attention_norm, params.hidden_norm) if is_normed else (),
+        partial(attention_input, params, config, embedded, x, 0), angles, batch, fused,
     )  # fmt: skip
-    with jax.named_scope("attention"):
-        if config.kind == "eagle3":
-            norms = layer.attention_norm, params.hidden_norm
-            found = projections.heads((embedded, x), norms, *given)
-        if found is not None:
-            return found
-        y = attention_input(params, config, embedded, x, 0)
-        found = product_parts.heads(y, *given)
-    return (
-        ops.by_node(*heads(layer, config.block, y, *angles, 0), batch) if found is None else found
-    )
 
 
 @shaped
 def nodes_out(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     x: Float[Array, "Z BN"],
     attended: Float[Array, "B K G N E"],
     fused: Fused | None,
 ) -> Float[Array, "B N Z"]:
     """Hidden states of nodes after attention."""
     norm = params.final_norm if config.norm_output else None
-    x, normed = finish_nodes(params.layer, config.block, x, ops.by_feature(attended), norm, fused)
+    x, normed = finish_nodes(params.layers, config.layers, x, ops.by_feature(attended), norm, fused)
     hidden = leave(params, config, x, 0) if normed is None else normed
     return hidden.T.reshape(attended.shape[0], attended.shape[3], -1)
 
@@ -174,8 +162,8 @@ def nodes_out(
 @jax.named_scope("drafter/extend")
 @shaped
 def extend(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     cache: KVCache,
     tokens: Int[Array, "B W"],
@@ -192,15 +180,15 @@ def extend(
     overwrites them. Computed in the dtype of `features`; `params`: "rollout" layout.
     """
     B, W = tokens.shape
-    positions = starts[:, None] + jnp.arange(W)
+    features, positions = gathered(features, fused), starts[:, None] + jnp.arange(W)
     x, embedded, (cos, sin) = nodes_in(
         params, config, shared, tokens, features, positions, given=True
     )
     y = attention_input(params, config, embedded, x, 0)
     chosen = jnp.arange(B) * W + last
     x, cos_last, sin_last = (array[:, chosen] for array in (x, cos, sin))
-    q = queries(params.layer, config.block, y[:, chosen], cos_last, sin_last, 0)
-    q, k, v = ops.by_node(q, *keys_values(params.layer, config.block, y, cos, sin, 0), B)
+    q = queries(params.layers, config.layers, y[:, chosen], cos_last, sin_last, 0)
+    q, k, v = ops.by_node(q, *keys_values(params.layers, config.layers, y, cos, sin, 0), B)
     seen = (jnp.arange(W) <= last[:, None])[:, None]
     past = cache.keys[0], cache.values[0], starts, cache.slots_last
     attended, _ = tree_attention.attend(q, k, v, seen, *past, fused)
@@ -216,20 +204,24 @@ def extend(
 @jax.named_scope("drafter/fill")
 @shaped
 def fill(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     cache: KVCache,
     tokens: Int[Array, "R W"],
     features: Float[Array, "R W F"],
     rows: Int[Array, " R"],
     starts: Int[Array, " R"],
+    fused: Fused | None = None,
 ) -> KVCache:
     """`extend` without hidden states: W more slots of sequences rows[r], from starts[r] on."""
+    features = gathered(features, fused)
     positions = starts[:, None] + jnp.arange(tokens.shape[1])
     x, embedded, angles = nodes_in(params, config, shared, tokens, features, positions, given=True)
     y = attention_input(params, config, embedded, x, 0)
-    k, v = ops.kv_by_node(*keys_values(params.layer, config.block, y, *angles, 0), tokens.shape[0])
+    k, v = ops.kv_by_node(
+        *keys_values(params.layers, config.layers, y, *angles, 0), tokens.shape[0]
+    )
     return kv_cache.write(
         cache, Scratch((k,), (v,), features[..., :0].astype(cache.features.dtype)), rows, starts
     )
@@ -237,9 +229,9 @@ def fill(
 
 @jax.named_scope("drafter/step")
 @shaped
-def step(
-    params: EagleParams,
-    config: EagleConfig,
+def draft_level(
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     cache: KVCache,
     scratch: KVCache,
@@ -279,17 +271,25 @@ def step(
 @jax.named_scope("drafter/head")
 @shaped
 def logits(
-    params: EagleParams, config: EagleConfig, shared: Shared, hidden: Float[Array, "*batch Z"]
+    params: DrafterParams,
+    config: DrafterConfig,
+    shared: Shared,
+    hidden: Float[Array, "*batch Z"],
+    fused: Fused | None = None,
 ) -> Float[Array, "*batch U"]:
-    """Logits over the draft vocabulary, in at least float32; those of padding are the lowest number."""
+    """Logits over the draft vocabulary, in at least float32; those of padding are the lowest number.
+
+    `fused`: of the data group in a rollout, else None.
+    """
+    hidden = as_rows(hidden, fused)
     if config.kind == "eagle3" and not config.norm_output:
-        hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.rms_eps)
+        hidden = ops.rms_norm(hidden, params.final_norm.astype(hidden.dtype), config.layers.rms_eps)
     matrix = shared.head if params.head is None else params.head
     scores = contract("...d,vd->...v", hidden, matrix.astype(hidden.dtype))
     return (
         scores
         if params.ids is not None
-        else masked(scores, jnp.arange(scores.shape[-1]) < config.vocab_size)
+        else masked(scores, jnp.arange(scores.shape[-1]) < config.layers.vocab_size)
     )
 
 
@@ -315,8 +315,8 @@ def shift(
 @jax.named_scope("drafter/unroll")
 @shaped
 def unroll(
-    params: EagleParams,
-    config: EagleConfig,
+    params: DrafterParams,
+    config: DrafterConfig,
     shared: Shared,
     tokens: Int[Array, "B T"],
     features: Float[Array, "B T F"],
@@ -331,7 +331,7 @@ def unroll(
 
     Step j at slot t reads token t + 1 + j, and the features (j = 0) or the hidden state of step j - 1 at slot t. It has
     rotary position t + j, and attends to step 0 of its segment's slots up to t and to its own slot of steps 1..j.
-    `extend` and then j times `step` compute the same (section 3.2). Step j predicts token t + 2 + j; it is undefined
+    `extend` and then j times `draft_level` compute the same (section 3.2). Step j predicts token t + 2 + j; it is undefined
     where token t + 1 + j is beyond t's segment.
 
     With `detach` no gradient flows from a step to the hidden states that it reads (HASS, arXiv 2408.15766, section 3.2).
@@ -349,7 +349,7 @@ def unroll(
 
     @jax.checkpoint
     def advance(
-        params: EagleParams,
+        params: DrafterParams,
         embedded: Array,
         state: Array,
         angles: tuple[Array, Array],
@@ -357,14 +357,14 @@ def unroll(
     ) -> tuple:
         x = fuse(params, config, embedded, state, -1, given=not past)
         y = attention_input(params, config, embedded, x, -1)
-        q, k, v = heads(params.layer, config.block, y, *angles, -1)
-        q = q.reshape(*k.shape[:3], -1, config.head_dim)
+        q, k, v = heads(params.layers, config.layers, y, *angles, -1)
+        q = q.reshape(*k.shape[:3], -1, config.layers.head_dim)
         first, *later = *past, (k, v)
         own = tuple(jnp.stack(part, axis=2) for part in zip(*later, strict=True)) if later else None
         # No mesh, so in blocks: the libraries return no sums to merge own keys into, and the replay packs any number of
         # windows into a row.
         attended = packed_attention.attend(q, *first, segments, block, own=own)
-        x = finish(params.layer, config.block, x, attended.reshape(*x.shape[:2], -1), -1)
+        x = finish(params.layers, config.layers, x, attended.reshape(*x.shape[:2], -1), -1)
         return rows(leave(params, config, x, -1)), (k, v)
 
     params = cast(params, features.dtype)
@@ -375,7 +375,7 @@ def unroll(
             params,
             embedded,
             state,
-            packed_angles(config.block, positions + j, features.dtype),
+            packed_angles(config.layers, positions + j, features.dtype),
             past,
         )
         past = (*past, kv)

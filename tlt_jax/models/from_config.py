@@ -20,8 +20,7 @@ from tlt_jax.errors import ConfigError, ModelError
 from tlt_jax.kernels.numerics import widen
 from tlt_jax.models import (
     architecture,
-    block_config,
-    drafter_network,
+    drafter as drafters,
     hf,
     hf_adapter,
     hf_drafter,
@@ -29,7 +28,7 @@ from tlt_jax.models import (
     lora,
 )
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.lora import Adapters
 from tlt_jax.models.low_rank import Lora
 
@@ -191,13 +190,13 @@ def new_drafter_config(config: Config, model: ModelConfig) -> DrafterConfig:
     check_drafter_training(config)
     knobs = config.drafter_training
     if knobs.kind == "eagle":
-        return drafter_network.for_policy(model, knobs.kind)
+        return drafters.for_policy(model, knobs.kind)
     changes = {"draft_vocab_size": min(knobs.vocab or DRAFT_VOCAB, model.vocab_size)}
-    if knobs.kind in block_config.KINDS:
+    if knobs.kind in drafters.BLOCK_KINDS:
         changes |= {"num_layers": knobs.layers} if knobs.layers else {}
         changes |= {"block_size": knobs.block_size} if knobs.block_size else {}
     try:
-        return drafter_network.for_policy(model, knobs.kind, **changes)
+        return drafters.for_policy(model, knobs.kind, **changes)
     except ValueError as error:
         raise ConfigError(f"drafter_training: {error}") from None
 
@@ -210,11 +209,11 @@ def check_drafter_training(config: Config) -> None:
         if knobs.start:
             reason = "the drafter of drafter_training.start has its own"
         raise ConfigError(f"drafter_training.vocab {knobs.vocab}: {reason}: set it to 0")
-    is_block = knobs.kind in block_config.KINDS
+    is_block = knobs.kind in drafters.BLOCK_KINDS
     for name in ("layers", "block_size"):
         value = getattr(knobs, name)
         if value and (knobs.start or not is_block):
-            reason = f"only for {' and '.join(block_config.KINDS)}, and the kind is {knobs.kind}"
+            reason = f"only for {' and '.join(drafters.BLOCK_KINDS)}, and the kind is {knobs.kind}"
             if knobs.start:
                 reason = "the drafter of drafter_training.start has its own"
             raise ConfigError(f"drafter_training.{name} {value}: {reason}: set it to 0")
@@ -234,7 +233,7 @@ def check_start(config: Config, model: ModelConfig) -> None:
     knobs = config.drafter_training
     path = Path(parse.expand(knobs.start, "drafter_training.start"))
     drafter = hf_drafter_config.read_config(path, model, longest_sequence(config, model))
-    if knobs.unroll and drafter.kind in block_config.KINDS:
+    if knobs.unroll and drafter.kind in drafters.BLOCK_KINDS:
         raise not_unrolled(knobs.unroll, drafter.kind)
 
 

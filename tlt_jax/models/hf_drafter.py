@@ -25,11 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tlt_jax.errors import ModelError
-from tlt_jax.models import drafter_network, hf, hf_drafter_config
+from tlt_jax.models import drafter as drafters, hf, hf_drafter_config
 from tlt_jax.models.architecture import Layer, ModelConfig
-from tlt_jax.models.block_config import BlockConfig, BlockParams
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams, check_ids, weights
-from tlt_jax.models.eagle_config import EagleParams
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams, check_ids, weights
 from tlt_jax.models.hf_config import read_json
 
 WEIGHTS = "model.safetensors"
@@ -42,7 +40,7 @@ TOP = {
 
 
 BLOCK_TOP = {
-    "fuse": "fc.weight", "context_norm": "hidden_norm.weight", "final_norm": "norm.weight",
+    "fuse": "fc.weight", "hidden_norm": "hidden_norm.weight", "final_norm": "norm.weight",
     "markov_in": "markov_head.markov_w1.weight", "markov_out": "markov_head.markov_w2.weight",
     "confidence": "confidence_head.proj.weight", "confidence_bias": "confidence_head.proj.bias",
 }  # fmt: skip
@@ -51,45 +49,47 @@ MASK_EMBEDDING = "mask_embedding.pt"  # of drafters whose mask is not a token of
 
 def tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
     """Every tensor that a drafter's file may hold, in network order; `layer` marks those of a layer."""
-    if isinstance(config, BlockConfig):
+    if config.is_block:
         yield from block_tensors(config)
         return
     spec = weights(config, 1)
     yield hf.Tensor(TOP["fuse"], spec.fuse.shape, "fuse", None)
     if config.kind == "eagle":  # SGLang's fc has a bias, which stays random when the file has none
-        yield hf.Tensor(TOP["fuse_bias"], (config.hidden_size,), "fuse_bias", None)
+        yield hf.Tensor(TOP["fuse_bias"], (config.layers.hidden_size,), "fuse_bias", None)
     else:
-        yield hf.Tensor(TOP["hidden_norm"], (config.hidden_size,), "hidden_norm", None)
+        yield hf.Tensor(TOP["hidden_norm"], (config.layers.hidden_size,), "hidden_norm", None)
     if config.fc_norm:
         for capture in range(len(config.captures)):
             yield hf.Tensor(
-                f"fc_norm.{capture}.weight", (config.hidden_size,), "feature_norms", capture
+                f"fc_norm.{capture}.weight", (config.layers.hidden_size,), "feature_norms", capture
             )
     for field in fields(Layer):
-        weight = getattr(spec.layer, field.name)
+        weight = getattr(spec.layers, field.name)
         if weight is not None:
             yield hf.Tensor(
                 PREFIX[config.kind] + hf.IN_LAYER[field.name], weight.shape, field.name, 0
             )
     if config.kind == "eagle3":
-        yield hf.Tensor(TOP["final_norm"], (config.hidden_size,), "final_norm", None)
-        yield hf.Tensor(TOP["head"], (config.draft_vocab_size, config.hidden_size), "head", None)
+        yield hf.Tensor(TOP["final_norm"], (config.layers.hidden_size,), "final_norm", None)
+        yield hf.Tensor(
+            TOP["head"], (config.draft_vocab_size, config.layers.hidden_size), "head", None
+        )
         yield hf.Tensor("d2t", (config.draft_vocab_size,), "ids", None, "int64")
-        yield hf.Tensor("t2d", (config.vocab_size,), "ids", None, "bool")
+        yield hf.Tensor("t2d", (config.layers.vocab_size,), "ids", None, "bool")
 
 
-def block_tensors(config: BlockConfig) -> Iterator[hf.Tensor]:
+def block_tensors(config: DrafterConfig) -> Iterator[hf.Tensor]:
     """`tensors` of a block drafter."""
-    spec, V = weights(config, 1), config.vocab_size
+    spec, V = weights(config, 1), config.layers.vocab_size
     shapes = {
         "markov_in": (V, config.markov_rank), "markov_out": (V, config.markov_rank),
-        "confidence": (1, config.hidden_size + config.markov_rank), "confidence_bias": (1,),
+        "confidence": (1, config.layers.hidden_size + config.markov_rank), "confidence_bias": (1,),
     }  # fmt: skip
     for leaf, name in BLOCK_TOP.items():
         weight = getattr(spec, leaf)
         if weight is not None:
             yield hf.Tensor(name, shapes.get(leaf, weight.shape), leaf, None)
-    for layer in range(config.num_layers):
+    for layer in range(config.layers.num_layers):
         for leaf, name in hf.IN_LAYER.items():
             weight = getattr(spec.layers, leaf)
             if weight is not None:
@@ -110,14 +110,14 @@ def load(
     with ExitStack() as stack:
         stored = hf.open_tensors(directory, stack)
         try:
-            optional = {TOP["fuse_bias"], "t2d"} | ({"d2t"} if config.whole else set())
+            optional = {TOP["fuse_bias"], "t2d"} | ({"d2t"} if config.has_full_vocab else set())
             wanted = [
                 tensor
                 for tensor in tensors(config)
                 if tensor.name in stored or tensor.name not in optional
             ]
             hf.check_tensors(directory, wanted, stored, {"embed_tokens.weight", hf.TOP["head"]})
-            if isinstance(config, BlockConfig):
+            if config.is_block:
                 if (directory / MASK_EMBEDDING).exists():
                     raise ModelError(f"{MASK_EMBEDDING}: only a mask that is a token is supported")
                 return config, read_block(config, stored, mesh, dtype)
@@ -133,7 +133,7 @@ def read_params(
     config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
 ) -> DrafterParams:
     """DrafterParams from open tensors. Raises ValueError for an invalid draft vocabulary."""
-    target = drafter_network.abstract(config, mesh, "train", dtype)
+    target = drafters.abstract(config, mesh, "train", dtype)
 
     def whole(spec: jax.ShapeDtypeStruct | None, name: str) -> jax.Array | None:
         if spec is None:
@@ -152,10 +152,12 @@ def read_params(
     if ids is not None:
         ids = jax.make_array_from_callback(ids.shape, target.ids.sharding, ids.__getitem__)
     layer = {
-        name: whole(getattr(target.layer, name), prefix + hf.IN_LAYER[name]) for name in hf.IN_LAYER
+        name: whole(getattr(target.layers, name), prefix + hf.IN_LAYER[name])
+        for name in hf.IN_LAYER
     }
-    return EagleParams(
-        layer=Layer(**layer),
+    return DrafterParams(
+        layers=Layer(**layer),
+        **dict.fromkeys(("markov_in", "markov_out", "confidence", "confidence_bias", "context_kv")),
         feature_norms=norms(target.feature_norms) if config.fc_norm else None,
         ids=ids,
         **{leaf: whole(getattr(target, leaf), name) for leaf, name in TOP.items()},
@@ -163,16 +165,16 @@ def read_params(
 
 
 def read_block(
-    config: BlockConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
-) -> BlockParams:
-    """BlockParams from open tensors. Raises ModelError unless t2d marks the draft vocabulary."""
-    target = drafter_network.abstract(config, mesh, "train", dtype)
+    config: DrafterConfig, stored: Mapping[str, Any], mesh: Mesh, dtype: DTypeLike
+) -> DrafterParams:
+    """DrafterParams from open tensors. Raises ModelError unless t2d marks the draft vocabulary."""
+    target = drafters.abstract(config, mesh, "train", dtype)
     marked = np.flatnonzero(stored["t2d"][:]) if "t2d" in stored else None
-    if config.whole and marked is not None and len(marked) < config.vocab_size:
+    if config.has_full_vocab and marked is not None and len(marked) < config.layers.vocab_size:
         raise ModelError(
             f"t2d marks {len(marked)} tokens, and config.json has no {hf_drafter_config.DRAFT_VOCAB}"
         )
-    ids = None if config.whole else check_ids(config, marked)
+    ids = None if config.has_full_vocab else check_ids(config, marked)
 
     def placed(spec: jax.ShapeDtypeStruct, part: Callable[..., np.ndarray]) -> jax.Array:
         return jax.make_array_from_callback(spec.shape, spec.sharding, part)
@@ -195,7 +197,9 @@ def read_block(
         spec = getattr(target.layers, leaf)
         if spec is None:
             return None
-        layers = [stored[f"layers.{i}.{hf.IN_LAYER[leaf]}"] for i in range(config.num_layers)]
+        layers = [
+            stored[f"layers.{i}.{hf.IN_LAYER[leaf]}"] for i in range(config.layers.num_layers)
+        ]
 
         def part(index: tuple[slice, ...]) -> np.ndarray:
             wanted = layers[index[0]]
@@ -203,10 +207,9 @@ def read_block(
 
         return placed(spec, part)
 
-    return BlockParams(
+    return DrafterParams(
         layers=Layer(**{leaf: stacked(leaf) for leaf in hf.IN_LAYER}),
-        context_kv=None,
-        head=None,
+        **dict.fromkeys(("fuse_bias", "feature_norms", "context_kv", "head")),
         ids=None if ids is None else placed(target.ids, ids.__getitem__),
         **{leaf: top(leaf) for leaf in BLOCK_TOP},
     )
@@ -219,14 +222,14 @@ def read_ids(config: DrafterConfig, stored: Mapping[str, Any]) -> np.ndarray | N
     known = np.arange(config.draft_vocab_size)
     ids = known + stored["d2t"][:].astype(np.int64) if "d2t" in stored else known
     try:
-        check_ids(config, None if config.whole and (ids == known).all() else ids)
+        check_ids(config, None if config.has_full_vocab and (ids == known).all() else ids)
     except ValueError as error:
         raise ModelError(
             f"d2t: {error}; it holds token id minus index in the draft vocabulary"
         ) from error
     if "t2d" in stored and not np.array_equal(np.flatnonzero(stored["t2d"][:]), ids):
         raise ModelError("t2d marks other tokens than d2t names")
-    return None if config.whole else ids.astype(np.int32)
+    return None if config.has_full_vocab else ids.astype(np.int32)
 
 
 def read_acceptance(directory: str | Path) -> tuple[float, ...]:
@@ -262,7 +265,9 @@ def save(
     """
     directory, dtype = Path(directory), jnp.dtype(dtype)
     # vLLM refuses a d2t of the whole vocabulary; SGLang needs none.
-    listed = [tensor for tensor in tensors(config) if tensor.leaf != "ids" or not config.whole]
+    listed = [
+        tensor for tensor in tensors(config) if tensor.leaf != "ids" or not config.has_full_vocab
+    ]
     arrays = (host_copy(params, tensor, config, dtype) for tensor in listed)
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -285,17 +290,17 @@ def host_copy(
     params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
     """One tensor on the host, without vocabulary padding; zeros for an absent bias, and for tokens that are not drafted."""
-    if isinstance(config, BlockConfig):
+    if config.is_block:
         return block_copy(params, tensor, config, dtype)
     if tensor.leaf == "ids":
         ids = np.asarray(params.ids, np.int64)
         return (
             ids - np.arange(ids.size)
             if tensor.name == "d2t"
-            else np.isin(np.arange(config.vocab_size), ids)
+            else np.isin(np.arange(config.layers.vocab_size), ids)
         )
     stacked = tensor.leaf == "feature_norms"
-    leaf = getattr(params if stacked or tensor.layer is None else params.layer, tensor.leaf)
+    leaf = getattr(params if stacked or tensor.layer is None else params.layers, tensor.leaf)
     if leaf is None:
         return np.zeros(tensor.shape, dtype)
     leaf = leaf[tensor.layer] if stacked else leaf
@@ -304,16 +309,16 @@ def host_copy(
 
 
 def block_copy(
-    params: BlockParams, tensor: hf.Tensor, config: BlockConfig, dtype: np.dtype
+    params: DrafterParams, tensor: hf.Tensor, config: DrafterConfig, dtype: np.dtype
 ) -> np.ndarray:
     """`host_copy` for a block drafter."""
     if tensor.leaf == "ids":
-        return np.isin(np.arange(config.vocab_size), np.asarray(params.ids))
+        return np.isin(np.arange(config.layers.vocab_size), np.asarray(params.ids))
     inside = tensor.layer is not None
     leaf = getattr(params.layers if inside else params, tensor.leaf)
     leaf = leaf[tensor.layer] if inside else leaf
     copy = np.asarray(jax.block_until_ready(fetcher(leaf.sharding.mesh, dtype)(leaf)))
-    if tensor.leaf == "markov_out" and not config.whole:
+    if tensor.leaf == "markov_out" and not config.has_full_vocab:
         spread = np.zeros(tensor.shape, dtype)
         spread[np.asarray(params.ids)] = copy
         return spread

@@ -5,6 +5,7 @@ DeepSpec (DSpark), which vLLM reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import numpy as np
 
 from tlt_jax.errors import ModelError
 from tlt_jax.models import hf_config
-from tlt_jax.models.architecture import NORMED, ModelConfig, check_policy
-from tlt_jax.models.block_config import BlockConfig
-from tlt_jax.models.eagle_config import EagleConfig
+from tlt_jax.models.architecture import NORMED, ModelConfig
+from tlt_jax.models.drafter import DrafterConfig, check_policy
 from tlt_jax.models.hf_config import from_hf_config, read_json, to_hf_config
 
 ARCHITECTURES = {  # name -> kind, model_type
@@ -57,9 +57,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def read_config(
-    directory: str | Path, policy: ModelConfig, positions: int = 0
-) -> EagleConfig | BlockConfig:
+def read_config(directory: str | Path, policy: ModelConfig, positions: int = 0) -> DrafterConfig:
     """The config of a drafter directory, for this policy and sequences of this length; reads config.json only.
 
     Raises ModelError, in one line that names what does not fit: the config, the policy or the positions.
@@ -76,7 +74,7 @@ def read_config(
         raise ModelError(f"drafter {directory}: {error}") from error
 
 
-def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> EagleConfig | BlockConfig:
+def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
     """The configuration of a config.json. Raises ModelError or ValueError that names what is unsupported."""
     named = raw.get("architectures") or [None]
     if len(named) == 1 and named[0] in BLOCK_ARCHITECTURES:
@@ -88,24 +86,15 @@ def from_raw(raw: Mapping[str, Any], policy: ModelConfig) -> EagleConfig | Block
         )
     refuse_unsupported(raw, kind, family)
     layer = from_hf_config(dict(raw) | {"model_type": family})
-    config = EagleConfig(
+    config = DrafterConfig(
         kind=kind,
-        hidden_size=layer.hidden_size,
-        mlp_dim=layer.mlp_dim,
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=raw["draft_vocab_size"] if kind == "eagle3" else layer.vocab_size,
+        layers=replace(layer, tied=False, eos_ids=()),
+        policy_layers=policy.num_layers,
         captures=read_captures(raw, policy) if kind == "eagle3" else (NORMED,),
-        max_positions=layer.max_positions,
-        rope=layer.rope,
-        rms_eps=layer.rms_eps,
-        qkv_bias=layer.qkv_bias,
+        draft_vocab_size=raw["draft_vocab_size"] if kind == "eagle3" else layer.vocab_size,
         fc_bias=bool(raw.get("fc_bias") or raw.get("bias")),
         fc_norm=bool(raw.get("fc_norm")),
         norm_output=bool(raw.get("norm_output")),
-        init_std=layer.init_std,
     )
     check_policy(config, policy)
     return config
@@ -149,8 +138,8 @@ def refuse_unknown(raw: Mapping[str, Any], known: set[str]) -> None:
         raise ModelError(f"{wide}: only drafters as wide as their policy are supported")
 
 
-def block_from_raw(raw: Mapping[str, Any], policy: ModelConfig, kind: str) -> BlockConfig:
-    """The BlockConfig of a config.json. Raises ModelError or ValueError that names what is unsupported."""
+def block_from_raw(raw: Mapping[str, Any], policy: ModelConfig, kind: str) -> DrafterConfig:
+    """The DrafterConfig of a config.json. Raises ModelError or ValueError that names what is unsupported."""
     refuse_unknown(raw, READ - OF_EAGLE | READ_BLOCK)
     if raw.get("model_type", "qwen3") != "qwen3":
         raise ModelError(
@@ -193,27 +182,17 @@ def block_from_raw(raw: Mapping[str, Any], policy: ModelConfig, kind: str) -> Bl
             "head that reads the Markov head, if there is one, is supported"
         )
     layers = from_hf_config(dict(raw) | {"model_type": "qwen3"})
-    config = BlockConfig(
+    config = DrafterConfig(
         kind=kind,
-        hidden_size=layers.hidden_size,
-        mlp_dim=layers.mlp_dim,
-        num_layers=layers.num_layers,
-        num_heads=layers.num_heads,
-        num_kv_heads=layers.num_kv_heads,
-        head_dim=layers.head_dim,
-        vocab_size=layers.vocab_size,
-        draft_vocab_size=raw.get(DRAFT_VOCAB) or layers.vocab_size,
-        captures=tuple(one + 1 for one in ids),
+        layers=replace(layers, tied=False, eos_ids=()),
         policy_layers=policy.num_layers,
+        captures=tuple(one + 1 for one in ids),
+        draft_vocab_size=raw.get(DRAFT_VOCAB) or layers.vocab_size,
         block_size=size,
         mask_token_id=mask,
-        max_positions=layers.max_positions,
-        rope=layers.rope,
-        rms_eps=layers.rms_eps,
         causal=bool(causal),
         markov_rank=rank,
         confidence=sure,
-        init_std=layers.init_std,
     )
     check_policy(config, policy)
     return config
@@ -244,7 +223,7 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
     outputs, counts = nested.pop(LAYER_IDS, None), raw.get(LAYER_IDS)
     if nested.pop("use_aux_hidden_state", True) is not True:
         raise ModelError(
-            "eagle_config.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
+            "drafters.use_aux_hidden_state false: an EAGLE-3 drafter reads several hidden states"
         )
     if nested:
         raise ModelError(
@@ -268,25 +247,25 @@ def read_captures(raw: Mapping[str, Any], policy: ModelConfig) -> tuple[int, ...
     return tuple(one + 1 for one in ids) if ids[0] == 1 else tuple(ids)
 
 
-def check_positions(config: EagleConfig | BlockConfig, positions: int) -> None:
+def check_positions(config: DrafterConfig, positions: int) -> None:
     """Raises ModelError when sequences get longer than the drafter was made for."""
-    if config.max_positions < positions:
+    if config.layers.max_positions < positions:
         raise ModelError(
-            f"max_position_embeddings {config.max_positions} is below the {positions} positions of a sequence: "
+            f"max_position_embeddings {config.layers.max_positions} is below the {positions} positions of a sequence: "
             "lower rollout lengths, or raise it if the drafter was trained that far"
         )
 
 
-def to_raw(config: EagleConfig | BlockConfig, dtype: np.dtype) -> dict[str, Any]:
+def to_raw(config: DrafterConfig, dtype: np.dtype) -> dict[str, Any]:
     """The config.json of a drafter. `bias` is never true: SGLang and vLLM read it as the attention's."""
-    raw = to_hf_config(config.block, dtype)
-    if isinstance(config, BlockConfig):
+    raw = to_hf_config(config.layers, dtype)
+    if config.is_block:
         return raw | block_to_raw(config)
     if config.kind == "eagle":
         plain = raw["architectures"]
         # SGLang reads the first name; vLLM prefixes "Eagle" and takes the name that it knows.
         names = [plain[0] + "Eagle"]
-        if config.block.family in VLLM_EAGLE:
+        if config.layers.family in VLLM_EAGLE:
             names += plain
         return raw | {"architectures": names, "bias": False, "fc_bias": config.fc_bias}
     return raw | {
@@ -302,13 +281,13 @@ def to_raw(config: EagleConfig | BlockConfig, dtype: np.dtype) -> dict[str, Any]
     }
 
 
-def block_to_raw(config: BlockConfig) -> dict[str, Any]:
+def block_to_raw(config: DrafterConfig) -> dict[str, Any]:
     """What the config.json of a block drafter has beside the sizes of its layers."""
     shape = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [one - 1 for one in config.captures],
     }
-    named = {} if config.whole else {DRAFT_VOCAB: config.draft_vocab_size}
+    named = {} if config.has_full_vocab else {DRAFT_VOCAB: config.draft_vocab_size}
     named |= {
         "architectures": ["DFlashDraftModel" if config.kind == "dflash" else "Qwen3DSparkModel"],
         "block_size": config.block_size,
@@ -326,15 +305,15 @@ def block_to_raw(config: BlockConfig) -> dict[str, Any]:
     return named | shape | heads | ({"markov_head_type": "vanilla"} if config.markov_rank else {})
 
 
-def caveat(config: EagleConfig | BlockConfig) -> str | None:
+def caveat(config: DrafterConfig) -> str | None:
     """One line on what vLLM does not load of this drafter's directory; None: it loads all of it."""
-    if isinstance(config, BlockConfig):
-        if not config.whole:
+    if config.is_block:
+        if not config.has_full_vocab:
             return "other programs draft from the whole vocabulary with this drafter, not from its draft vocabulary"
         if config.kind == "dspark" and not config.markov_rank:
             return "vLLM loads DSpark drafters with a Markov head only"
         return None
-    if config.kind == "eagle" and config.block.family not in VLLM_EAGLE:
+    if config.kind == "eagle" and config.layers.family not in VLLM_EAGLE:
         return "vLLM has no EAGLE class for Qwen2: only SGLang loads this drafter; one of kind eagle3 loads in both"
     if config.fc_bias:
         return "vLLM loads this drafter without the bias of its fc, and drafts worse with it than SGLang"

@@ -16,7 +16,7 @@ from tlt_jax.kernels import token_filter
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.models import architecture, kv_cache, transformer
 from tlt_jax.models.architecture import NORMED, Captures, ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.models.kv_cache import KVCache, Scratch
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import networks, ngram_memory

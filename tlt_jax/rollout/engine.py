@@ -21,9 +21,9 @@ from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
 from tlt_jax.kernels.fused import Fused
 from tlt_jax.keys import sequence_keys
-from tlt_jax.models import architecture, drafter_network, low_rank
+from tlt_jax.models import architecture, drafter as drafters, low_rank
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.models.low_rank import Lora
 from tlt_jax.rollout import bindings, exchange, ngram_memory
 from tlt_jax.rollout.events import Listener
@@ -91,9 +91,9 @@ class Engine(Scheduling):
         shardings = architecture.shardings(model_config, mesh, "rollout", self.lora)
         self.reshard = Early(jax.jit(reshard, out_shardings=shardings), self.programs.background)
         if drafter:
-            reshard = partial(drafter_network.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
+            reshard = partial(drafters.to_rollout, config=drafter, mesh=mesh, dtype=dtype)
             self.reshard_drafter = jax.jit(
-                reshard, out_shardings=drafter_network.shardings(drafter, mesh, "rollout")
+                reshard, out_shardings=drafters.shardings(drafter, mesh, "rollout")
             )
 
     def shapes(self, drafter: DrafterConfig | None) -> list[GroupShapes]:
@@ -149,7 +149,7 @@ class Engine(Scheduling):
 
         def bound(index: int, target: Params) -> DrafterParams | tuple:
             view, group = meshes.view(learned, self.groups[index]), self.groups[index]
-            return drafter_network.bind(view, self.drafter, target, group) if self.drafter else ()
+            return drafters.bind(view, self.drafter, target, group) if self.drafter else ()
 
         return {
             index: one.replace(drafter=bound(index, one.target)) for index, one in weights.items()

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from tlt_jax.distributed.job import Job
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.rollout.executables.compilation import Executables
 from tlt_jax.rollout.ngram_memory import NGramMemory
 from tlt_jax.rollout.recorder import RolloutResult

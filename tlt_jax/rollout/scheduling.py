@@ -15,8 +15,8 @@ import numpy as np
 from tlt_jax.config import Config
 from tlt_jax.distributed.job import Job
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import drafter_network
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models import drafter as drafters
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.buckets import FIRST_CACHE_BUCKET, batch_buckets, bucket_width, doubling
 from tlt_jax.rollout.scheduler import deterministic
 from tlt_jax.rollout.scheduler.payback import Payback
@@ -43,8 +43,8 @@ class Scheduling:
         self.drafter_kind = drafter.kind if drafter else config.speculation.drafter
 
         speculation = config.speculation
-        arms, block = make.arms(speculation), drafter_network.block_pass(drafter)
-        self.arms = make.within(arms, drafter_network.depth(drafter))
+        arms, block = make.arms(speculation), drafters.block_pass(drafter)
+        self.arms = make.within(arms, drafter.depth if drafter else None)
         if len(self.arms) < len(arms) and job.is_first:
             deep = ", ".join(name(arm) for arm in arms if arm not in self.arms)
             log.warning("%s: deeper than the drafter drafts in a round, so left out", deep)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tlt_jax.config import Config
 from tlt_jax.distributed.job import Job
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.events import Listener, Look, WentIdle
 from tlt_jax.rollout.idle.driver import IdleDriver, IdleWork
 from tlt_jax.rollout.learned_drafter import FEATURES

@@ -17,9 +17,9 @@ import numpy as np
 from tlt_jax.distributed.topology import GPUS
 from tlt_jax.distributed.traffic import TPUS
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import architecture, drafter_network
+from tlt_jax.models import architecture, drafter as drafters
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.simulate.cost_table import ESTIMATE, MEASURED, CostTable, Row, normal
 from tlt_jax.spec_decode.strategy import Strategy
 from tlt_jax.tuner.cost_model import OnePass
@@ -85,9 +85,9 @@ class Sizes:
         """Of a policy, whose embedding is not read whole, and of its learned drafter (None: none)."""
         whole = architecture.weights(model, 1)
         read = count(whole) - (0 if model.tied else count(whole.embed))
-        block = drafter_network.block_pass(drafter)
-        level = count(drafter_network.weights(drafter, 1)) if drafter else 0
-        if drafter and drafter_network.reads_policy_head(drafter):
+        block = drafters.block_pass(drafter)
+        level = count(drafters.weights(drafter, 1)) if drafter else 0
+        if drafter and drafter.reads_policy_head:
             level += drafter.draft_vocab_size * model.hidden_size
         level //= block[0] if block else 1
         cached = 2 * model.num_layers * model.num_kv_heads * model.head_dim

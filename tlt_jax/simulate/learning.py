@@ -14,7 +14,7 @@ from tlt_jax.config import Config
 from tlt_jax.drafter.recipes import idle_recipe
 from tlt_jax.drafter.step_training import Learned, Lesson
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.events import Look
 from tlt_jax.rollout.request import RolloutRequest
 from tlt_jax.simulate.acceptance import Acceptances

@@ -16,7 +16,7 @@ from tlt_jax.drafter.investment import Investment
 from tlt_jax.errors import ConfigError
 from tlt_jax.models import from_config, hf
 from tlt_jax.models.architecture import ModelConfig
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.recorder import RolloutResult
 from tlt_jax.simulate import simulator
 from tlt_jax.simulate.acceptance import Acceptances

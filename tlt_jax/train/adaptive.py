@@ -15,8 +15,8 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.replay import ReplayConfig
 from tlt_jax.errors import ConfigError
 from tlt_jax.metrics import GroupSeconds, group_seconds
-from tlt_jax.models import drafter_network, hf_drafter, hf_drafter_config
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models import drafter as drafters, hf_drafter, hf_drafter_config
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.rollout.recorder import Completion, RolloutResult
 
 WINDOW = 512  # most tokens of a finished sequence that are stored together
@@ -58,13 +58,11 @@ def create(
     if start is not None:
         return drafter_recipe.create(start, recipe)
     ids = None
-    if not drafter.whole:
+    if not drafter.has_full_vocab:
         texts = (one.tokens for one in answers)
-        ids = drafter_network.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
+        ids = drafters.frequent_ids(texts, drafter.draft_vocab_size, recipe.model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
-    return drafter_recipe.create(
-        drafter_network.init(drafter, recipe.mesh, init_key, dtype, ids), recipe
-    )
+    return drafter_recipe.create(drafters.init(drafter, recipe.mesh, init_key, dtype, ids), recipe)
 
 
 def decoding_seconds(rollout: RolloutResult, groups: int, kind: str) -> list[GroupSeconds]:

@@ -31,9 +31,9 @@ from tlt_jax.drafter.recipe import DrafterState, Recipe
 from tlt_jax.drafter.recipes import recipe_of
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, check_trackers
-from tlt_jax.models import drafter_network, from_config, hf_drafter, hf_drafter_config
+from tlt_jax.models import drafter as drafters, from_config, hf_drafter, hf_drafter_config
 from tlt_jax.models.architecture import ModelConfig, Params
-from tlt_jax.models.drafter_network import DrafterConfig, DrafterParams
+from tlt_jax.models.drafter import DrafterConfig, DrafterParams
 from tlt_jax.optimizer import MAX_NONFINITE
 from tlt_jax.train import run_state, sft
 from tlt_jax.train.run_state import RunState
@@ -157,11 +157,11 @@ def initial_drafter(
         return hf_drafter.load(directory, model, mesh, dtype, longest)
     drafter = from_config.new_drafter_config(config, model)
     ids = None
-    if not drafter.whole:
+    if not drafter.has_full_vocab:
         answers = (example.answer for example in examples)
-        ids = drafter_network.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
+        ids = drafters.frequent_ids(answers, drafter.draft_vocab_size, model.vocab_size)
     init_key = keys.stream_key(config.train.seed, keys.DRAFTER_WEIGHTS)
-    return drafter, drafter_network.init(drafter, mesh, init_key, dtype, ids)
+    return drafter, drafters.init(drafter, mesh, init_key, dtype, ids)
 
 
 def train_drafter(

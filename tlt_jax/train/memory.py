@@ -19,8 +19,8 @@ from tlt_jax.distributed.mesh import device_kind, is_cpu
 from tlt_jax.drafter import merge, recipe as drafter_recipe
 from tlt_jax.drafter.recipe import Recipe as DrafterRecipe
 from tlt_jax.errors import ConfigError
-from tlt_jax.models import architecture, drafter_network, remat as remats, targets
-from tlt_jax.models.drafter_network import DrafterConfig
+from tlt_jax.models import architecture, drafter as drafters, remat as remats, targets
+from tlt_jax.models.drafter import DrafterConfig
 from tlt_jax.rollout.buckets import bucket_width
 from tlt_jax.rollout.executables.programs import GroupShapes, StateShape
 from tlt_jax.train import policy_update, remat
@@ -95,7 +95,9 @@ def budget(
         **caches(config, shapes, capacity),
     }
     if drafter:
-        kinds["drafter copy"] = device_bytes(drafter_network.abstract_bound(drafter, mesh, dtype))
+        kinds["drafter copy"] = device_bytes(
+            drafters.abstract(drafter, mesh, "rollout", dtype, is_bound=True)
+        )
     if drafter and config.speculation.drafter == schema.ADAPTIVE:
         copies = merge.abstract_copies(drafter_shapes(config, recipe, drafter))
         kinds["drafter in training"] = device_bytes(copies)
@@ -184,8 +186,8 @@ def caches(config: Config, shapes: GroupShapes, batch: int) -> dict[str, int]:
     if state.cache.states is not None:
         kinds["states"] = device_bytes(state.cache.states)
     if config.speculation.drafter != schema.NONE:
-        drafters = (shapes.drafter, *shapes.drafters.values())
-        host = max(device_bytes(drafter.host_context(batch)) for drafter in drafters)
+        bound = (shapes.drafter, *shapes.drafters.values())
+        host = max(device_bytes(drafter.host_context(batch)) for drafter in bound)
         kinds["drafter cache"] = device_bytes((state.drafter, state.history)) + host
     return kinds
 

@@ -21,7 +21,7 @@ from tlt_jax.errors import ConfigError, DamagedCheckpoint
 from tlt_jax.metrics import Writer, check_trackers
 from tlt_jax.models import from_config, remat as remats
 from tlt_jax.models.architecture import Params
-from tlt_jax.models.drafter_network import DrafterParams
+from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.rollout import first
 from tlt_jax.rollout.engine import Engine
 from tlt_jax.rollout.executables.background import Early

@@ -17,7 +17,7 @@ from tlt_jax.config.schema import NONE
 from tlt_jax.data.dataset import Prompt
 from tlt_jax.errors import Interrupted
 from tlt_jax.metrics import Writer, evaluations
-from tlt_jax.models.drafter_network import DrafterParams
+from tlt_jax.models.drafter import DrafterParams
 from tlt_jax.rewards import Score, Scorer, overlong
 from tlt_jax.rollout import exchange
 from tlt_jax.rollout.interface import RolloutEngine
